@@ -1,0 +1,202 @@
+"""The base of all clients: what happens before an algorithm's rule and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from flwr.client import NumPyClient
+from torch import Tensor
+
+from clients.problem import Problem
+from clients.solvers import Info, LocalTraining, solve
+from clients.state import Fields, Owner, Store, fresh_nonce, peek, settle
+from fl_strategies.randomness import stream
+from fl_strategies.subproblem import Solve, Subproblem
+
+Config: TypeAlias = Mapping[str, Any]
+Arrays: TypeAlias = list[npt.NDArray[Any]]
+State: TypeAlias = Any
+"""A named tuple of tensors and numbers: what an algorithm's client keeps for the next round."""
+
+
+class Step(NamedTuple):
+    """What an algorithm's rule made of a request."""
+
+    upload: Tensor
+    """The vector [d] to send."""
+    state: State | None = None
+    """What to keep."""
+    scalars: Mapping[str, float] = {}
+    """Numbers to send beside it."""
+
+
+class FederatedClient(NumPyClient):
+    """One client's data and means; an algorithm adds :meth:`step`, and a state if it keeps one.
+
+    Parameters
+    ----------
+    problem : Problem
+        Model, loss and training examples.
+    client_id : int >= 0
+        The stable id (partition id, else node id) that the client's random streams derive from.
+    test : Problem, optional
+        The client's own test examples, on the same model; needed to evaluate.
+    store : Store, optional
+        Where state is kept; needed by algorithms whose clients keep any.
+    training : LocalTraining, optional
+        How to train where the server does not say.
+
+    Raises
+    ------
+    ValueError
+        If the received arrays do not fit the model, or the request or client lacks what is needed.
+    StateError
+        If the stored state is another algorithm's or model's, or damaged.
+    """
+
+    algorithm: ClassVar[str]
+    state_type: ClassVar[type | None] = None
+    """The named tuple that the client keeps, if any."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        client_id: int,
+        test: Problem | None = None,
+        store: Store | None = None,
+        training: LocalTraining | None = None,
+    ) -> None:
+        self.problem, self.client_id, self.test = problem, client_id, test
+        self.store, self.training = store, training or LocalTraining()
+
+    # ---- what an algorithm adds -------------------------------------------------------------
+
+    def step(self, state: State, theta: Tensor, solve: Solve, config: Config) -> Step:
+        """Apply the client rule to ``state`` (None if it keeps none) and the model received."""
+        raise TypeError(f"{type(self).__name__} must define step")
+
+    def first_state(self, theta: Tensor, config: Config) -> State:
+        """Return the state of a newcomer."""
+        return None
+
+    def own_model(self, state: State) -> Tensor | None:
+        """Return the client's own model [d], if the algorithm keeps one."""
+        return None
+
+    # ---- Flower's NumPyClient -----------------------------------------------------------------
+
+    def fit(self, parameters: Arrays, config: Config) -> tuple[Arrays, int, dict[str, Any]]:
+        """Train; return the upload (arrays like the model's), examples and metrics.
+
+        Metrics: ``train-loss`` and ``train-accuracy`` over the last epoch's batches, ``steps``,
+        ``epochs``, ``residual`` where it was measured, and the algorithm's own scalars.
+        """
+        model = self.problem.model
+        theta = model.load(parameters)
+        server_round = int(config.get("server-round", 0))
+        rng = stream(int(config.get("seed", 0)), "local", server_round, self.client_id)
+        training = self.training.updated(config)
+        infos: list[Info] = []
+
+        def solve_here(start: Tensor, subproblem: Subproblem) -> Tensor:
+            w, info = solve(self.problem, start, subproblem, training, rng)
+            infos.append(info)
+            return w
+
+        state, nonce = self._settled(theta, config)
+        cuda = [theta.device] if theta.is_cuda else []
+        with torch.random.fork_rng(devices=cuda):
+            torch.manual_seed(int(rng.integers(2**63)))  # dropout masks and the like
+            step = self.step(state, theta, solve_here, config)
+        metrics: dict[str, Any] = dict(step.scalars)
+        if infos:
+            last = infos[-1]
+            metrics["train-loss"] = last.loss
+            metrics["steps"] = sum(info.steps for info in infos)
+            metrics["epochs"] = sum(info.epochs for info in infos)
+            if self.problem.classifies:
+                metrics["train-accuracy"] = last.accuracy
+            if training.residual >= 0.0:
+                metrics["residual"] = last.residual
+        if step.state is not None:
+            assert self.store is not None
+            fields = to_fields(step.state) | {"nonce": np.frombuffer(nonce.encode(), np.uint8)}
+            self.store.save(self._owner(), server_round, fields)
+            metrics["state-nonce"] = nonce
+        return model.arrays(step.upload), len(self.problem), metrics
+
+    def evaluate(self, parameters: Arrays, config: Config) -> tuple[float, int, dict[str, Any]]:
+        """Measure the received model on the test examples, and the client's own if it has one.
+
+        Metrics: ``eval-accuracy`` and, where there is an own model, ``own-loss``, ``own-accuracy``
+        (a newcomer's is the received one). Buffers are the received model's in both cases.
+        """
+        if self.test is None:
+            raise ValueError(
+                f"client {self.client_id} has no test examples: give it some, or set"
+                " fraction_evaluate to 0"
+            )
+        theta = self.test.model.load(parameters)
+        result = self.test.evaluate()
+        metrics: dict[str, Any] = {}
+        if self.test.classifies:
+            metrics["eval-accuracy"] = result.accuracy
+        state = None
+        if self.state_type is not None:
+            _, fields = peek(self._need_store(), self._owner(), config.get("acked-round"))
+            state = self._from_fields(fields, theta) if fields else self.first_state(theta, config)
+        if state is not None and (own := self.own_model(state)) is not None:
+            self.test.model.vector.copy_(own)
+            mine = self.test.evaluate()
+            metrics["own-loss"] = mine.loss
+            if self.test.classifies:
+                metrics["own-accuracy"] = mine.accuracy
+        return result.loss, len(self.test), metrics
+
+    # ---- state --------------------------------------------------------------------------------
+
+    def _settled(self, theta: Tensor, config: Config) -> tuple[State, str]:
+        if self.state_type is None:
+            return None, ""
+        _, fields = settle(self._need_store(), self._owner(), config.get("acked-round"))
+        if fields is None:
+            return self.first_state(theta, config), fresh_nonce()
+        return self._from_fields(fields, theta), fields["nonce"].tobytes().decode()
+
+    def _from_fields(self, fields: Fields, theta: Tensor) -> State:
+        assert self.state_type is not None
+        values = {
+            name: torch.from_numpy(fields[name]).to(theta)
+            if fields[name].ndim
+            else fields[name].item()
+            for name in self.state_type._fields  # type: ignore[attr-defined]
+        }
+        return self.state_type(**values)
+
+    def _need_store(self) -> Store:
+        if self.store is None:
+            raise ValueError(f"{self.algorithm} keeps state on its clients: give them a store")
+        return self.store
+
+    def _owner(self) -> Owner:
+        return Owner(self.algorithm, self.problem.model.layout.signature)
+
+
+def to_fields(state: State) -> dict[str, npt.NDArray[Any]]:
+    """Return a state's tensors and numbers as named arrays."""
+    return {
+        name: value.cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
+        for name, value in state._asdict().items()
+    }
+
+
+def knob(config: Config, name: str) -> Any:
+    """Return ``config[name]``; raise ``ValueError`` if the request lacks it."""
+    if name not in config:
+        raise ValueError(f"the request lacks {name!r}; it has {sorted(config)}")
+    return config[name]

@@ -1,0 +1,106 @@
+"""Any NumPyClient behind Flower's Message API, and behind the legacy one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
+
+ClientFn = Callable[[Context], NumPyClient]
+
+ARRAYS, CONFIG, METRICS, CLIENT = "arrays", "config", "metrics", "client"
+
+
+def client_id(context: Context) -> int:
+    """Return the stable id of a client: its ``partition-id`` if it has one, else the node's id."""
+    return int(context.node_config.get("partition-id", context.node_id))
+
+
+def client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> ClientApp:
+    """Return a ClientApp that answers train, evaluate and query messages by a NumPyClient.
+
+    Parameters
+    ----------
+    client_fn : callable
+        ``client_fn(context)`` returns the NumPyClient of this node.
+    mods : list, optional
+        Flower mods around train and evaluate.
+
+    Strings and bytes among a client's metrics travel in a ConfigRecord, numbers in the MetricRecord
+    (``num-examples`` added; ``evaluate``'s loss as ``eval-loss``). A query is answered with
+    ``client-id`` and ``num-partitions``. The same app also answers a legacy ``Server``.
+    """
+    return _BridgedApp(client_fn, mods)
+
+
+class _BridgedApp(ClientApp):
+    def __init__(self, client_fn: ClientFn, mods: list[Mod] | None) -> None:
+        super().__init__()
+        self._legacy = ClientApp(lambda context: client_fn(context).to_client(), mods)
+
+        @self.train(mods=mods)
+        def train(message: Message, context: Context) -> Message:
+            names, arrays, config = _request(message)
+            trained, examples, metrics = client_fn(context).fit(arrays, config)
+            if len(trained) != len(names):
+                raise ValueError(f"fit returned {len(trained)} arrays, {len(names)} were received")
+            record = ArrayRecord(
+                {n: Array(np.asarray(a)) for n, a in zip(names, trained, strict=True)}
+            )
+            return _reply(message, examples, metrics, record)
+
+        @self.evaluate(mods=mods)
+        def evaluate(message: Message, context: Context) -> Message:
+            _, arrays, config = _request(message)
+            loss, examples, metrics = client_fn(context).evaluate(arrays, config)
+            return _reply(message, examples, {"eval-loss": loss, **metrics})
+
+        @self.query()
+        def query(message: Message, context: Context) -> Message:
+            about: dict[str, Any] = {
+                "client-id": client_id(context),
+                "num-partitions": int(context.node_config.get("num-partitions", 0)),
+            }
+            return Message(RecordDict({CLIENT: ConfigRecord(about)}), reply_to=message)
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        kind = message.metadata.message_type
+        legacy = kind in ("get_parameters", "get_properties", "reconnect") or (
+            message.has_content()
+            and any(key.startswith(("fitins.", "evaluateins.")) for key in message.content)
+        )
+        return self._legacy(message, context) if legacy else super().__call__(message, context)
+
+
+def _request(message: Message) -> tuple[list[str], list[Any], dict[str, Any]]:
+    """Return the one ArrayRecord's names and arrays, and the one ConfigRecord, as a new dict."""
+    content = message.content
+    if len(content.array_records) != 1 or len(content.config_records) > 1:
+        raise ValueError(
+            "a request holds one ArrayRecord and at most one ConfigRecord, got"
+            f" {len(content.array_records)} and {len(content.config_records)}"
+        )
+    record = next(iter(content.array_records.values()))
+    config = dict(next(iter(content.config_records.values()), {}))
+    return list(record), [array.numpy() for array in record.values()], config
+
+
+def _reply(
+    message: Message, examples: int, metrics: Mapping[str, Any], arrays: ArrayRecord | None = None
+) -> Message:
+    numbers: dict[str, Any] = {"num-examples": examples}
+    words: dict[str, Any] = {}
+    for name, value in metrics.items():
+        plain = value.item() if isinstance(value, np.generic) else value
+        (words if isinstance(plain, str | bytes | bool) else numbers)[name] = plain
+    content = RecordDict({METRICS: MetricRecord(numbers)})
+    if arrays is not None:
+        content[ARRAYS] = arrays
+    if words:
+        content[CONFIG] = ConfigRecord(words)
+    return Message(content, reply_to=message)

@@ -1,0 +1,212 @@
+"""Local solvers, written once on the subproblem of ``fl_strategies.subproblem``.
+
+Every solver is a ``torch.optim.Optimizer`` over one parameter, the model's vector, whose gradient
+is that of the subproblem: f's on a mini-batch, plus slope, plus pull. So any optimizer works with
+any algorithm.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from clients.problem import Problem
+from fl_strategies.schedules import check
+from fl_strategies.subproblem import Subproblem
+
+MakeOptimizer: TypeAlias = Callable[..., Optimizer]
+"""``make([parameter], lr=...)``: an optimizer class, or a function that builds one."""
+
+SOLVERS: dict[str, MakeOptimizer] = {
+    "gd": torch.optim.SGD,
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adagrad": torch.optim.Adagrad,
+    "lbfgs": functools.partial(torch.optim.LBFGS, line_search_fn="strong_wolfe"),
+}
+"""Solvers by name; ``gd`` and ``lbfgs`` run on the full batch. Any other name is looked up in
+``torch.optim`` (``"RMSprop"``)."""
+
+FULL_BATCH = ("gd", "lbfgs")
+GRADIENT_ONLY = ("gd", "sgd", "adam", "adagrad")
+"""Solvers that do not look at the loss, so that the subproblem's need not be worked out."""
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """How a client solves its subproblem. Each field can be set from the server (kebab-case).
+
+    Parameters
+    ----------
+    solver : str or callable (default "sgd")
+        A name in ``SOLVERS``, a class name in ``torch.optim``, or ``make([parameter], lr=...)``.
+    lr : float > 0 (default 0.1)
+        Learning rate.
+    epochs : int >= 1 (default 1)
+        Passes over the client's examples.
+    random_epochs : bool (default False)
+        Draw the number of epochs from U{1, ..., ``epochs``} by the client's own stream.
+    steps : int >= 0 (default 0: by epochs)
+        Mini-batch steps to take instead of epochs.
+    batch_size : int >= 0 (default 32; 0: the full batch)
+        Examples in a mini-batch.
+    momentum, weight_decay : float >= 0 (default 0)
+    nesterov : bool (default False)
+        Handed to the optimizer, which must know them where they are not 0.
+    residual : float >= 0 or -1 (default -1: not measured)
+        Stop after the first epoch that ends with a squared norm of the subproblem's full gradient
+        of at most this; ``residual`` is then reported. 0 only measures.
+
+    Raises
+    ------
+    ValueError
+        For a field outside its range, an unknown solver, or an option that the solver lacks.
+    """
+
+    solver: str | MakeOptimizer = "sgd"
+    lr: float = 0.1
+    epochs: int = 1
+    random_epochs: bool = False
+    steps: int = 0
+    batch_size: int = 32
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    residual: float = -1.0
+
+    def __post_init__(self) -> None:
+        check("lr", self.lr, above=0.0)
+        check("epochs", self.epochs, low=1)
+        check("steps", self.steps, low=0)
+        check("batch_size", self.batch_size, low=0)
+        check("momentum", self.momentum, low=0.0)
+        check("weight_decay", self.weight_decay, low=0.0)
+        if self.residual != -1.0:
+            check("residual", self.residual, low=0.0)
+        for name in ("epochs", "steps", "batch_size", "random_epochs", "nesterov"):
+            kind = bool if name in ("random_epochs", "nesterov") else int
+            if not isinstance(value := getattr(self, name), kind):
+                raise ValueError(f"{name} must be {kind.__name__}, got {value!r}")
+        self.optimizer([torch.nn.Parameter(torch.zeros(1))])
+
+    def updated(self, config: Mapping[str, Any]) -> LocalTraining:
+        """Return these settings with those that ``config`` (kebab-case keys) sets."""
+        names = [field.name for field in fields(self)]
+        found = [(n, config[k]) for n in names if (k := n.replace("_", "-")) in config]
+        return _updated(self, tuple(found))
+
+    def optimizer(self, parameters: list[torch.nn.Parameter]) -> Optimizer:
+        """Return the optimizer over ``parameters``."""
+        make = self.solver
+        if isinstance(make, str):
+            found = SOLVERS.get(make, getattr(torch.optim, make, None))
+            if not callable(found):
+                known = [*SOLVERS, "any class of torch.optim"]
+                raise ValueError(f"unknown solver {make!r}; known: {known}")
+            make = found
+        wanted = {
+            name: value
+            for name in ("momentum", "nesterov", "weight_decay")
+            if (value := getattr(self, name))
+        }
+        accepted = inspect.signature(make).parameters
+        if unknown := sorted(wanted.keys() - accepted.keys()):
+            raise ValueError(f"solver {self.solver!r} has no {', '.join(unknown)}")
+        return make(parameters, lr=self.lr, **wanted)
+
+
+@functools.lru_cache(maxsize=64)
+def _updated(training: LocalTraining, found: tuple[tuple[str, Any], ...]) -> LocalTraining:
+    return replace(training, **dict(found))
+
+
+class Info(NamedTuple):
+    """What a solver did: steps, epochs, mean loss and accuracy on its last epoch's batches."""
+
+    steps: int
+    epochs: int
+    loss: float
+    accuracy: float
+    residual: float
+
+
+def solve(
+    problem: Problem,
+    start: Tensor,
+    subproblem: Subproblem,
+    training: LocalTraining,
+    rng: np.random.Generator,
+) -> tuple[Tensor, Info]:
+    """Return an approximate minimiser [d] of (0), found from ``start`` [d], and what was done."""
+    model = problem.model
+    slope, pull, centre = subproblem
+    model.vector.copy_(start)
+    model.module.train()
+    model.attach_gradients()
+    parameter = torch.nn.Parameter(model.vector)
+    parameter.grad = model.gradient
+    optimizer = training.optimizer([parameter])
+    needs_loss = training.solver not in GRADIENT_ONLY
+    batch_size = 0 if training.solver in FULL_BATCH else training.batch_size
+    epochs = training.epochs
+    if training.random_epochs:
+        epochs = int(rng.integers(1, training.epochs, endpoint=True))
+    if training.steps:
+        epochs = math.ceil(training.steps / _batches(len(problem), batch_size))
+
+    def bent(loss: Tensor) -> Tensor:
+        """Turn f's gradient, in place, and loss into the subproblem's."""
+        if isinstance(slope, Tensor):
+            model.gradient.add_(slope)
+            if needs_loss:
+                loss = loss + slope.dot(model.vector)
+        if pull:
+            apart = model.vector - centre
+            model.gradient.add_(apart, alpha=pull)
+            if needs_loss:
+                loss = loss + (pull / 2) * apart.dot(apart)
+        return loss
+
+    steps = done = 0
+    residual = float("nan")
+    while done < epochs:
+        seen: list[tuple[Tensor, Tensor, Tensor]] = []
+        for x, y in problem.batches(rng, batch_size):
+            first: list[tuple[Tensor, Tensor]] = []
+
+            def closure(x: Tensor = x, y: Tensor = y, first: list[Any] = first) -> Tensor:
+                loss, outputs = problem.gradient(x, y)
+                first.append((loss, outputs))
+                return bent(loss)
+
+            optimizer.step(closure)  # type: ignore[arg-type]
+            seen.append((*first[0], y))
+            steps += 1
+            if steps == training.steps:
+                break
+        done += 1
+        if training.residual >= 0.0:
+            bent(problem.full_gradient())
+            residual = float(model.gradient.dot(model.gradient))
+            if residual <= training.residual:
+                break
+    examples = sum(len(y) for _, _, y in seen)
+    loss = sum(float(loss) * len(y) for loss, _, y in seen) / examples
+    accuracy = float("nan")
+    if problem.classifies:
+        outputs, targets = (torch.cat([batch[i] for batch in seen]) for i in (1, 2))
+        accuracy = float(problem.right(outputs, targets)) / examples
+    return model.vector.clone(), Info(steps, done, loss, accuracy, residual)
+
+
+def _batches(examples: int, batch_size: int) -> int:
+    return 1 if batch_size == 0 else math.ceil(examples / batch_size)

@@ -1,0 +1,203 @@
+"""What a client keeps between rounds, so that lost replies can be undone.
+
+A client never learns whether the server used its reply until the next request says which reply
+was used last (``acked-round``). So it keeps one *version* of its state per round that may still be
+asked for: the acknowledged one and what it produced since. A request settles them: the version of
+the acknowledged round stands, later ones are undone, earlier ones are dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from fl_strategies.files import write_atomically
+
+Fields: TypeAlias = Mapping[str, npt.NDArray[Any]]
+"""A state as named arrays (a number is an array of shape ())."""
+
+
+class StateError(RuntimeError):
+    """A stored state that cannot be used: of another algorithm or model, or damaged."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """What a state belongs to: the algorithm's name and the signature of the model's layout."""
+
+    algorithm: str
+    model: str
+
+
+class Store(Protocol):
+    """Where the versions of one client's state lie."""
+
+    def rounds(self, owner: Owner) -> list[int]:
+        """Return the rounds of which a version is kept, ascending; check whose they are."""
+
+    def load(self, owner: Owner, server_round: int) -> Fields:
+        """Return the version of ``server_round``."""
+
+    def save(self, owner: Owner, server_round: int, fields: Fields) -> None:
+        """Keep ``fields`` as the version of ``server_round``."""
+
+    def drop(self, server_round: int) -> None:
+        """Forget the version of ``server_round``."""
+
+
+def peek(store: Store, owner: Owner, acked_round: int | None) -> tuple[int, Fields | None]:
+    """Return the round and fields of the version that stands, and change nothing.
+
+    ``acked_round`` is the server's word: -1 for none, ``None`` where it does not say, which takes
+    the newest version there is. The round is -1 and the fields ``None`` for a newcomer and for a
+    client that lost the acknowledged state.
+    """
+    rounds = store.rounds(owner)
+    if acked_round is None and rounds:
+        acked_round = rounds[-1]
+    if acked_round not in rounds:
+        return -1, None
+    return acked_round, store.load(owner, acked_round)
+
+
+def settle(store: Store, owner: Owner, acked_round: int | None) -> tuple[int, Fields | None]:
+    """As :func:`peek`, and undo the versions after the one that stands, drop those before it."""
+    standing, fields = peek(store, owner, acked_round)
+    for kept in store.rounds(owner):
+        if kept != standing:
+            store.drop(kept)
+    return standing, fields
+
+
+def fresh_nonce() -> str:
+    """Return a name for a state begun anew, by which the server tells it from the one it booked."""
+    return secrets.token_hex(8)
+
+
+@dataclass
+class ContextStore:
+    """Versions in Flower's ``context.state``: lives as long as the run and the node."""
+
+    context: Context
+    prefix: str = field(default="fl-strategies-state", init=False)
+
+    def _key(self, server_round: int) -> str:
+        return f"{self.prefix}-{server_round}"
+
+    def rounds(self, owner: Owner) -> list[int]:
+        """As :meth:`Store.rounds`."""
+        about = self.context.state.config_records.get(self.prefix)
+        if about is None:
+            return []
+        _check_owner(owner, Owner(str(about["algorithm"]), str(about["model"])), "context.state")
+        start = len(self.prefix) + 1
+        keys = self.context.state.array_records
+        return sorted(int(key[start:]) for key in keys if key.startswith(f"{self.prefix}-"))
+
+    def load(self, owner: Owner, server_round: int) -> Fields:
+        """As :meth:`Store.load`."""
+        record = self.context.state.array_records[self._key(server_round)]
+        return {name: array.numpy() for name, array in record.items()}
+
+    def save(self, owner: Owner, server_round: int, fields: Fields) -> None:
+        """As :meth:`Store.save`."""
+        self.context.state[self.prefix] = ConfigRecord(
+            {"algorithm": owner.algorithm, "model": owner.model}
+        )
+        self.context.state[self._key(server_round)] = ArrayRecord(
+            {name: Array(np.asarray(value)) for name, value in fields.items()}
+        )
+
+    def drop(self, server_round: int) -> None:
+        """As :meth:`Store.drop`."""
+        del self.context.state[self._key(server_round)]
+
+
+class DirectoryStore:
+    """Versions in a directory, one safetensors file per client and round.
+
+    Survives restarts and keeps memory flat. Files are written whole or not at all and are readable
+    by their owner only. ``check`` tells beforehand whether the directory can be used.
+    """
+
+    def __init__(self, directory: Path | str, client_id: int) -> None:
+        if not isinstance(client_id, int) or isinstance(client_id, bool) or client_id < 0:
+            raise ValueError(f"client_id must be an int >= 0, got {client_id!r}")
+        self.directory, self.client_id = Path(directory), client_id
+
+    @classmethod
+    def check(cls, directory: Path | str, owner: Owner) -> None:
+        """Raise :class:`StateError` if ``directory`` holds states that are not ``owner``'s."""
+        manifest = Path(directory) / "owner.json"
+        if manifest.exists():
+            try:
+                written = Owner(**json.loads(manifest.read_text()))
+            except (ValueError, TypeError) as error:
+                raise StateError(f"{manifest} is damaged: {error}") from None
+            _check_owner(owner, written, str(directory))
+
+    def _path(self, server_round: int) -> Path:
+        return self.directory / f"{self.client_id}.{server_round}.safetensors"
+
+    def rounds(self, owner: Owner) -> list[int]:
+        """As :meth:`Store.rounds`."""
+        self.check(self.directory, owner)
+        paths = self.directory.glob(f"{self.client_id}.*.safetensors")
+        return sorted(int(path.name.split(".")[1]) for path in paths)
+
+    def load(self, owner: Owner, server_round: int) -> Fields:
+        """As :meth:`Store.load`; raises :class:`StateError` for a damaged file."""
+        path = self._path(server_round)
+        try:
+            with safe_open(path, framework="numpy") as file:
+                about = file.metadata() or {}
+                written = Owner(**json.loads(about["owner"]))
+                fields = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if about["sha256"] != _digest(fields):
+                raise ValueError("its checksum differs")
+        except (SafetensorError, KeyError, ValueError, TypeError) as error:
+            raise StateError(f"{path} is damaged: {error}") from None
+        _check_owner(owner, written, str(path))
+        return fields
+
+    def save(self, owner: Owner, server_round: int, fields: Fields) -> None:
+        """As :meth:`Store.save`."""
+        about = json.dumps({"algorithm": owner.algorithm, "model": owner.model})
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        manifest = self.directory / "owner.json"
+        if not manifest.exists():
+            write_atomically(manifest, about.encode())
+        arrays = {name: np.asarray(value, order="C") for name, value in fields.items()}
+        metadata = {"owner": about, "sha256": _digest(arrays)}
+        write_atomically(self._path(server_round), save(arrays, metadata=metadata))
+
+    def drop(self, server_round: int) -> None:
+        """As :meth:`Store.drop`."""
+        self._path(server_round).unlink(missing_ok=True)
+
+
+def _digest(fields: Fields) -> str:
+    digest = hashlib.sha256()
+    for name, value in sorted(fields.items()):
+        digest.update(repr((name, value.dtype.str, value.shape)).encode())
+        digest.update(np.ascontiguousarray(value).data)
+    return digest.hexdigest()
+
+
+def _check_owner(asked: Owner, written: Owner, where: str) -> None:
+    if asked != written:
+        raise StateError(
+            f"{where} holds the state of algorithm {written.algorithm!r} and model"
+            f" {written.model}, not of {asked.algorithm!r} and {asked.model}"
+        )

@@ -1,0 +1,58 @@
+"""FedProx: FedAvg whose clients are pulled back to the common model.
+
+    w_i   ~ argmin_w f_i(w) + (mu/2) ||w - theta||^2, started at theta          (1)
+    theta <- sum_i p_i w_i / sum_i p_i                                          (2)
+
+mu      pull, >= 0; mu = 0 is FedAvg
+p_i     weight of client i: its number of training examples, or 1 ("uniform")
+
+Clients keep nothing. mu travels as ``proximal-mu``, the key of Flower's own FedProx.
+
+Reference: Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heterogeneous
+Networks", MLSys 2020, Algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Unpack
+
+from fl_strategies.fedavg import Weights, server_rule
+from fl_strategies.schedules import Knob, at, check
+from fl_strategies.strategy import FederatedStrategy, Options, Scalar, Upload, one_of
+from fl_strategies.subproblem import Solve, Subproblem, Vector
+
+
+def client_rule(theta: Vector, solve: Solve, *, mu: float) -> Vector:
+    """Return the client's upload w, by (1)."""
+    return solve(theta, Subproblem(pull=mu, centre=theta))
+
+
+class FedProx(FederatedStrategy):
+    """FedProx's server half.
+
+    Parameters
+    ----------
+    mu : float or {first round: float}, >= 0 (default 0.01)
+    weights : "examples" or "uniform" (default "examples")
+    **options
+        Those of :class:`fl_strategies.FederatedStrategy`.
+    """
+
+    algorithm = "fedprox"
+
+    def __init__(
+        self, *, mu: Knob = 0.01, weights: Weights = "examples", **options: Unpack[Options]
+    ) -> None:
+        check("mu", mu, low=0.0)
+        one_of("weights", weights, ("examples", "uniform"))
+        super().__init__(**options)
+        self.mu, self.weights = mu, weights
+
+    def client_knobs(self, server_round: int) -> dict[str, Scalar]:
+        return {"proximal-mu": at(self.mu, server_round)}
+
+    def aggregate(
+        self, server_round: int, theta: Vector, uploads: Iterable[Upload], used: int
+    ) -> Vector:
+        return server_rule(uploads, weights=self.weights)

@@ -1,0 +1,586 @@
+"""The base of all strategies: who is asked, which replies count, and what a round reports.
+
+An algorithm adds two methods: :meth:`FederatedStrategy.client_knobs` (what its clients must be
+told) and :meth:`FederatedStrategy.aggregate` (its server rule). What lies between them and Flower
+is here:
+
+- it waits for the nodes, learns their stable client ids by one query, and samples among these ids
+  by a generator seeded with (seed, round), so that a seed fixes who takes part;
+- every request is a message of its own: what the caller passed in is never written to;
+- replies are sorted by client id, checked, and a bad one is left out with one log line;
+- each request carries ``acked-round``, the round of that client's last reply that the server used
+  (-1: none), so that a client can undo training whose reply was lost;
+- a round with fewer than ``min_replies`` usable replies is void: model and state stay as they were.
+
+This is the one module of the server half that imports Flower.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from logging import ERROR, INFO, WARNING
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypedDict
+
+import numpy as np
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.common import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
+from flwr.serverapp.strategy import Result
+
+from fl_strategies.callbacks import Callback, RoundInfo
+from fl_strategies.layout import Arrays, BufferMean, Layout
+from fl_strategies.randomness import stream
+from fl_strategies.schedules import at, check
+from fl_strategies.subproblem import Vector
+from fl_strategies.wire import BadReply, check_scalars, decode, decode_model
+
+Scalar: TypeAlias = bool | int | float | str
+MetricsAggregation: TypeAlias = Callable[[list[RecordDict], str], MetricRecord]
+EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+class Upload(NamedTuple):
+    """One client's reply: its trainable arrays as one vector [d], weight and scalars."""
+
+    client: int
+    vector: Vector
+    num_examples: int
+    scalars: Mapping[str, float]
+
+
+class Options(TypedDict, total=False):
+    """The arguments that every strategy takes; documented in :class:`FederatedStrategy`."""
+
+    fraction_train: float
+    fraction_evaluate: float
+    min_train_nodes: int
+    min_evaluate_nodes: int
+    min_available_nodes: int
+    weighted_by_key: str
+    arrayrecord_key: str
+    configrecord_key: str
+    train_metrics_aggr_fn: MetricsAggregation | None
+    evaluate_metrics_aggr_fn: MetricsAggregation | None
+    seed: int
+    min_replies: int
+    buffers: Iterable[str]
+    local: Mapping[str, Scalar | Mapping[int, float]]
+    lost_state: Literal["reset", "refuse", "warn"]
+    callbacks: Sequence[Callback]
+    acknowledge: bool
+    node_wait: float
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The requests of one phase: which node was asked, as which client, from when on."""
+
+    clients: dict[int, int]
+    bytes_down: int
+    started: float
+
+
+class _Stop(Exception):
+    """Raised by a callback's wish to stop, caught in ``start``."""
+
+
+class FederatedStrategy(FlowerFedAvg):
+    """Base of all strategies.
+
+    Parameters
+    ----------
+    fraction_train : float in (0, 1] (default 1.0)
+        Share of the connected clients that train in a round.
+    fraction_evaluate : float in [0, 1] (default 1.0)
+        Share of the connected clients that evaluate after a round.
+    min_train_nodes, min_evaluate_nodes, min_available_nodes : int >= 1 (default 1)
+        Fewest clients asked to train, asked to evaluate, and connected before a round starts.
+    weighted_by_key, arrayrecord_key, configrecord_key : str
+        As in Flower: "num-examples", "arrays", "config".
+    train_metrics_aggr_fn, evaluate_metrics_aggr_fn : callable, optional
+        As in Flower; by default means weighted by ``weighted_by_key``.
+    seed : int >= 0 (default 0)
+        Fixes client sampling and, through the requests, all randomness of our clients.
+    min_replies : int >= 1 (default 1)
+        Usable replies below which a training round is void.
+    buffers : iterable of str (default none)
+        Names of the model's arrays that are not trained (running statistics, counters, frozen
+        weights): floats are averaged by number of examples, integers take the largest.
+    local : mapping (default empty)
+        How clients train, sent to them in every request (``clients.LocalTraining``): ``solver``,
+        ``lr``, ``epochs``, ``batch-size`` ...; a number may be a schedule {first round: number}.
+    lost_state : "reset", "refuse" or "warn" (default "reset")
+        What to do with a reply of a client that no longer has the state which the server booked
+        (restarted without its files, replaced): count it as a newcomer, leave its replies out, or
+        count it as a newcomer with a warning.
+    callbacks : sequence of callables (default none)
+        Called with a :class:`RoundInfo` at the end of each round; ``True`` ends the run.
+    acknowledge : bool (default True)
+        Whether requests say which reply was used last. Off, lost replies corrupt clients' state.
+    node_wait : float > 0, seconds (default 60)
+        How long the first round waits for the nodes that the connected ones say exist.
+
+    Raises
+    ------
+    ValueError
+        For an argument outside its range, before anything is sent.
+    """
+
+    algorithm: ClassVar[str]
+    """Name by which clients know the algorithm."""
+    scalar_bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}
+    """Metrics that each reply must carry, with the range that each must be in."""
+
+    def __init__(
+        self,
+        *,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 1,
+        min_evaluate_nodes: int = 1,
+        min_available_nodes: int = 1,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: MetricsAggregation | None = None,
+        evaluate_metrics_aggr_fn: MetricsAggregation | None = None,
+        seed: int = 0,
+        min_replies: int = 1,
+        buffers: Iterable[str] = (),
+        local: Mapping[str, Scalar | Mapping[int, float]] | None = None,
+        lost_state: Literal["reset", "refuse", "warn"] = "reset",
+        callbacks: Sequence[Callback] = (),
+        acknowledge: bool = True,
+        node_wait: float = 60.0,
+    ) -> None:
+        check("fraction_train", fraction_train, above=0.0, high=1.0)
+        check("fraction_evaluate", fraction_evaluate, low=0.0, high=1.0)
+        check("min_train_nodes", min_train_nodes, low=1)
+        check("min_evaluate_nodes", min_evaluate_nodes, low=1)
+        check("min_available_nodes", min_available_nodes, low=1)
+        check("seed", seed, low=0)
+        check("min_replies", min_replies, low=1)
+        check("node_wait", node_wait, above=0.0)
+        one_of("lost_state", lost_state, ("reset", "refuse", "warn"))
+        super().__init__(
+            fraction_train,
+            fraction_evaluate,
+            min_train_nodes,
+            min_evaluate_nodes,
+            min_available_nodes,
+            weighted_by_key,
+            arrayrecord_key,
+            configrecord_key,
+            train_metrics_aggr_fn or self._metrics,
+            evaluate_metrics_aggr_fn or self._metrics,
+        )
+        self.seed, self.min_replies, self.buffers = seed, min_replies, tuple(buffers)
+        self.local = dict(local or {})
+        for name, value in self.local.items():
+            if isinstance(value, Mapping):
+                check(name, value)
+        self.lost_state, self.callbacks = lost_state, tuple(callbacks)
+        self.acknowledge, self.node_wait = acknowledge, node_wait
+        self.num_clients = 0
+        self._client_of: dict[int, int] = {}
+        self._known: set[int] = set()
+        self._expected = 0
+        self._acked: dict[int, int] = {}
+        self._nonces: dict[int, str] = {}
+        self._layout: Layout | None = None
+        self._model: Arrays = {}
+        self._asked = _Asked({}, 0, 0.0)
+        self._result = Result()
+
+    # ---- what an algorithm adds -------------------------------------------------------------
+
+    def client_knobs(self, server_round: int) -> dict[str, Scalar]:
+        """Return what the algorithm's clients must be told in ``server_round``."""
+        return {}
+
+    def aggregate(
+        self, server_round: int, theta: Vector, uploads: Iterable[Upload], used: int
+    ) -> Vector:
+        """Return the next model [d] from the present one and ``used`` uploads, sorted by client.
+
+        ``uploads`` can be read once: each is decoded when its turn comes.
+        """
+        raise TypeError(f"{type(self).__name__} must define aggregate")
+
+    # ---- the run ------------------------------------------------------------------------------
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: EvaluateFn | None = None,
+    ) -> Result:
+        """Run ``num_rounds`` rounds, as Flower's ``Strategy.start``, with callbacks.
+
+        Raises ``ValueError`` for a model with arrays that cannot be trained, or a config that sets
+        what the strategy itself sends.
+        """
+        self._read_model(initial_arrays)
+        ours = self.request(1, 0).keys()
+        for name, config in (("train_config", train_config), ("evaluate_config", evaluate_config)):
+            if clash := sorted(ours & set(config or ())):
+                raise ValueError(f"{name} must not set {clash}: the strategy does")
+        self._result = Result()
+
+        def evaluate_and_call(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+            metrics = evaluate_fn(server_round, arrays) if evaluate_fn else None
+            if metrics is not None:
+                self._result.evaluate_metrics_serverapp[server_round] = metrics
+            if server_round > 0:
+                self._end_round(server_round, num_rounds, arrays)
+            return metrics
+
+        self._result.arrays = initial_arrays
+        try:
+            super().start(
+                grid,
+                initial_arrays,
+                num_rounds,
+                timeout,
+                train_config,
+                evaluate_config,
+                evaluate_and_call,
+            )
+        except _Stop:
+            log(INFO, "Stopped by a callback")
+        return self._result
+
+    def _end_round(self, server_round: int, num_rounds: int, arrays: ArrayRecord) -> None:
+        self._result.arrays = arrays
+        metrics: dict[str, float] = {}
+        for phase in (
+            self._result.train_metrics_clientapp,
+            self._result.evaluate_metrics_clientapp,
+            self._result.evaluate_metrics_serverapp,
+        ):
+            for name, value in phase.get(server_round, {}).items():
+                if not isinstance(value, list):
+                    metrics[name] = value
+        info = RoundInfo(server_round, num_rounds, arrays, metrics)
+        # every callback sees the round, also when an earlier one wants to stop
+        if True in [callback(info) for callback in self.callbacks]:
+            raise _Stop
+
+    # ---- training -----------------------------------------------------------------------------
+
+    def request(self, server_round: int, client: int) -> dict[str, Scalar]:
+        """Return the config that ``client`` is sent in ``server_round``."""
+        local = {
+            name: at(value, server_round) if isinstance(value, Mapping) else value
+            for name, value in self.local.items()
+        }
+        request: dict[str, Scalar] = {
+            **local,
+            **self.client_knobs(server_round),
+            "algorithm": self.algorithm,
+            "server-round": server_round,
+            "seed": self.seed,
+        }
+        if self.acknowledge:
+            request["acked-round"] = self._acked.get(client, -1)
+        return request
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return the requests to the clients sampled for this round."""
+        self._read_model(arrays)
+        nodes = self._wait_for_nodes(grid, max(self.min_available_nodes, self.min_train_nodes))
+        chosen = self._sample(
+            "sample", server_round, nodes, self.fraction_train, self.min_train_nodes
+        )
+        return self._requests(server_round, arrays, config, nodes, chosen, MessageType.TRAIN)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Return the next model and the round's metrics; no model when the round is void."""
+        good, metrics = self._sift(replies, self._check_train, self.train_metrics_aggr_fn)
+        arrays = None
+        if len(good) < self.min_replies:
+            self._void(
+                server_round, f"{len(good)} usable replies, at least {self.min_replies} needed"
+            )
+        else:
+            arrays = self._next_model(server_round, good)
+        if arrays is not None:
+            for client, content in good.items():
+                self._acked[client] = server_round
+                if nonce := _nonce(content):
+                    self._nonces[client] = nonce
+        metrics["seconds"] = time.monotonic() - self._asked.started
+        self._result.train_metrics_clientapp[server_round] = metrics
+        return arrays, metrics
+
+    def _next_model(self, server_round: int, good: dict[int, RecordDict]) -> ArrayRecord | None:
+        assert self._layout is not None
+        layout, merged = self._layout, BufferMean()
+
+        def uploads() -> Iterator[Upload]:
+            for client, content in good.items():
+                scalars = _only(content.metric_records)
+                arrays = decode_model(_only(content.array_records), layout)
+                examples = int(scalars[self.weighted_by_key])
+                merged.add({name: arrays[name] for name in layout.buffers}, examples)
+                yield Upload(client, layout.pack(arrays), examples, scalars)
+
+        theta = layout.pack(self._model)
+        vector = np.asarray(self.aggregate(server_round, theta, uploads(), len(good)))
+        if not np.isfinite(vector).all():
+            self._void(server_round, "the aggregated model is not finite")
+            return None
+        model = layout.unpack(vector, merged.value())
+        return ArrayRecord({name: Array(array) for name, array in model.items()})
+
+    def _void(self, server_round: int, reason: str) -> None:
+        log(WARNING, "round %d is void: %s; model and state unchanged", server_round, reason)
+
+    def _check_train(self, client: int, content: RecordDict) -> None:
+        assert self._layout is not None
+        self._check_metrics(content, self.scalar_bounds)
+        if len(content.array_records) != 1:
+            raise BadReply(f"{len(content.array_records)} ArrayRecords, expected one")
+        decode_model(_only(content.array_records), self._layout)
+        nonce, booked = _nonce(content), self._nonces.get(client)
+        if nonce and booked and nonce != booked:
+            if self.lost_state == "refuse":
+                raise BadReply("the state which the server booked for it is lost")
+            level = WARNING if self.lost_state == "warn" else INFO
+            log(level, "client %d lost its state and counts as a newcomer", client)
+
+    def _check_metrics(
+        self, content: RecordDict, bounds: Mapping[str, tuple[float, float]]
+    ) -> None:
+        if len(content.metric_records) != 1:
+            raise BadReply(f"{len(content.metric_records)} MetricRecords, expected one")
+        check_scalars(_only(content.metric_records), self.weighted_by_key, bounds)
+
+    # ---- evaluation ---------------------------------------------------------------------------
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return the requests to the clients sampled to evaluate; none if the fraction is 0."""
+        if self.fraction_evaluate == 0.0:
+            self._asked = _Asked({}, 0, time.monotonic())
+            return []
+        nodes = self._wait_for_nodes(grid, max(self.min_available_nodes, self.min_evaluate_nodes))
+        chosen = self._sample(
+            "evaluate", server_round, nodes, self.fraction_evaluate, self.min_evaluate_nodes
+        )
+        return self._requests(server_round, arrays, config, nodes, chosen, MessageType.EVALUATE)
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Return the clients' evaluation: weighted means, and the spread over clients."""
+        if not self._asked.clients:
+            return None
+
+        def check_reply(client: int, content: RecordDict) -> None:
+            self._check_metrics(content, {})
+
+        _, metrics = self._sift(replies, check_reply, self.evaluate_metrics_aggr_fn)
+        metrics = MetricRecord(
+            {
+                f"eval-{n}" if n.startswith(("clients-", "bytes-")) else n: v
+                for n, v in metrics.items()
+            }
+        )
+        self._result.evaluate_metrics_clientapp[server_round] = metrics
+        return metrics
+
+    # ---- shared -------------------------------------------------------------------------------
+
+    def _read_model(self, arrays: ArrayRecord) -> None:
+        self._model = {name: decode(array) for name, array in arrays.items()}
+        if self._layout is None:
+            self._layout = Layout.of(self._model, self.buffers)
+
+    def _sample(
+        self, purpose: str, server_round: int, nodes: dict[int, int], fraction: float, least: int
+    ) -> list[int]:
+        clients = sorted(nodes)
+        # 1e-9 keeps 0.29 of 100 at 29, whatever the rounding of the product
+        size = max(int(fraction * len(clients) + 1e-9), least)
+        chosen = stream(self.seed, purpose, server_round).choice(clients, size, replace=False)
+        log(INFO, "%s: %d of %d clients", purpose, size, len(clients))
+        return sorted(int(client) for client in chosen)
+
+    def _requests(
+        self,
+        server_round: int,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        nodes: dict[int, int],
+        chosen: list[int],
+        message_type: str,
+    ) -> list[Message]:
+        size = sum(len(array.data) for array in arrays.values())
+        self._asked = _Asked(
+            {nodes[client]: client for client in chosen}, size * len(chosen), time.monotonic()
+        )
+        return [
+            Message(
+                RecordDict(
+                    {
+                        self.arrayrecord_key: arrays,
+                        self.configrecord_key: ConfigRecord(
+                            {**config, **self.request(server_round, client)}
+                        ),
+                    }
+                ),
+                dst_node_id=nodes[client],
+                message_type=message_type,
+            )
+            for client in chosen
+        ]
+
+    def _sift(
+        self,
+        replies: Iterable[Message],
+        check_reply: Callable[[int, RecordDict], None],
+        aggregate_metrics: MetricsAggregation,
+    ) -> tuple[dict[int, RecordDict], MetricRecord]:
+        """Return the usable replies by client, in the order of ids, and the phase's metrics."""
+        good: dict[int, RecordDict] = {}
+        answered: set[int] = set()
+        bytes_up = 0
+        for message in replies:
+            node = message.metadata.src_node_id
+            client = self._asked.clients.get(node)
+            try:
+                if client is None:
+                    reason = f": {message.error.reason}" if message.has_error() else ""
+                    raise BadReply(f"node {node} was not asked{reason}")
+                if client in answered:
+                    raise BadReply("it answered before in this round")
+                answered.add(client)
+                if message.has_error():
+                    raise BadReply(f"error {message.error.code}: {message.error.reason}")
+                for arrays in message.content.array_records.values():
+                    bytes_up += sum(len(array.data) for array in arrays.values())
+                check_reply(client, message.content)
+                good[client] = message.content
+            except BadReply as fault:
+                log(WARNING, "reply of client %s left out: %s", client, fault)
+        good = dict(sorted(good.items()))
+        metrics: Mapping[str, Any] = {}
+        if good:
+            metrics = aggregate_metrics(list(good.values()), self.weighted_by_key)
+        asked = len(self._asked.clients)
+        record = MetricRecord(
+            {
+                **metrics,
+                "clients-asked": asked,
+                "clients-used": len(good),
+                "clients-rejected": len(answered) - len(good),
+                "clients-lost": asked - len(answered),
+                "bytes-down": self._asked.bytes_down,
+                "bytes-up": bytes_up,
+            }
+        )
+        if lost := sorted(set(self._asked.clients.values()) - answered):
+            log(WARNING, "no reply from %d clients: %s", len(lost), lost[:20])
+        return good, record
+
+    @staticmethod
+    def _metrics(contents: list[RecordDict], weighted_by: str) -> MetricRecord:
+        """Each metric's mean by examples, and its mean, variance, min and max over clients."""
+        values: dict[str, list[tuple[float, float]]] = {}
+        for content in contents:
+            record = _only(content.metric_records)
+            for name, value in record.items():
+                if name != weighted_by and not isinstance(value, list):
+                    values.setdefault(name, []).append((float(value), float(record[weighted_by])))
+        metrics = MetricRecord()
+        for name, pairs in values.items():
+            each = np.array([value for value, _ in pairs])
+            metrics[name] = float(np.average(each, weights=[weight for _, weight in pairs]))
+            metrics[f"{name}-mean"] = float(each.mean())
+            metrics[f"{name}-variance"] = float(each.var())
+            metrics[f"{name}-min"] = float(each.min())
+            metrics[f"{name}-max"] = float(each.max())
+        return metrics
+
+    def _wait_for_nodes(self, grid: Grid, needed: int) -> dict[int, int]:
+        """Return node by client id, once enough clients are connected."""
+        first, started, said = self.num_clients == 0, time.monotonic(), -10.0
+        while True:
+            nodes = self._connected(grid)
+            waited = time.monotonic() - started
+            missing = first and len(nodes) < self._expected and waited < self.node_wait
+            if len(nodes) >= needed and not missing:
+                return nodes
+            if waited - said >= 10:
+                said = waited
+                log(INFO, "%d clients connected, waiting for %d", len(nodes),
+                    max(needed, self._expected if first else 0))  # fmt: skip
+            time.sleep(min(0.05 + waited / 10, 1.0))
+
+    def _connected(self, grid: Grid) -> dict[int, int]:
+        online = set(grid.get_node_ids())
+        self._client_of = {node: c for node, c in self._client_of.items() if node in online}
+        if new := sorted(online - self._client_of.keys()):
+            queries = [
+                Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY)
+                for node in new
+            ]
+            for reply in grid.send_and_receive(queries, timeout=self.node_wait):
+                node = reply.metadata.src_node_id
+                if node in new:
+                    about = {} if reply.has_error() else dict(reply.content.config_records)
+                    self._introduce(node, about.get("client", ConfigRecord()))
+        self.num_clients = len(self._known)
+        return {client: node for node, client in self._client_of.items()}
+
+    def _introduce(self, node: int, about: Mapping[str, Any]) -> None:
+        client = about.get("client-id", node)
+        if not isinstance(client, int) or client < 0:
+            log(ERROR, "node %d calls itself client %r; its node id is used instead", node, client)
+            client = node
+        if client in self._client_of.values():
+            log(ERROR, "node %d is left out: client %d is already connected", node, client)
+            return
+        self._client_of[node] = client
+        self._known.add(client)
+        partitions = about.get("num-partitions", 0)
+        if isinstance(partitions, int):
+            self._expected = max(self._expected, partitions)
+
+
+def one_of(name: str, value: object, choices: Sequence[object]) -> None:
+    """Raise ``ValueError`` unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}")
+
+
+def _only(records: Mapping[str, Any]) -> Any:
+    return next(iter(records.values()))
+
+
+def _nonce(content: RecordDict) -> str:
+    for record in content.config_records.values():
+        if isinstance(nonce := record.get("state-nonce"), str):
+            return nonce
+    return ""

@@ -1,0 +1,5 @@
+"""The ClientApp of this Flower App."""
+
+from simulations.experiment import app
+
+__all__ = ["app"]

@@ -1,0 +1,208 @@
+"""What a run is made of: the keys of the run-config, checked, with defaults per data set."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeAlias
+
+import torch
+
+from clients import LocalTraining
+from fl_strategies import STRATEGIES, FederatedStrategy, step_decay
+from fl_strategies.schedules import check
+from fl_strategies.strategy import Options
+
+Scalar: TypeAlias = str | int | float | bool
+
+
+def key(default: Scalar, about: str) -> Any:
+    """Return a dataclass field that is a key of the run-config."""
+    return field(default=default, metadata={"about": about})
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The keys of the run-config (kebab-case there), with what each means.
+
+    ``""`` for a text, 0 for a number that cannot be 0, and -1 for one that can, stand for the
+    default of the data set and algorithm (``simulations.defaults``).
+    """
+
+    algorithm: str = key("fedadmm", "one of `fl_strategies.STRATEGIES`")
+    params: str = key("", "knobs of the algorithm: `rho=0.01 eta=0:1.0;60:0.5`")
+    dataset: str = key("digits", "short name, folder or Hub name, see `simulations.data`")
+    dataset_params: str = key("", "options of the data set: `alpha=1 beta=1`")
+    normalise: str = key("own", "image normalisation: `own`, `authors`, `none`")
+    partition: str = key("", "see `simulations.partitions`")
+    partition_params: str = key("", "options of the partition: `alpha=0.1`")
+    model: str = key("", "see `simulations.models`")
+    clients: int = key(100, "number of clients; equals the simulated SuperNodes")
+    rounds: int = key(30, "number of rounds")
+    fraction: float = key(0.0, "share of the clients that train in a round, in (0, 1]")
+    seed: int = key(1, "fixes the whole run")
+    solver: str = key("", "local solver: `gd sgd adam adagrad lbfgs` or a class of torch.optim")
+    lr: float = key(0.0, "learning rate")
+    lr_decay: bool = key(False, "a tenth of `lr` from 50 % of the rounds on, a hundredth from 75 %")
+    momentum: float = key(-1.0, "momentum of the solver")
+    nesterov: bool = key(False, "Nesterov's momentum")
+    weight_decay: float = key(0.0, "weight decay of the solver")
+    epochs: int = key(0, "local epochs")
+    random_epochs: bool = key(False, "draw the epochs from U{1..epochs} per client and round")
+    steps: int = key(0, "mini-batch steps instead of epochs")
+    batch_size: int = key(-1, "mini-batch size; 0 is the full batch")
+    residual: float = key(-1.0, "stop at this squared norm of the subproblem's gradient")
+    fraction_evaluate: float = key(0.0, "share of the clients that evaluate on data of their own")
+    local_test: float = key(0.0, "share of each client's data held out for that")
+    target: float = key(0.0, "test accuracy whose first round is reported")
+    stop_at_target: bool = key(False, "end the run there")
+    min_replies: int = key(1, "usable replies below which a round is void")
+    lost_state: str = key("reset", "clients without their booked state: `reset refuse warn`")
+    state_dir: str = key("", "directory for clients' state; empty: Flower's `context.state`")
+    device: str = key("auto", "`auto` (a GPU where there is one), `cpu`, `cuda`")
+    dtype: str = key("float32", "type of the model: `float32`, `float64`")
+    autocast: str = key("", "lower precision of forward passes: `bfloat16`, `float16`")
+    output: str = key("", "results folder; empty: a new one under `~/fl-strategies-results`")
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any]) -> RunConfig:
+        """Return the checked and completed config; unknown keys are refused with the known ones."""
+        known = {f.name.replace("_", "-"): f for f in fields(cls)}
+        if unknown := sorted(config.keys() - known.keys()):
+            raise ValueError(f"unknown run-config keys {unknown}; known: {sorted(known)}")
+        values: dict[str, Any] = {}
+        for name, value in config.items():
+            kind: type = type(getattr(cls, known[name].name))
+            accepted = (int, float) if kind is float else kind
+            if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+                raise ValueError(f"{name} must be of type {kind.__name__}, got {value!r}")
+            values[known[name].name] = kind(value)
+        return cls(**values).completed()
+
+    def completed(self) -> RunConfig:
+        """Return this config with the defaults of its data set and algorithm filled in, checked."""
+        from simulations.defaults import defaults
+
+        if self.algorithm not in STRATEGIES:
+            raise ValueError(f"unknown algorithm {self.algorithm!r}; known: {sorted(STRATEGIES)}")
+        found = defaults(self.algorithm, self.dataset, self.partition)
+        unset = {
+            name: value
+            for name, value in found.items()
+            if getattr(self, name) == {f.name: f.default for f in fields(self)}[name]
+        }
+        full = replace(self, **unset)
+        params = parse_params(found.get("params", "")) | parse_params(self.params)
+        full = replace(full, params=format_params(params))
+        full.check()
+        return full
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for anything that could not run, before any work."""
+        check("clients", self.clients, low=1)
+        check("rounds", self.rounds, low=1)
+        check("fraction", self.fraction, above=0.0, high=1.0)
+        check("fraction_evaluate", self.fraction_evaluate, low=0.0, high=1.0)
+        check("seed", self.seed, low=0)
+        check("target", self.target, low=0.0, high=1.0)
+        if self.fraction_evaluate > 0.0 and self.local_test == 0.0:
+            raise ValueError("fraction-evaluate > 0 needs local-test > 0: clients need test data")
+        for name, value, known in (
+            ("dtype", self.dtype, ("float32", "float64")),
+            ("autocast", self.autocast, ("", "bfloat16", "float16")),
+            ("device", self.device, ("auto", "cpu", "cuda")),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {list(known)}, got {value!r}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device is 'cuda', but torch sees no GPU")
+        if self.state_dir and not os.path.isabs(self.state_dir):
+            raise ValueError(f"state-dir must be an absolute path, got {self.state_dir!r}")
+        LocalTraining().updated(self.local())
+        self.strategy()
+
+    def to_run_config(self) -> dict[str, Scalar]:
+        """Return the keys and values as ``flwr run`` takes them."""
+        return {f.name.replace("_", "-"): getattr(self, f.name) for f in fields(self)}
+
+    def local(self) -> dict[str, Any]:
+        """Return how clients train, as strategies send it."""
+        names = ("solver", "lr", "momentum", "nesterov", "weight_decay", "epochs", "random_epochs",
+                 "steps", "batch_size", "residual")  # fmt: skip
+        return {name.replace("_", "-"): getattr(self, name) for name in names}
+
+    def strategy(self, **options: Any) -> FederatedStrategy:
+        """Return the strategy, with ``options`` for its base."""
+        local = self.local()
+        if self.lr_decay:
+            local["lr"] = step_decay(self.lr, self.rounds)
+        params = parse_params(self.params)
+        known = knobs(self.algorithm)
+        if unknown := sorted(params.keys() - set(known)):
+            raise ValueError(f"{self.algorithm} has no knob {unknown}; it has {known}")
+        return STRATEGIES[self.algorithm](
+            fraction_train=self.fraction,
+            fraction_evaluate=self.fraction_evaluate,
+            min_available_nodes=self.clients,
+            seed=self.seed,
+            min_replies=self.min_replies,
+            lost_state=self.lost_state,  # type: ignore[arg-type]  # checked there
+            local=local,
+            **params,
+            **options,
+        )
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device to compute on."""
+        gpu = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
+        return torch.device("cuda" if gpu else "cpu")
+
+
+def knobs(algorithm: str) -> list[str]:
+    """Return the names of the algorithm's own knobs."""
+    names = inspect.signature(STRATEGIES[algorithm]).parameters
+    return [name for name in names if name not in Options.__annotations__ and name != "options"]
+
+
+def parse_params(text: str) -> dict[str, Any]:
+    """Return ``{"rho": 0.01, "eta": {0: 1.0, 60: 0.5}}`` from ``"rho=0.01 eta=0:1.0;60:0.5"``.
+
+    Examples
+    --------
+    >>> parse_params("rho=0.01 eta=0:1.0;60:0.5 weights=uniform")
+    {'rho': 0.01, 'eta': {0: 1.0, 60: 0.5}, 'weights': 'uniform'}
+    """
+    params = {}
+    for item in text.split():
+        name, sign, value = item.partition("=")
+        if not (name and sign and value):
+            raise ValueError(f"a knob is given as name=value, got {item!r}")
+        params[name.replace("-", "_")] = _value(value)
+    return params
+
+
+def format_params(params: Mapping[str, Any]) -> str:
+    """Return the text that :func:`parse_params` reads back."""
+    texts = []
+    for name, value in params.items():
+        if isinstance(value, Mapping):
+            value = ";".join(f"{first}:{number}" for first, number in value.items())
+        texts.append(f"{name}={value}")
+    return " ".join(texts)
+
+
+def _value(text: str) -> Any:
+    if ":" in text:
+        pairs = (part.partition(":") for part in text.split(";"))
+        return {int(first): float(number) for first, _, number in pairs}
+    if text in ("True", "true", "False", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,256 @@
+"""Data sets as arrays: decoded once per process, kept as one array, indexed per client.
+
+digits         scikit-learn's 1797 digits, [1, 8, 8], in [0, 1]; needs no network
+synthetic      FedBC's generator, [60]: :func:`synthetic`; needs no network
+mnist          ylecun/mnist, [1, 28, 28]
+fashion_mnist  zalando-datasets/fashion_mnist, [1, 28, 28]
+cifar10        uoft-cs/cifar10, [3, 32, 32]
+any other      a folder or Hub name: images in a column ``image`` or ``img``, classes 0, 1, ... in
+               ``label``, splits ``train`` and ``test``
+
+A name is looked up in the folder that the environment variable ``FL_DATA`` names, then as a path,
+then on the Hugging Face Hub. Folders hold parquet files named by split, as on the Hub
+(``data/train-00000-of-00001.parquet``); they are read without network and without a copy on disk.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from inspect import getfullargspec
+from io import BytesIO
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+from numpy.typing import DTypeLike, NDArray
+from PIL import Image
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+from fl_strategies.randomness import stream
+from simulations.partitions import power_law
+
+Floats: TypeAlias = NDArray[np.floating[Any]]
+Ints: TypeAlias = NDArray[np.int64]
+Scale: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
+
+HUB = {
+    "mnist": "ylecun/mnist",
+    "fashion_mnist": "zalando-datasets/fashion_mnist",
+    "cifar10": "uoft-cs/cifar10",
+}
+NORMALISE = ("own", "authors", "none")
+# Mean and standard deviation per channel of pixels in [0, 1].
+OWN: dict[str, Scale] = {
+    "mnist": ((0.1307,), (0.3081,)),
+    "fashion_mnist": ((0.2860,), (0.3530,)),
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+}
+AUTHORS: dict[str, Scale] = {
+    "mnist": ((0.1307,), (0.3081,)),
+    "fashion_mnist": ((0.1307,), (0.3081,)),
+    "cifar10": ((0.5,) * 3, (0.5,) * 3),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Training and test data. Shared by all who load them: not to be written to."""
+
+    name: str
+    x: Floats  # [n, ...], float32 unless another dtype was asked for
+    y: Ints  # [n], classes 0 ... num_classes - 1
+    test_x: Floats  # [n_test, ...]
+    test_y: Ints  # [n_test]
+    num_classes: int
+    owner: Ints | None = None  # [n], the natural client of each training row
+    test_owner: Ints | None = None  # [n_test]
+
+
+def load(name: str, *, normalise: str = "own", **options: Any) -> Dataset:
+    """Return data set ``name``; asked again, the same object.
+
+    Parameters
+    ----------
+    name : a short name of this module's table, a folder, or a name on the Hub
+    normalise : of images: ``"own"``, the set's published mean and standard deviation per channel
+        (those of the training images where none are published); ``"authors"``, FedADMM's code;
+        ``"none"``, pixels in [0, 1]. Digits and synthetic data stay as they are
+    options : of ``synthetic`` alone, see there
+
+    Raises
+    ------
+    ValueError
+        An unknown name, normalisation or option; a data set without the columns or splits above.
+    """
+    if normalise not in NORMALISE:
+        raise ValueError(f"unknown normalise {normalise!r}, known are {', '.join(NORMALISE)}")
+    if normalise == "authors" and name not in AUTHORS:
+        raise ValueError(f"normalise='authors' is for {', '.join(AUTHORS)} only, got {name!r}")
+    known = getfullargspec(synthetic).kwonlyargs if name == "synthetic" else []
+    for option in options:
+        if option not in known:
+            raise ValueError(f"data set {name!r} has no option {option!r}, known are {known}")
+    if name in BUILT_IN:
+        return _built_in(name, tuple(sorted(options.items())))
+    return _load(name, _find(name), normalise)
+
+
+def synthetic(
+    *,
+    alpha: float = 0.5,
+    beta: float = 0.5,
+    clients: int = 30,
+    sizes: str = "power-law",
+    seed: int = 0,
+    dtype: DTypeLike = "float32",
+) -> Dataset:
+    """Return FedBC's synthetic(alpha, beta): 60 features, 10 classes, one owner per device.
+
+    Device i draws u_i ~ N(0, alpha), W_i [60, 10] and b_i [10] ~ N(u_i, 1); B_i ~ N(0, beta),
+    v_i [60] ~ N(B_i, 1), x ~ N(v_i, Sigma) with Sigma_jj = j^-1.2; y = argmax(x W_i + b_i).
+    As in the generator of Li et al., which FedBC adapts, alpha and beta are standard deviations.
+    The first 80 % of a device's rows are for training. alpha changes no label: u_i adds the same
+    u_i (1 + sum_j x_j) to all ten scores, so only beta makes devices more or less alike.
+
+    ``sizes``: ``"power-law"``, the paper's word without numbers: 50 rows, and a share of 200 rows
+    per device proportional to 1.1^-i; ``"lognormal"``, the authors' code: 50 + lognormal(4, 2).
+
+    References: Bedi et al., "FedBC: Calibrating Global and Local Models via Federated Learning
+    Beyond Consensus", appendix E.1; Li et al., "FedProx", MLSys 2020.
+    """
+    if not (alpha >= 0 and beta >= 0):
+        raise ValueError(f"alpha and beta must be >= 0, got {alpha} and {beta}")
+    if clients < 1:
+        raise ValueError(f"clients must be >= 1, got {clients}")
+    if sizes == "power-law":
+        extra = power_law(200 * clients, clients, 1.1)
+    elif sizes == "lognormal":
+        extra = stream(seed, "synthetic-sizes").lognormal(4, 2, clients).astype(np.int64)
+    else:
+        raise ValueError(f"unknown sizes {sizes!r}, known are power-law, lognormal")
+    train, test = [], []
+    for i, n in enumerate((50 + extra).tolist()):
+        rng = stream(seed, "synthetic", i)
+        u, centre = rng.normal(0, alpha), rng.normal(0, beta)
+        w, b = rng.normal(u, 1, (60, 10)), rng.normal(u, 1, 10)
+        x = rng.normal(centre, 1, 60) + rng.normal(size=(n, 60)) * np.arange(1, 61) ** -0.6
+        y, owner = np.argmax(x @ w + b, axis=1), np.full(n, i)
+        cut = round(0.8 * n)
+        train.append((x[:cut], y[:cut], owner[:cut]))
+        test.append((x[cut:], y[cut:], owner[cut:]))
+    x, y, owner = map(np.concatenate, zip(*train, strict=True))
+    test_x, test_y, test_owner = map(np.concatenate, zip(*test, strict=True))
+    return Dataset(
+        "synthetic", x.astype(dtype), y, test_x.astype(dtype), test_y, 10, owner, test_owner
+    )
+
+
+def digits() -> Dataset:
+    """Return scikit-learn's digits, a fixed fifth of each class kept for testing."""
+    pixels, labels = load_digits(return_X_y=True)
+    x = (pixels / 16).astype(np.float32).reshape(-1, 1, 8, 8)
+    y = labels.astype(np.int64)
+    x, test_x, y, test_y = train_test_split(x, y, test_size=0.2, stratify=y, random_state=0)
+    return Dataset("digits", x, y, test_x, test_y, 10)
+
+
+BUILT_IN: dict[str, Callable[..., Dataset]] = {"digits": digits, "synthetic": synthetic}
+
+
+@cache
+def _built_in(name: str, options: tuple[tuple[str, Any], ...]) -> Dataset:
+    return BUILT_IN[name](**dict(options))
+
+
+def _find(name: str) -> Path | None:
+    """Return the folder of ``name``, or None where it can only be on the Hub."""
+    root = os.environ.get("FL_DATA")
+    aliases = [name, "cifar10_subset"] if name == "cifar10" else [name]
+    folders = [Path(root).expanduser() / alias for alias in aliases] if root else []
+    folders.append(Path(name).expanduser())
+    for folder in folders:
+        if folder.is_dir():
+            return folder.resolve()
+    if name in HUB or name.count("/") == 1:
+        return None
+    raise ValueError(_unknown(name))
+
+
+@cache
+def _load(name: str, folder: Path | None, normalise: str) -> Dataset:
+    tables = [_table(name, folder, split) for split in ("train", "test")]
+    (x, y), (test_x, test_y) = (_decode(name, table) for table in tables)
+    if x.shape[1:] != test_x.shape[1:]:
+        raise ValueError(
+            f"data set {name!r} trains on {x.shape[1:]} and tests on {test_x.shape[1:]}"
+        )
+    if normalise != "none":
+        published = AUTHORS if normalise == "authors" else OWN
+        mean, std = published[name] if name in published else _measure(x)
+        for part in (x, test_x):
+            part -= np.asarray(mean, np.float32)[:, None, None]
+            part /= np.asarray(std, np.float32)[:, None, None]
+    return Dataset(name, x, y, test_x, test_y, int(max(y.max(), test_y.max())) + 1)
+
+
+def _table(name: str, folder: Path | None, split: str) -> Any:
+    """Return the Arrow table of a split, images still encoded."""
+    if folder is not None:
+        pattern = f"{split}*.parquet"
+        files = sorted(folder.glob(pattern)) or sorted(folder.glob(f"*/{pattern}"))
+        if not files:
+            raise ValueError(f"data set {name!r}: no {pattern} in {folder} or a folder in it")
+        return pa.concat_tables([pyarrow.parquet.read_table(file) for file in files])
+    try:
+        return datasets.load_dataset(HUB.get(name, name), split=split).with_format("arrow")[:]
+    except (OSError, ValueError) as error:  # not there, no network, no such split
+        raise ValueError(f"{_unknown(name)}: {error}") from error
+
+
+def _decode(name: str, table: Any) -> tuple[NDArray[np.float32], Ints]:
+    """Return images [n, channels, height, width] in [0, 1] and labels [n]."""
+    column = next((c for c in ("image", "img") if c in table.column_names), None)
+    if column is None or "label" not in table.column_names:
+        raise ValueError(
+            f"data set {name!r} needs columns 'image' or 'img', and 'label', "
+            f"got {', '.join(table.column_names)}"
+        )
+    y = table["label"].to_numpy().astype(np.int64)
+    if len(y) == 0 or y.min() < 0:
+        raise ValueError(f"data set {name!r}: a split is empty or has labels < 0 (no label)")
+    files = table[column].to_pylist()
+    first = _open(files[0])
+    mode = "L" if first.mode in ("1", "L") else "RGB"
+    pixels = np.empty((len(files), first.height, first.width, len(mode)), np.uint8)
+    for i, file in enumerate(files):
+        image = _open(file)
+        if image.size != first.size:
+            raise ValueError(f"data set {name!r}: image 0 is {first.size}, image {i} {image.size}")
+        pixels[i].flat = np.asarray(image if image.mode == mode else image.convert(mode)).flat
+    x = pixels.transpose(0, 3, 1, 2).astype(np.float32, order="C")
+    x /= 255
+    return x, y
+
+
+def _open(file: dict[str, Any]) -> Image.Image:
+    return Image.open(BytesIO(file["bytes"]) if file["bytes"] else file["path"])
+
+
+def _measure(x: NDArray[np.float32]) -> tuple[Floats, Floats]:
+    axes = (0, 2, 3)
+    return x.mean(axes, dtype=np.float64), x.std(axes, dtype=np.float64)
+
+
+def _unknown(name: str) -> str:
+    known = ", ".join([*BUILT_IN, *HUB])
+    return (
+        f"data set {name!r} is neither under FL_DATA ({os.environ.get('FL_DATA', 'unset')}), nor a "
+        f"folder, nor found on the Hub; known are {known}, any folder, and owner/name on the Hub"
+    )

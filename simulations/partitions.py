@@ -1,0 +1,275 @@
+"""How the rows of a data set are spread over clients, by flwr-datasets wherever it knows how.
+
+A partition is a list with one array per client: the sorted int64 indices of that client's rows.
+Every row belongs to one client at most; which rows is decided by the seed alone. Kinds:
+
+iid         equal sizes, rows at random
+shards      rows sorted by label, cut into equal shards, ``shards_per_client`` (2) each
+            (McMahan et al. 2017; FedADMM's non-IID setting); rows that equal shards leave over,
+            fewer than there are shards, stay unused
+dirichlet   each class is spread over the clients by a draw of Dirichlet(``alpha``, ..., ``alpha``)
+            (0.5), drawn again, up to ten times, while it leaves a client empty
+power-law   client k holds a share proportional to ``exponent``^-k of the rows (1.1), of
+            ``classes_per_client`` classes where given (FedBC): :func:`power_law`
+imbalanced  FedADMM, Table VI: clients in groups of two, a member of group j = 1, 2, ... gets j of
+            ``shards`` label-sorted shards, the last group what is left, evenly. By default
+            (clients/2)^2 shards: the paper's 10,000 for its 200 clients
+natural     by the client ids of the rows, ``owner`` (int64 [n])
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
+from inspect import getfullargspec
+from io import StringIO
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import datasets
+import numpy as np
+from flwr_datasets.partitioner import (
+    DirichletPartitioner,
+    IidPartitioner,
+    NaturalIdPartitioner,
+    ShardPartitioner,
+    SizePartitioner,
+)
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+from fl_strategies.randomness import stream
+
+Rows: TypeAlias = NDArray[np.int64]
+Draw: TypeAlias = np.random.Generator
+
+
+def partition(
+    kind: str, labels: NDArray[Any], clients: int, *, seed: int, **options: Any
+) -> list[Rows]:
+    """Return the row indices of each of ``clients`` clients.
+
+    Parameters
+    ----------
+    kind : one of the kinds of this module's table
+    labels : integer array [n], the class of each row
+    clients : number of clients, from 1 to n
+    seed : >= 0; the same seed gives the same partition (``natural`` has nothing to draw)
+    options : the options of the kind, see the table
+
+    Raises
+    ------
+    ValueError
+        An unknown kind or option, a number out of its range, a client left without rows.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"unknown partition {kind!r}, known are {', '.join(KINDS)}")
+    known = getfullargspec(KINDS[kind]).kwonlyargs
+    for option in options:
+        if option not in known:
+            raise ValueError(f"partition {kind!r} has no option {option!r}, known are {known}")
+    if not 1 <= clients <= len(labels):
+        raise ValueError(f"clients must be from 1 to {len(labels)} (samples), got {clients}")
+    parts = KINDS[kind](np.asarray(labels), clients, stream(seed, "partition"), **options)
+    for client, rows in enumerate(parts):
+        if len(rows) == 0:
+            raise ValueError(
+                f"client {client} is left without training samples: partition {kind!r} of "
+                f"{len(labels)} samples over {clients} clients, options {options}"
+            )
+    return [np.sort(rows) for rows in parts]
+
+
+def power_law(total: int, clients: int, exponent: float) -> Rows:
+    """Return sizes [clients] that sum to ``total``, size k being proportional to exponent^-k.
+
+    This is the "power law exponent" of FedBC: the largest and smallest sizes of its Table 5 are a
+    factor exponent^(clients - 1) apart. Fractions are rounded so that the sum is met.
+    """
+    if not exponent >= 1:
+        raise ValueError(f"exponent must be >= 1, got {exponent}")
+    share = float(exponent) ** -np.arange(clients)
+    ends = np.rint(total * np.cumsum(share) / share.sum()).astype(np.int64)
+    sizes: Rows = np.diff(ends, prepend=0)
+    return sizes
+
+
+def train_test(parts: Sequence[Rows], fraction: float, seed: int) -> list[tuple[Rows, Rows]]:
+    """Split each client's rows at random into (train, test), both sorted.
+
+    ``fraction`` in [0, 1) is the share held out for testing; a client keeps at least one row for
+    training, so one with a single row has an empty test set.
+    """
+    if not 0 <= fraction < 1:
+        raise ValueError(f"fraction must be in [0, 1), got {fraction}")
+    split = []
+    for client, rows in enumerate(parts):
+        mixed = stream(seed, "train-test", client).permutation(rows)
+        held = min(round(fraction * len(rows)), len(rows) - 1)
+        split.append((np.sort(mixed[held:]), np.sort(mixed[:held])))
+    return split
+
+
+def describe(parts: Sequence[Rows], labels: NDArray[Any]) -> Rows:
+    """Return how many rows of each class each client holds, [clients, classes]."""
+    classes = int(np.max(labels)) + 1
+    return np.stack([np.bincount(labels[rows], minlength=classes) for rows in parts])
+
+
+def draw(parts: Sequence[Rows], labels: NDArray[Any], path: str | Path) -> None:
+    """Draw the table of :func:`describe`: one bar per client, one colour per class.
+
+    The format follows from the ending of ``path``; an existing file is replaced.
+    """
+    counts = describe(parts, labels)
+    clients, classes = counts.shape
+    colours = colormaps["tab10" if classes <= 10 else "turbo"]
+    figure = Figure(figsize=(8, min(2 + 0.16 * clients, 14)), layout="constrained")
+    axes = figure.add_subplot(xlabel="rows", ylabel="client", ylim=(clients - 0.5, -0.5))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    left = np.cumsum(counts, axis=1) - counts
+    for c in range(classes):
+        colour = colours(c if classes <= 10 else c / (classes - 1))
+        axes.barh(
+            np.arange(clients), counts[:, c], 0.85, left[:, c], color=colour, label=str(c), lw=0
+        )
+    figure.legend(title="class", loc="outside right upper", ncols=-(-classes // 25))
+    figure.savefig(path, dpi=120)
+
+
+def _iid(labels: NDArray[Any], clients: int, rng: Draw) -> list[Rows]:
+    return _apply(IidPartitioner(clients), labels, clients, rng.permutation(len(labels)))
+
+
+def _shards(
+    labels: NDArray[Any], clients: int, rng: Draw, *, shards_per_client: int = 2
+) -> list[Rows]:
+    if shards_per_client < 1:
+        raise ValueError(f"shards_per_client must be >= 1, got {shards_per_client}")
+    _check_shards(clients * shards_per_client, len(labels))
+    partitioner = ShardPartitioner(
+        clients,
+        "label",
+        num_shards_per_partition=shards_per_client,
+        shuffle=False,
+        seed=int(rng.integers(2**32)),
+    )
+    return _apply(partitioner, labels, clients, rng.permutation(len(labels)))
+
+
+def _dirichlet(labels: NDArray[Any], clients: int, rng: Draw, *, alpha: float = 0.5) -> list[Rows]:
+    if not 0 < alpha < np.inf:
+        raise ValueError(f"alpha must be > 0 and finite, got {alpha}")
+    for _ in range(10):  # flwr-datasets would warn at every draw that leaves a client empty
+        partitioner = DirichletPartitioner(
+            clients,
+            "label",
+            alpha=float(alpha),
+            min_partition_size=0,
+            shuffle=False,
+            seed=int(rng.integers(2**32)),
+        )
+        parts = _apply(partitioner, labels, clients, rng.permutation(len(labels)))
+        if min(map(len, parts)) > 0:
+            break
+    return parts
+
+
+def _power_law(
+    labels: NDArray[Any],
+    clients: int,
+    rng: Draw,
+    *,
+    exponent: float = 1.1,
+    classes_per_client: int | None = None,
+) -> list[Rows]:
+    sizes = power_law(len(labels), clients, exponent)
+    rows = rng.permutation(len(labels))
+    if min(sizes) == 0:  # left to the check of `partition`, which names the client
+        return np.split(rows, np.cumsum(sizes)[:-1])
+    if classes_per_client is None:
+        return _apply(SizePartitioner(sizes.tolist()), labels, clients, rows)
+    if classes_per_client < 1:
+        raise ValueError(f"classes_per_client must be >= 1, got {classes_per_client}")
+    pools = [rows[labels[rows] == c] for c in np.unique(labels)]
+    return [_take(pools, size, classes_per_client, rng) for size in sizes.tolist()]
+
+
+def _take(pools: list[Rows], size: int, classes: int, rng: Draw) -> Rows:
+    """Move ``size`` rows out of ``pools``, evenly from ``classes`` of them drawn at random.
+
+    A client larger than its classes takes from more, the fullest first, as FedBC lets it "to
+    preserve the power law"; the last ones take what is left.
+    """
+    left = np.array([len(pool) for pool in pools])
+    full = left * classes >= size
+    taken: list[Rows] = []
+    order = np.lexsort((np.where(full, rng.random(len(pools)), -left), ~full))
+    for place, pool in enumerate(order.tolist()):
+        even, rest = -(-size // max(1, classes - place)), int(left[order[place + 1 :]].sum())
+        count = min(max(even, size - rest), len(pools[pool]))
+        taken.append(pools[pool][:count])
+        pools[pool] = pools[pool][count:]
+        size -= count
+    return np.concatenate(taken)
+
+
+def _imbalanced(
+    labels: NDArray[Any], clients: int, rng: Draw, *, shards: int | None = None
+) -> list[Rows]:
+    groups, odd = divmod(clients, 2)
+    if odd:
+        raise ValueError(f"clients must be even (groups of two), got {clients}")
+    shards = max(2, groups**2) if shards is None else shards
+    rest = shards - groups * (groups - 1)
+    if rest < 2:
+        least = groups * (groups - 1) + 2
+        raise ValueError(f"shards must be >= {least} for {clients} clients, got {shards}")
+    _check_shards(shards, len(labels))
+    counts = [k // 2 + 1 for k in range(clients - 2)] + [rest - rest // 2, rest // 2]
+    rows = rng.permutation(len(labels))
+    pieces = np.array_split(rows[np.argsort(labels[rows], kind="stable")], shards)
+    mixed = np.split(rng.permutation(shards), np.cumsum(counts)[:-1])
+    return [np.concatenate([pieces[s] for s in mine]) for mine in mixed]
+
+
+def _natural(
+    labels: NDArray[Any], clients: int, rng: Draw, *, owner: Rows | None = None
+) -> list[Rows]:
+    if owner is None:
+        raise ValueError("partition 'natural' needs owner, the natural client of each sample")
+    if len(owner) != len(labels):
+        raise ValueError(f"owner must have {len(labels)} entries (samples), got {len(owner)}")
+    if (owners := len(np.unique(owner))) != clients:
+        raise ValueError(f"clients must be {owners} (natural clients), got {clients}")
+    with redirect_stderr(StringIO()):  # it shows a progress bar
+        return _apply(NaturalIdPartitioner("label"), owner, clients, np.arange(len(owner)))
+
+
+def _check_shards(shards: int, samples: int) -> None:
+    if shards > samples:
+        raise ValueError(f"shards must be at most {samples} (samples), got {shards}")
+
+
+def _apply(partitioner: Any, labels: NDArray[Any], clients: int, rows: Rows) -> list[Rows]:
+    """Let flwr-datasets partition ``rows``, taken in this order, and read the indices back."""
+    partitioner.dataset = datasets.Dataset.from_dict(
+        {"label": labels[rows], "row": rows}
+    ).with_format("arrow")
+    with warnings.catch_warnings():  # datasets 4 sorts by an argument that pyarrow 25 deprecated
+        warnings.simplefilter("ignore", FutureWarning)
+        parts = [partitioner.load_partition(client)[:] for client in range(clients)]
+    return [part["row"].to_numpy() for part in parts]
+
+
+KINDS: dict[str, Callable[..., list[Rows]]] = {
+    "iid": _iid,
+    "shards": _shards,
+    "dirichlet": _dirichlet,
+    "power-law": _power_law,
+    "imbalanced": _imbalanced,
+    "natural": _natural,
+}

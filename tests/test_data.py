@@ -1,0 +1,290 @@
+"""Laws of the data sets: which rows, which pixels, which scale, and where they come from."""
+
+from __future__ import annotations
+
+import os
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+from scipy.optimize import linprog
+from sklearn.datasets import load_digits
+
+from simulations import data
+
+SHARED = Path(os.environ.get("FL_DATA", Path(__file__).parents[2] / "shared/datasets"))
+RNG = np.random.default_rng(7)
+GREY = RNG.integers(0, 256, (12, 6, 5), dtype=np.uint8)
+COLOUR = RNG.integers(0, 256, (12, 6, 5, 3), dtype=np.uint8)
+LABELS = [3, 1, 0, 2, 1, 3, 0, 0, 2, 1, 3, 2]
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the real data, where this machine has them, and nothing else."""
+    if not SHARED.is_dir():
+        pytest.skip(f"no data sets in {SHARED}")
+    monkeypatch.setenv("FL_DATA", str(SHARED))
+    forbid_the_hub(monkeypatch)
+
+
+def forbid_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise ConnectionError("the Hub was asked")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+
+
+def table(pixels: np.ndarray, column: str = "image", kind: str = "PNG") -> datasets.Dataset:
+    encoded = []
+    for image in pixels:
+        Image.fromarray(image).save(file := BytesIO(), kind)
+        encoded.append({"bytes": file.getvalue(), "path": None})
+    features = datasets.Features(
+        {column: datasets.Image(), "label": datasets.ClassLabel(num_classes=4)}
+    )
+    labels = LABELS[: len(pixels)]
+    return datasets.Dataset.from_dict({column: encoded, "label": labels}, features=features)
+
+
+def folder(path: Path, pixels: np.ndarray, column: str = "image", kind: str = "PNG") -> Path:
+    """Write 8 training and 4 test images as the Hub would, the training ones in two files."""
+    (path / "data").mkdir(parents=True)
+    rows = table(pixels, column, kind)
+    for name, first, end in (("train-0", 0, 5), ("train-1", 5, 8), ("test-0", 8, 12)):
+        rows.select(range(first, end)).to_parquet(path / "data" / f"{name}.parquet")
+    return path
+
+
+def test_mnist_is_mnist(shared: None) -> None:
+    mnist = data.load("mnist")
+    assert (mnist.x.shape, mnist.test_x.shape) == ((60_000, 1, 28, 28), (10_000, 1, 28, 28))
+    assert mnist.x.dtype == np.float32
+    assert mnist.y.dtype == np.int64
+    assert mnist.num_classes == 10
+    assert mnist.y[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
+    counts = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+    assert np.bincount(mnist.y).tolist() == counts
+    # The published 0.1307 and 0.3081 are rounded at the fourth digit.
+    assert abs(mnist.x.mean(dtype=np.float64)) < 0.00005 / 0.3081
+    assert abs(mnist.x.std(dtype=np.float64) - 1) < 0.00005 / 0.3081
+    assert mnist.owner is None
+
+
+def test_the_cifar10_subset_stands_in_for_cifar10(shared: None) -> None:
+    cifar = data.load("cifar10")
+    assert (cifar.x.shape, cifar.test_x.shape) == ((7000, 3, 32, 32), (1400, 3, 32, 32))
+    assert np.bincount(cifar.y).tolist() == [700] * 10
+    assert np.abs(cifar.x.mean((0, 2, 3))).max() < 0.05  # a subset: near the full set's only
+    assert np.abs(cifar.x.std((0, 2, 3)) - 1).max() < 0.05
+
+
+@pytest.mark.parametrize(("pixels", "column"), [(GREY, "image"), (COLOUR, "img")])
+def test_a_folder_gives_back_its_pixels(
+    pixels: np.ndarray, column: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbid_the_hub(monkeypatch)
+    own = data.load(str(folder(tmp_path / "own", pixels, column)), normalise="none")
+    expected = pixels.reshape(12, 6, 5, -1).transpose(0, 3, 1, 2) / 255
+    np.testing.assert_allclose(np.concatenate([own.x, own.test_x]), expected, rtol=1e-6)
+    assert own.y.tolist() == LABELS[:8]
+    assert own.test_y.tolist() == LABELS[8:]
+    assert own.num_classes == 4
+    assert own.x.flags.c_contiguous
+
+
+def test_a_set_without_published_scale_is_standardised_by_its_training_images(
+    tmp_path: Path,
+) -> None:
+    path = str(folder(tmp_path / "own", COLOUR))
+    raw, own = data.load(path, normalise="none"), data.load(path)
+    np.testing.assert_allclose(own.x.mean((0, 2, 3)), 0, atol=1e-6)
+    np.testing.assert_allclose(own.x.std((0, 2, 3)), 1, atol=1e-6)
+    slope = own.test_x.std((0, 2, 3)) / raw.test_x.std((0, 2, 3))
+    np.testing.assert_allclose(slope, 1 / raw.x.std((0, 2, 3)), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "normalise", "mean", "std"),
+    [
+        ("mnist", "own", [0.1307], [0.3081]),
+        ("mnist", "authors", [0.1307], [0.3081]),
+        ("fashion_mnist", "own", [0.2860], [0.3530]),
+        ("fashion_mnist", "authors", [0.1307], [0.3081]),
+        ("cifar10", "own", [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]),
+        ("cifar10", "authors", [0.5] * 3, [0.5] * 3),
+    ],
+)
+def test_normalisation_maps_mean_to_zero_and_mean_plus_std_to_one(
+    name: str,
+    normalise: str,
+    mean: list[float],
+    std: list[float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FL_DATA", str(tmp_path))
+    pixels = GREY if len(mean) == 1 else COLOUR
+    folder(tmp_path / name, pixels)
+    scaled = data.load(name, normalise=normalise)
+    raw = pixels[:8].reshape(8, 6, 5, -1) / 255
+    np.testing.assert_allclose(
+        scaled.x.transpose(0, 2, 3, 1), (raw - mean) / std, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_fl_data_comes_before_the_path_and_both_before_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    folder(here / "mnist", GREY)
+    folder(there / "mnist", 255 - GREY)
+    (tmp_path / "nowhere").mkdir()
+    monkeypatch.chdir(here)
+    asked = []
+
+    def hub(path: str, split: str) -> datasets.Dataset:
+        asked.append((path, split))
+        return table(GREY[:4])
+
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    monkeypatch.delenv("FL_DATA", raising=False)
+    from_path = data.load("mnist", normalise="none").x
+    monkeypatch.setenv("FL_DATA", str(there))
+    from_fl_data = data.load("mnist", normalise="none").x
+    assert not asked
+    np.testing.assert_allclose(from_path, 1 - from_fl_data, atol=1e-6)
+    monkeypatch.chdir(tmp_path / "nowhere")
+    monkeypatch.delenv("FL_DATA")
+    from_hub = data.load("mnist", normalise="none").x
+    assert asked == [("ylecun/mnist", "train"), ("ylecun/mnist", "test")]
+    np.testing.assert_array_equal(from_hub, from_path[:4])
+
+
+def test_a_data_set_is_decoded_once(tmp_path: Path) -> None:
+    path = str(folder(tmp_path / "own", GREY))
+    assert data.load(path) is data.load(path, normalise="own")
+    assert data.load("digits") is data.load("digits")
+    assert data.load("synthetic", beta=1, seed=2) is data.load("synthetic", seed=2, beta=1)
+
+
+def test_digits_are_all_of_scikit_learns_a_fifth_of_each_class_for_testing() -> None:
+    digits = data.load("digits")
+    pixels, labels = load_digits(return_X_y=True)
+    rows = np.concatenate([digits.x, digits.test_x]).reshape(-1, 64) * 16
+    both = np.column_stack([rows, np.concatenate([digits.y, digits.test_y])])
+    expected = np.column_stack([pixels, labels])
+    assert sorted(map(tuple, both)) == sorted(map(tuple, expected))
+    assert np.abs(np.bincount(digits.test_y) - np.bincount(labels) / 5).max() < 1
+    assert digits.x.shape == (1437, 1, 8, 8)
+    assert digits.x.dtype == np.float32
+
+
+def separable(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether a hyperplane separates the rows of a and b: is w.a >= 1, w.b <= -1 feasible?"""
+    rows = np.concatenate([-np.insert(a, 0, 1, axis=1), np.insert(b, 0, 1, axis=1)])
+    zero = np.zeros(rows.shape[1])
+    return bool(linprog(zero, rows, -np.ones(len(rows)), bounds=(None, None)).success)
+
+
+def test_a_synthetic_device_labels_by_a_linear_model() -> None:
+    made = data.load("synthetic", dtype="float64")
+    assert made.owner is not None
+    for device in range(4):
+        mine = made.owner == device
+        often = np.argsort(np.bincount(made.y[mine]))[-2:]
+        first, second = (made.x[mine & (made.y == c)] for c in often)
+        assert separable(first, second)
+        both = np.random.default_rng(device).permutation(np.concatenate([first, second]))
+        assert len(both) > 3 * 61
+        assert not separable(*np.array_split(both, 2))  # so many rows rarely are by chance
+
+
+def test_synthetic_features_vary_as_in_the_paper() -> None:
+    made = data.load("synthetic")
+    assert made.owner is not None
+    centres = np.stack([made.x[made.owner == i].mean(axis=0) for i in range(30)])
+    spread = np.mean((made.x - centres[made.owner]) ** 2, axis=0)
+    expected = np.arange(1.0, 61) ** -1.2 * (1 - 30 / len(made.x))
+    np.testing.assert_allclose(spread, expected, rtol=0.1)  # 6000 rows: 1.8 % a sigma
+
+
+def test_beta_is_the_deviation_of_the_devices_means() -> None:
+    made = data.load("synthetic", beta=10.0, clients=200)
+    assert made.owner is not None
+    means = [made.x[made.owner == i].mean() for i in range(200)]
+    assert np.std(means) == pytest.approx(10, rel=0.2)  # 5 % a sigma
+
+
+def test_alpha_shifts_all_classes_alike_and_so_changes_no_label() -> None:
+    one, other = (data.load("synthetic", alpha=a, dtype="float64") for a in (0.0, 5.0))
+    assert np.array_equal(one.y, other.y)
+    assert np.array_equal(one.x, other.x)
+
+
+@pytest.mark.parametrize("sizes", ["power-law", "lognormal"])
+def test_a_synthetic_device_keeps_a_fifth_for_testing(sizes: str) -> None:
+    made = data.load("synthetic", sizes=sizes)
+    assert made.owner is not None
+    assert made.test_owner is not None
+    train, test = np.bincount(made.owner), np.bincount(made.test_owner)
+    assert (len(train), len(test)) == (30, 30)
+    assert np.abs(test - (train + test) / 5).max() <= 0.5
+    assert (train + test).min() >= 50
+    assert (train + test).max() > 5 * (train + test).min()
+    if sizes == "power-law":
+        assert (train + test).sum() == 30 * 250
+
+
+def test_the_seed_decides_the_synthetic_data_and_the_type_only_rounds_them() -> None:
+    first, other, double = (
+        data.load("synthetic", seed=1),
+        data.load("synthetic", seed=2),
+        data.load("synthetic", seed=1, dtype="float64"),
+    )
+    assert first.x.dtype == np.float32
+    assert double.x.dtype == np.float64
+    assert np.array_equal(first.x, double.x.astype(np.float32))
+    assert np.array_equal(first.y, double.y)
+    assert not np.array_equal(first.x, other.x)
+    assert np.array_equal(data.synthetic(seed=1).x, first.x)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("nist", {}, "data set 'nist' is neither .* known are digits, synthetic, mnist, fashion"),
+        ("someone/nist", {}, "data set 'someone/nist' .*: the Hub was asked"),
+        ("mnist", {}, "data set 'mnist' .*: the Hub was asked"),
+        ("digits", {"normalise": "l2"}, "unknown normalise 'l2', known are own, authors, none"),
+        ("digits", {"normalise": "authors"}, "is for mnist, fashion_mnist, cifar10 only"),
+        ("digits", {"alpha": 1}, "data set 'digits' has no option 'alpha'"),
+        ("synthetic", {"gamma": 1}, r"has no option 'gamma', known are \['alpha', 'beta'"),
+        ("synthetic", {"beta": -1}, "beta must be >= 0, got 0.5 and -1"),
+        ("synthetic", {"clients": 0}, "clients must be >= 1, got 0"),
+        ("synthetic", {"sizes": "equal"}, "unknown sizes 'equal', known are power-law, lognormal"),
+    ],
+)
+def test_bad_input_is_refused_with_what_is_known(
+    name: str,
+    options: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forbid_the_hub(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FL_DATA", raising=False)
+    with pytest.raises(ValueError, match=message):
+        data.load(name, **options)
+
+
+def test_a_folder_that_is_no_data_set_is_refused_with_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no train\*.parquet in"):
+        data.load(str(tmp_path))
+    with pytest.raises(ValueError, match=r"needs columns 'image' or 'img', .* got picture, label"):
+        data.load(str(folder(tmp_path / "odd", GREY, "picture")))

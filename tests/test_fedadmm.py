@@ -1,0 +1,311 @@
+"""FedADMM: its invariant, its reductions, lost replies, and the rules themselves.
+
+Mutants tried by hand, each caught by a test here or in test_laws: y+ = y - rho (w+ - theta);
+y+ without rho; Delta without y+/rho, without y/rho, with (w + y/rho) added; theta - eta mean;
+eta/m for eta/|S|; the slope y left out of (1), the pull left out, the centre w in place of theta.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Message
+from problems import DIM, grid, make_client_app, optimum, quadratics, to_record, to_vector
+from test_laws import RATE, START, local, train
+
+from clients import LocalTraining, solve
+from clients.state import ContextStore, Owner, peek
+from fl_strategies import FedADMM, FedAvg, FedProx, fedadmm, fedavg, fedprox
+from fl_strategies.randomness import stream
+from fl_strategies.subproblem import Subproblem
+from simulations.in_process import InProcessGrid
+
+
+def strategy(**knobs: Any) -> FedADMM:
+    return FedADMM(**{"rho": 0.5, "fraction_evaluate": 0.0, "local": local(), **knobs})
+
+
+def states(federation: InProcessGrid, acked: dict[int, int]) -> list[fedadmm.State]:
+    """Return the state of each client that the server counts on."""
+    found = []
+    for client, context in enumerate(federation.contexts.values()):
+        store = ContextStore(context)
+        about = context.state.config_records[store.prefix]
+        owner = Owner(str(about["algorithm"]), str(about["model"]))
+        _, fields = peek(store, owner, acked.get(client, -1))
+        assert fields is not None
+        found.append(fedadmm.State(fields["w"], fields["y"], float(fields["rho"])))
+    return found
+
+
+def invariant_gap(theta: np.ndarray, federation: InProcessGrid, acked: dict[int, int]) -> float:
+    """Return max |theta - mean_i (w_i + y_i/rho)|."""
+    u = [state.w + state.y / state.rho for state in states(federation, acked)]
+    return float(np.abs(theta - np.mean(u, axis=0)).max())
+
+
+def run(one: FedADMM, federation: InProcessGrid, rounds: int) -> tuple[np.ndarray, dict[int, int]]:
+    return train(one, federation, rounds), one._acked
+
+
+PARTIAL = {"fraction_train": 0.4, "eta": {0: 1.0, 2: 0.4}}
+"""Full participation and eta = 1 come first; then 4 of 10 clients with eta = |S|/m."""
+
+
+class FullFirst(FedADMM):
+    """All clients in the first round, ``fraction_train`` of them from then on."""
+
+    def _sample(
+        self, purpose: str, server_round: int, nodes: Any, fraction: float, least: int
+    ) -> Any:
+        first = purpose == "sample" and server_round == 1
+        return super()._sample(purpose, server_round, nodes, 1.0 if first else fraction, least)
+
+    def aggregate(self, server_round: int, *args: Any) -> Any:
+        self.eta = 1.0 if server_round == 1 else "fraction"
+        return super().aggregate(server_round, *args)
+
+
+def full_first(**knobs: Any) -> FullFirst:
+    return FullFirst(
+        **{"rho": 0.5, "fraction_evaluate": 0.0, "local": local(), "fraction_train": 0.4, **knobs}
+    )
+
+
+@pytest.mark.parametrize("rho", [0.5, {0: 0.5, 4: 1.5, 9: 0.2}], ids=["fixed", "scheduled"])
+@pytest.mark.parametrize("rounds", [1, 2, 3, 17])
+def test_theta_is_the_mean_of_w_plus_y_over_rho(rounds: int, rho: Any) -> None:
+    federation = grid(quadratics(10))
+    theta, acked = run(full_first(rho=rho), federation, rounds)
+    assert invariant_gap(theta, federation, acked) < 1e-12
+
+
+def drop(share: float) -> Any:
+    rng = np.random.default_rng(7)
+
+    def fault(request: Message, reply: Message) -> Message | None:
+        in_first = request.content.config_records.get("config", {}).get("server-round") == 1
+        lost = request.metadata.message_type == "train" and not in_first and rng.random() < share
+        return None if lost else reply
+
+    return fault
+
+
+def test_lost_replies_leave_the_invariant_exact() -> None:
+    federation = grid(quadratics(10), fault=drop(0.3))
+    theta, acked = run(full_first(), federation, 50)
+    assert invariant_gap(theta, federation, acked) < 1e-11
+
+
+def test_without_acknowledgement_lost_replies_break_the_invariant() -> None:
+    federation = grid(quadratics(10), fault=drop(0.3))
+    theta, _ = run(full_first(acknowledge=False), federation, 50)
+    newest = {
+        client: max(int(key.rsplit("-", 1)[1]) for key in context.state.array_records)
+        for client, context in enumerate(federation.contexts.values())
+    }
+    assert invariant_gap(theta, federation, newest) > 1e-2
+
+
+def test_with_lost_replies_it_still_converges_to_the_optimum() -> None:
+    problems = quadratics(6)
+    theta, _ = run(full_first(), grid(problems, fault=drop(0.3)), 600)
+    np.testing.assert_allclose(theta, optimum(problems), atol=1e-6)
+
+
+def test_fedavg_with_the_same_local_work_stays_off_the_optimum() -> None:
+    problems = quadratics(6)
+    averaged = train(
+        FedAvg(weights="uniform", fraction_evaluate=0.0, local=local()), grid(problems), 600
+    )
+    assert np.abs(averaged - optimum(problems)).max() > 1e-2
+    theta = train(strategy(), grid(problems), 600)
+    np.testing.assert_allclose(theta, optimum(problems), atol=1e-9)
+
+
+def test_a_client_whose_state_is_lost_counts_as_a_newcomer() -> None:
+    """It moves the mean by (theta - u_old)/m for good, as w = theta, y = 0 stand for u_old."""
+    federation = grid(quadratics(4))
+    one = full_first(fraction_train=1.0)
+    theta, acked = run(one, federation, 3)
+    lost = states(federation, acked)[2]
+    context = list(federation.contexts.values())[2]
+    for key in list(context.state):
+        del context.state[key]
+    after = to_vector(one.start(federation, to_record(theta), 1).arrays)
+    offset = ((lost.w + lost.y / lost.rho) - theta) / 4
+    u = [state.w + state.y / state.rho for state in states(federation, one._acked)]
+    np.testing.assert_allclose(after - np.mean(u, axis=0), offset, atol=1e-12)
+
+
+def test_refuse_leaves_out_a_client_whose_state_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    federation = grid(quadratics(4))
+    one = full_first(fraction_train=1.0, lost_state="refuse")
+    theta, _ = run(one, federation, 3)
+    context = list(federation.contexts.values())[2]
+    for key in list(context.state):
+        del context.state[key]
+    result = one.start(federation, to_record(theta), 1)
+    assert result.train_metrics_clientapp[1]["clients-rejected"] == 1
+    assert (
+        "reply of client 2 left out: the state which the server booked for it is lost"
+        in caplog.text
+    )
+
+
+def test_a_newcomer_in_a_later_round_starts_from_the_theta_it_receives() -> None:
+    state = fedadmm.first_state(START, rho=0.5)
+    np.testing.assert_array_equal(state.w, START)
+    np.testing.assert_array_equal(state.y, np.zeros(DIM))
+
+
+def test_with_y_frozen_at_zero_it_is_fedprox_and_without_rho_fedavg() -> None:
+    (q,) = quadratics(1)
+
+    def exact(start: Any, sub: Subproblem) -> Any:
+        return q.argmin(sub.slope, sub.pull, sub.centre)
+
+    state = fedadmm.State(w=START, y=np.zeros(DIM), rho=0.5)
+    new, _ = fedadmm.client_rule(state, START, exact, rho=0.5)
+    np.testing.assert_array_equal(new.w, fedprox.client_rule(START, exact, mu=0.5))
+    np.testing.assert_array_equal(
+        fedprox.client_rule(START, exact, mu=0.0), fedavg.client_rule(START, exact)
+    )
+    deltas = [new.w - START]
+    np.testing.assert_array_equal(fedadmm.server_rule(START, deltas, step=1.0), START + deltas[0])
+
+
+def test_the_authors_delta_is_twice_the_step() -> None:
+    (q,) = quadratics(1)
+
+    def exact(start: Any, sub: Subproblem) -> Any:
+        return q.argmin(sub.slope, sub.pull, sub.centre)
+
+    state = fedadmm.State(w=START, y=0.3 * START, rho=0.5)
+    theta = START + 1.0
+    new, delta = fedadmm.client_rule(state, theta, exact, rho=0.5, **FedADMM.authors_rule)
+    np.testing.assert_allclose(delta, 2 * (new.w - theta), rtol=1e-12)
+
+
+def test_the_optimum_with_its_duals_is_a_fixed_point_of_the_rule() -> None:
+    problems = quadratics(3)
+    best = optimum(problems)
+    for q in problems:
+
+        def exact(start: Any, sub: Subproblem, q: Any = q) -> Any:
+            return q.argmin(sub.slope, sub.pull, sub.centre)
+
+        state = fedadmm.State(w=best, y=-q.gradient(best), rho=0.7)
+        new, delta = fedadmm.client_rule(state, best, exact, rho=0.7)
+        np.testing.assert_allclose(delta, 0.0, atol=1e-12)
+        np.testing.assert_allclose(new.y, state.y, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.tensor], ids=["numpy", "torch"])
+def test_the_rule_runs_on_a_stack_of_clients_and_writes_to_nothing(kind: Any) -> None:
+    rng = np.random.default_rng(3)
+    w, y, theta = rng.normal(size=(4, DIM)), rng.normal(size=(4, DIM)), rng.normal(size=DIM)
+
+    def half_way(start: Any, sub: Subproblem) -> Any:
+        return start - 0.5 * sub.gradient(start, start)
+
+    given = kind(w.copy()), kind(y.copy()), kind(theta.copy())
+    state = fedadmm.State(given[0], given[1], 0.5)
+    stacked, deltas = fedadmm.client_rule(state, given[2], half_way, rho=0.5)
+    for i in range(4):
+        alone, delta = fedadmm.client_rule(fedadmm.State(w[i], y[i], 0.5), theta, half_way, rho=0.5)
+        np.testing.assert_array_equal(np.asarray(stacked.w)[i], alone.w)
+        np.testing.assert_array_equal(np.asarray(deltas)[i], delta)
+    for before, after in zip((w, y, theta), given, strict=True):
+        np.testing.assert_array_equal(np.asarray(after), before)
+
+
+def test_a_round_through_flower_equals_the_pure_rule_to_the_bit() -> None:
+    problems = quadratics(3)
+    found = train(strategy(), grid(problems), 2)
+    training = LocalTraining(solver="gd", lr=RATE, epochs=4)
+    theta = START
+    kept = [fedadmm.first_state(torch.tensor(START), rho=0.5) for _ in problems]
+    for server_round in (1, 2):
+        deltas = []
+        for i, q in enumerate(problems):
+            problem, rng = q.problem(), stream(0, "local", server_round, i)
+
+            def solver(start: Any, sub: Subproblem, problem: Any = problem, rng: Any = rng) -> Any:
+                return solve(problem, start, sub, training, rng)[0]
+
+            kept[i], delta = fedadmm.client_rule(kept[i], torch.tensor(theta), solver, rho=0.5)
+            deltas.append(delta.numpy())
+        theta = fedadmm.server_rule(theta, deltas, step=1.0)
+    np.testing.assert_array_equal(found, theta)
+
+
+def test_the_clients_own_model_is_measured_beside_the_global_one() -> None:
+    problems = quadratics(3)
+    federation = grid(problems)
+    one = strategy(fraction_evaluate=1.0)
+    result = one.start(federation, to_record(START), 3)
+    theta = to_vector(result.arrays)
+    own = [
+        q.value(state.w) for q, state in zip(problems, states(federation, one._acked), strict=True)
+    ]
+    metrics = result.evaluate_metrics_clientapp[3]
+    weights = [q.n for q in problems]
+    assert metrics["own-loss"] == pytest.approx(np.average(own, weights=weights), rel=1e-12)
+    expected = np.average([q.value(theta) for q in problems], weights=weights)
+    assert metrics["eval-loss"] == pytest.approx(expected, rel=1e-12)
+    assert metrics["own-loss-min"] == pytest.approx(min(own), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"rho": 0.0}, r"rho must be > 0, got 0.0"),
+        ({"rho": {0: 0.1, 5: -1.0}}, r"rho must be > 0, got -1.0"),
+        ({"rho": {5: 0.1}}, r"rho: a schedule starts at round 0"),
+        ({"eta": 2.5}, r"eta must be > 0 and <= 2, got 2.5"),
+        ({"eta": 0.0}, r"eta must be > 0 and <= 2, got 0.0"),
+        ({"eta": "half"}, r"eta must be > 0 and <= 2, got 'half'"),
+        ({"tracking": "server"}, r"tracking must be one of \['client', 'global'\], got 'server'"),
+        ({"fraction_train": 0.0}, r"fraction_train must be > 0 and <= 1, got 0.0"),
+    ],
+)
+def test_bad_knobs_are_refused_with_bound_and_value(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FedADMM(**knobs)
+
+
+def test_eta_follows_its_schedule() -> None:
+    problems = quadratics(3)
+    scheduled = train(strategy(eta={0: 1.0, 3: 0.25}), grid(problems), 2)
+    np.testing.assert_array_equal(scheduled, train(strategy(eta=1.0), grid(problems), 2))
+    assert (
+        np.abs(
+            train(strategy(eta={0: 1.0, 3: 0.25}), grid(problems), 3)
+            - train(strategy(eta=1.0), grid(problems), 3)
+        ).max()
+        > 1e-3
+    )
+
+
+def test_fedprox_with_mu_zero_equals_fedavg_to_the_bit() -> None:
+    problems = quadratics(3)
+    options = {"fraction_evaluate": 0.0, "local": local()}
+    np.testing.assert_array_equal(
+        train(FedProx(mu=0.0, **options), grid(problems), 3),
+        train(FedAvg(**options), grid(problems), 3),
+    )
+
+
+def test_state_in_a_directory_gives_the_same_model_as_in_the_context(tmp_path: Any) -> None:
+    from clients import DirectoryStore, client_id
+
+    problems = quadratics(4)
+    app = make_client_app(problems, store=lambda c: DirectoryStore(tmp_path, client_id(c)))
+    np.testing.assert_array_equal(
+        train(full_first(), InProcessGrid(app, 4, fault=drop(0.3)), 8),
+        train(full_first(), grid(problems, fault=drop(0.3)), 8),
+    )

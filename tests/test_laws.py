@@ -1,0 +1,240 @@
+"""Laws that every algorithm owes (ALGORITHMS.md, section 7). A new algorithm is a new row of TABLE.
+
+Each row says where the algorithm converges to on quadratics under full participation with K steps
+of gradient descent, worked out by linear algebra.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message
+from problems import (
+    DIM,
+    Quadratic,
+    grid,
+    make_client_app,
+    optimum,
+    quadratics,
+    to_record,
+    to_vector,
+)
+from torch.nn.functional import cross_entropy
+
+from clients import AnyAlgorithmClient, ContextStore, FlatModel, Problem, client_app, client_id
+from fl_strategies import STRATEGIES, FederatedStrategy
+from simulations import models
+from simulations.in_process import InProcessGrid
+
+STEPS, RATE = 4, 0.1
+START = np.array([2.0, -1.0, 0.5, 3.0, -2.0])
+
+
+def biased(mu: float) -> Callable[[list[Quadratic]], np.ndarray]:
+    """The fixed point of averaging after K steps on f_i + (mu/2) ||w - theta||^2."""
+
+    def limit(problems: list[Quadratic]) -> np.ndarray:
+        left, right, examples = np.zeros((DIM, DIM)), np.zeros(DIM), sum(q.n for q in problems)
+        for q in problems:
+            # K steps from theta: w = theta - P A (theta - b), P = lr sum_k (I - lr (A + mu I))^k
+            shrink = np.eye(DIM) - RATE * (q.A + mu * np.eye(DIM))
+            P = RATE * sum(np.linalg.matrix_power(shrink, k) for k in range(STEPS))
+            left += q.n / examples * P @ q.A
+            right += q.n / examples * P @ q.A @ q.b
+        return np.linalg.solve(left, right)
+
+    return limit
+
+
+@dataclass(frozen=True)
+class Row:
+    """One algorithm: its strategy's arguments, its limit, and other values for each knob."""
+
+    name: str
+    limit: Callable[[list[Quadratic]], np.ndarray]
+    knobs: dict[str, Any] = field(default_factory=dict)
+    others: dict[str, Any] = field(default_factory=dict)
+
+    def strategy(self, **options: Any) -> FederatedStrategy:
+        return STRATEGIES[self.name](**{"fraction_evaluate": 0.0, **self.knobs, **options})
+
+
+TABLE = [
+    Row("fedavg", biased(0.0), others={"weights": "uniform"}),
+    Row("fedprox", biased(0.5), {"mu": 0.5}, {"mu": 1.0, "weights": "uniform"}),
+    Row(
+        "fedadmm",
+        optimum,
+        {"rho": 0.5},
+        {"rho": 1.0, "eta": 0.5, "local_start": "global", "tracking": "global"},
+    ),
+]
+
+every_algorithm = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+
+
+def local(**others: Any) -> dict[str, Any]:
+    return {"solver": "gd", "lr": RATE, "epochs": STEPS} | others
+
+
+def train(strategy: FederatedStrategy, on: InProcessGrid, rounds: int) -> np.ndarray:
+    """Return the model [5] after ``rounds``."""
+    return to_vector(strategy.start(on, to_record(START), rounds).arrays)
+
+
+def test_every_strategy_has_its_row() -> None:
+    assert [row.name for row in TABLE] == list(STRATEGIES)
+
+
+@every_algorithm
+def test_it_converges_to_its_known_limit(row: Row) -> None:
+    problems = quadratics(4)
+    found = train(row.strategy(local=local()), grid(problems), 400)
+    np.testing.assert_allclose(found, row.limit(problems), atol=1e-9)
+
+
+@every_algorithm
+def test_its_limit_is_a_fixed_point(row: Row) -> None:
+    problems = quadratics(4)
+    at_limit, further = grid(problems), row.strategy(local=local())
+    train(further, at_limit, 400)
+    once_more = further.start(at_limit, to_record(row.limit(problems)), 1).arrays
+    np.testing.assert_allclose(to_vector(once_more), row.limit(problems), atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("row", "name"), [(row, name) for row in TABLE for name in row.others], ids=str
+)
+def test_every_knob_matters(row: Row, name: str) -> None:
+    problems = quadratics(3)
+    usual = train(row.strategy(local=local()), grid(problems), 3)
+    changed = train(row.strategy(local=local(), **{name: row.others[name]}), grid(problems), 3)
+    assert np.abs(usual - changed).max() > 1e-3
+
+
+@every_algorithm
+def test_every_knob_is_in_the_table(row: Row) -> None:
+    from simulations.config import knobs
+
+    assert set(knobs(row.name)) == set(row.others)
+
+
+class Shuffled(InProcessGrid):
+    """Replies arrive in reverse."""
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        return list(super().send_and_receive(messages, timeout=timeout))[::-1]
+
+
+@every_algorithm
+def test_the_order_of_replies_does_not_matter(row: Row) -> None:
+    problems = quadratics(5)
+    sorted_, reversed_ = (
+        train(row.strategy(local=local(), fraction_train=0.6), on, 5)
+        for on in (grid(problems), Shuffled(make_client_app(problems), 5))
+    )
+    np.testing.assert_array_equal(sorted_, reversed_)
+
+
+@every_algorithm
+def test_what_is_passed_in_is_never_written_to(row: Row) -> None:
+    initial, config = to_record(START), ConfigRecord({"note": "mine"})
+    before = initial["head"].data, initial["tail"].data
+    strategy = row.strategy(local=local())
+    strategy.start(grid(quadratics(3)), initial, 2, train_config=config, evaluate_config=config)
+    assert (initial["head"].data, initial["tail"].data) == before
+    assert dict(config) == {"note": "mine"}
+
+
+@every_algorithm
+def test_a_seed_fixes_the_run_and_another_changes_it(row: Row) -> None:
+    def run(seed: int) -> np.ndarray:
+        settings = local(solver="sgd", **{"batch-size": 3, "random-epochs": True})
+        strategy = row.strategy(local=settings, fraction_train=0.5, seed=seed)
+        return train(strategy, grid(quadratics(6)), 4)
+
+    np.testing.assert_array_equal(run(1), run(1))
+    assert np.abs(run(1) - run(2)).max() > 1e-6
+
+
+@every_algorithm
+def test_a_single_client_goes_to_its_own_minimiser(row: Row) -> None:
+    (q,) = quadratics(1)
+    found = train(row.strategy(local=local()), grid([q]), 600)
+    np.testing.assert_allclose(found, q.b, atol=1e-9)
+
+
+@every_algorithm
+def test_a_client_with_one_example_takes_part(row: Row) -> None:
+    first, second = quadratics(2)
+    one = Quadratic(first.X[:1], first.y[:1])
+    found = train(row.strategy(local=local(solver="sgd")), grid([one, second]), 3)
+    assert np.isfinite(found).all()
+    assert np.abs(found - train(row.strategy(local=local()), grid([second]), 3)).max() > 1e-3
+
+
+@every_algorithm
+def test_a_void_round_leaves_model_and_state_as_they_were(row: Row) -> None:
+    problems = quadratics(4)
+
+    def lost_in_rounds_3_and_4(request: Message, reply: Message) -> Message | None:
+        config = request.content.config_records.get("config", {})
+        return None if config.get("server-round") in (3, 4) else reply
+
+    interrupted = train(
+        row.strategy(local=local()), grid(problems, fault=lost_in_rounds_3_and_4), 7
+    )
+    plain = train(row.strategy(local=local()), grid(problems), 5)
+    np.testing.assert_array_equal(interrupted, plain)
+
+
+@every_algorithm
+def test_a_model_with_batch_norm_trains_and_its_buffers_are_merged(row: Row) -> None:
+    """Statistics by number of examples, the counter of batches by maximum."""
+    rng = np.random.default_rng(0)
+    sizes = (9, 5)
+    inputs = [torch.tensor(rng.normal(i, 1 + i, (n, 1, 4, 4))) for i, n in enumerate(sizes)]
+    targets = [torch.tensor(rng.integers(0, 3, n)) for n in sizes]
+
+    def client_fn(context: Any) -> AnyAlgorithmClient:
+        i = client_id(context)
+        model = FlatModel(models.build("cnn-bn", (1, 4, 4), 3, seed=0), dtype=torch.float64)
+        problem = Problem(model, cross_entropy, inputs[i], targets[i])
+        return AnyAlgorithmClient(problem, client_id=i, store=ContextStore(context))
+
+    model = FlatModel(models.build("cnn-bn", (1, 4, 4), 3, seed=0), dtype=torch.float64)
+    initial = ArrayRecord(
+        {n: Array(t.detach().numpy()) for n, t in model.module.state_dict().items()}
+    )
+    federation = InProcessGrid(client_app(client_fn), 2)
+    # batches of 4: client 0 takes 3 a round (4 + 4 + 1: the last is one example), client 1 takes 2
+    settings = {"batch-size": 4, "epochs": 1, "lr": 0.01}
+    strategy = row.strategy(local=settings, buffers=model.buffers)
+    result = strategy.start(federation, initial, 1).arrays
+    counter = next(name for name in model.buffers if name.endswith("num_batches_tracked"))
+    assert result[counter].numpy() == 2  # one example has no variance: it updates no statistics
+    mean = next(name for name in model.buffers if name.endswith("running_mean"))
+    apart = [
+        row.strategy(local=settings, buffers=model.buffers)
+        .start(InProcessGrid(client_app(lambda c, i=i: client_fn(_As(c, i))), 1), initial, 1)
+        .arrays[mean]
+        .numpy()
+        for i in range(2)
+    ]
+    merged = (sizes[0] * apart[0] + sizes[1] * apart[1]) / sum(sizes)
+    np.testing.assert_allclose(result[mean].numpy(), merged, rtol=1e-12)
+    assert all(np.isfinite(array.numpy()).all() for array in result.values())
+
+
+class _As:
+    """A context that says its node is client i."""
+
+    def __init__(self, context: Any, i: int) -> None:
+        self.node_config, self.node_id, self.state = {"partition-id": i}, i, context.state

@@ -1,0 +1,217 @@
+"""Laws of partitions: which rows a client may get, how many, of which classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from simulations.partitions import describe, draw, partition, power_law, train_test
+
+# Crooked on purpose: unequal classes, in no order, sizes that nothing divides.
+LABELS = np.random.default_rng(5).choice(7, 1433, p=np.arange(1, 8) / 28)
+LABELS.setflags(write=False)
+OWNER = np.random.default_rng(6).permutation(1433) % 20
+TABLE: list[tuple[str, dict[str, Any]]] = [
+    ("iid", {}),
+    ("shards", {"shards_per_client": 3}),
+    ("dirichlet", {"alpha": 0.3}),
+    ("power-law", {"exponent": 1.2}),
+    ("power-law", {"exponent": 1.2, "classes_per_client": 2}),
+    ("imbalanced", {}),
+    ("natural", {"owner": OWNER}),
+]
+kinds = pytest.mark.parametrize(("kind", "options"), TABLE)
+
+
+def same(parts: list[Any], others: list[Any]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(parts, others, strict=True))
+
+
+@kinds
+def test_every_row_has_one_client_at_most(kind: str, options: dict[str, Any]) -> None:
+    parts = partition(kind, LABELS, 20, seed=1, **options)
+    rows = np.concatenate(parts)
+    assert len(parts) == 20
+    assert all(part.dtype == np.int64 and np.all(np.diff(part) > 0) for part in parts)
+    # Only equal shards leave rows over, fewer than there are shards.
+    left = len(LABELS) - len(np.unique(rows))
+    assert len(np.unique(rows)) == len(rows)
+    assert left == (len(LABELS) % 60 if kind == "shards" else 0)
+
+
+@kinds
+def test_the_seed_decides_the_partition(kind: str, options: dict[str, Any]) -> None:
+    first, again, other = (partition(kind, LABELS, 20, seed=s, **options) for s in (1, 1, 2))
+    assert same(first, again)
+    assert same(first, other) == (kind == "natural")
+
+
+@kinds
+def test_one_client_can_hold_the_data(kind: str, options: dict[str, Any]) -> None:
+    if kind in ("imbalanced", "natural"):
+        pytest.skip("their number of clients is not free")
+    (part,) = partition(kind, LABELS, 1, seed=1, **options)
+    assert len(part) == len(LABELS) - len(LABELS) % options.get("shards_per_client", 1)
+
+
+def test_iid_sizes_differ_by_at_most_one() -> None:
+    sizes = [len(part) for part in partition("iid", LABELS, 20, seed=1)]
+    assert max(sizes) - min(sizes) == 1
+
+
+def test_shards_within_a_class_give_a_client_as_many_classes_as_shards_at_most() -> None:
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 60))
+    counts = describe(partition("shards", labels, 30, seed=3), labels)
+    assert np.all(counts.sum(axis=1) == 20)
+    assert np.all((counts > 0).sum(axis=1) <= 2)
+    assert np.all(counts % 10 == 0)  # whole shards of ten
+
+
+def test_a_shard_across_a_boundary_adds_one_class() -> None:
+    counts = describe(partition("shards", LABELS, 20, seed=3, shards_per_client=2), LABELS)
+    classes = (counts > 0).sum(axis=1)
+    assert classes.max() <= 4
+    assert (classes > 2).sum() <= 6  # there are six boundaries between seven classes
+
+
+def test_dirichlet_shares_have_the_variance_of_their_distribution() -> None:
+    clients, classes, alpha = 5, 200, 0.7
+    labels = np.repeat(np.arange(classes), 500)
+    counts = describe(partition("dirichlet", labels, clients, seed=1, alpha=alpha), labels)
+    mean = 1 / clients
+    variance = mean * (1 - mean) / (clients * alpha + 1)
+    assert np.var(counts / 500) == pytest.approx(variance, rel=0.2)  # 1000 shares: 5 % a sigma
+
+
+def test_a_large_alpha_gives_every_client_the_common_mixture() -> None:
+    counts = describe(partition("dirichlet", LABELS, 4, seed=1, alpha=1e7), LABELS)
+    assert np.abs(counts - np.bincount(LABELS) / 4).max() <= 1.5  # a cut rounds at either end
+
+
+@pytest.mark.parametrize(
+    ("total", "exponent", "smallest", "largest"),
+    [  # FedBC, Table 5: MNIST (70,000) and CIFAR-10 (60,000) over 20 devices
+        (70_000, 1.1, 1222, 7486),
+        (70_000, 1.2, 374, 12057),
+        (70_000, 1.3, 110, 16444),
+        (70_000, 1.5, 10, 23410),
+        (60_000, 1.1, 1047, 6433),
+        (60_000, 1.2, 320, 10398),
+        (60_000, 1.3, 94, 14032),
+        (60_000, 1.5, 9, 20067),
+    ],
+)
+def test_power_law_sizes_are_those_of_fedbc(
+    total: int, exponent: float, smallest: int, largest: int
+) -> None:
+    sizes = power_law(total, 20, exponent)
+    assert sizes.sum() == total
+    assert sizes.max() == pytest.approx(largest, rel=0.02)
+    assert sizes.min() == pytest.approx(smallest, abs=2, rel=0.01)
+
+
+def test_power_law_clients_hold_the_classes_asked_for_but_where_a_class_runs_out() -> None:
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 6000))
+    for wanted in (1, 2, 3):
+        parts = partition("power-law", labels, 20, seed=1, exponent=1.2, classes_per_client=wanted)
+        classes = (describe(parts, labels) > 0).sum(axis=1)
+        sizes = power_law(60_000, 20, 1.2)
+        assert [len(part) for part in parts] == sizes.tolist()
+        assert np.median(classes) == wanted
+        assert classes[0] == max(wanted, np.ceil(sizes[0] / 6000))
+
+
+@pytest.mark.parametrize(
+    ("samples", "mean", "stdev"), [(60_000, 300, 171.03), (50_000, 250, 142.52)]
+)
+def test_imbalanced_groups_are_those_of_fedadmm(samples: int, mean: int, stdev: float) -> None:
+    labels = np.repeat(np.arange(10), samples // 10)
+    parts = partition("imbalanced", labels, 200, seed=4, shards=10_000)
+    sizes = np.array([len(part) for part in parts])
+    shard = samples // 10_000
+    assert sizes.mean() == mean  # Table VI
+    assert np.std(sizes, ddof=1) == pytest.approx(stdev, abs=0.01)
+    assert np.array_equal(sizes[:198], shard * (np.arange(198) // 2 + 1))
+    assert np.array_equal(sizes[198:], [50 * shard, 50 * shard])
+    assert np.all(describe(parts, labels) % shard == 0)  # each shard is of one class
+    assert same(parts, partition("imbalanced", labels, 200, seed=4))
+
+
+def test_natural_clients_hold_their_own_rows() -> None:
+    for client, rows in enumerate(partition("natural", LABELS, 20, seed=1, owner=OWNER)):
+        assert np.array_equal(rows, np.flatnonzero(client == OWNER))
+
+
+def test_describe_counts_rows_by_client_and_class() -> None:
+    parts = partition("dirichlet", LABELS, 20, seed=1, alpha=0.3)
+    counts = describe(parts, LABELS)
+    expected = [[sum(LABELS[row] == c for row in part) for c in range(7)] for part in parts]
+    assert np.array_equal(counts, expected)
+
+
+@pytest.mark.parametrize("clients", [1, 5, 200])
+def test_draw_writes_a_picture_of_bounded_size(clients: int, tmp_path: Path) -> None:
+    path = tmp_path / "partition.png"
+    draw(partition("iid", LABELS, clients, seed=1), LABELS, path)
+    with Image.open(path) as image:
+        assert image.width == 960
+        assert 240 <= image.height <= 1680
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.2, 0.99])
+def test_train_and_test_are_a_partition_of_each_client(fraction: float) -> None:
+    parts = [np.arange(5, 6), np.arange(10, 12), np.arange(100, 200, 2)]
+    for rows, (train, test) in zip(parts, train_test(parts, fraction, 3), strict=True):
+        assert np.array_equal(np.sort(np.concatenate([train, test])), rows)
+        assert len(train) >= 1
+        assert abs(len(test) - fraction * len(rows)) <= 1
+        assert np.all(np.diff(train) > 0)
+        assert np.all(np.diff(test) > 0)
+
+
+def test_the_test_rows_of_a_client_depend_on_the_seed_alone() -> None:
+    parts = partition("iid", LABELS, 20, seed=1)
+    first, again, other = (train_test(parts, 0.2, seed)[0][1] for seed in (1, 1, 2))
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+    assert np.array_equal(first, train_test(parts[:1], 0.2, 1)[0][1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "clients", "options", "message"),
+    [
+        ("round", 20, {}, "unknown partition 'round', known are iid, shards, dirichlet"),
+        ("iid", 20, {"alpha": 1}, "partition 'iid' has no option 'alpha'"),
+        ("iid", 0, {}, "clients must be from 1 to 1433 .*, got 0"),
+        ("iid", 1434, {}, "clients must be from 1 to 1433 .*, got 1434"),
+        ("shards", 20, {"shards_per_client": 0}, "shards_per_client must be >= 1, got 0"),
+        ("shards", 717, {}, "shards must be at most 1433 .*, got 1434"),
+        ("dirichlet", 20, {"alpha": 0}, "alpha must be > 0 and finite, got 0"),
+        ("dirichlet", 20, {"alpha": float("nan")}, "alpha must be > 0 and finite, got nan"),
+        ("dirichlet", 99, {"alpha": 0.001}, r"client \d+ is left without training samples"),
+        ("power-law", 20, {"exponent": 0.9}, "exponent must be >= 1, got 0.9"),
+        ("power-law", 99, {"exponent": 2}, r"client 1\d is left without training samples"),
+        ("power-law", 20, {"classes_per_client": 0}, "classes_per_client must be >= 1, got 0"),
+        ("imbalanced", 21, {}, "clients must be even .*, got 21"),
+        ("imbalanced", 20, {"shards": 91}, "shards must be >= 92 for 20 clients, got 91"),
+        ("imbalanced", 20, {"shards": 1434}, "shards must be at most 1433 .*, got 1434"),
+        ("natural", 20, {}, "partition 'natural' needs owner"),
+        ("natural", 19, {"owner": OWNER}, "clients must be 20 .*, got 19"),
+        ("natural", 20, {"owner": OWNER[1:]}, "owner must have 1433 entries .*, got 1432"),
+    ],
+)
+def test_bad_input_is_refused_with_its_bound_and_value(
+    kind: str, clients: int, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        partition(kind, LABELS, clients, seed=1, **options)
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.0, float("nan")])
+def test_a_fraction_that_leaves_nothing_to_train_on_is_refused(fraction: float) -> None:
+    with pytest.raises(ValueError, match=r"fraction must be in \[0, 1\)"):
+        train_test([np.arange(3)], fraction, 1)

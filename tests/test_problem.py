@@ -1,0 +1,390 @@
+"""Laws of the torch problem: one vector and one gradient for a whole model, and nothing lost."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from problems import DIM, Linear, quadratics
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from clients import FlatModel, LocalTraining, Problem, solve
+from clients import problem as problem_module
+from fl_strategies.randomness import stream
+from fl_strategies.subproblem import Subproblem
+
+
+class Net(nn.Module):
+    """A convolution, BatchNorm, a frozen scale and a linear layer: all kinds of arrays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3)
+        self.norm = nn.BatchNorm2d(3)
+        self.scale = nn.Parameter(torch.tensor([1.0, 2.0, 0.5]), requires_grad=False)
+        self.out = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.conv(x))).mean((2, 3))
+        out: Tensor = self.out(x * self.scale)
+        return out
+
+
+class Tied(nn.Module):
+    """Two names of one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(torch.tanh(self.first(x)))
+        return out
+
+
+class Idle(nn.Module):
+    """A layer that the forward pass never reaches, among those it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(3, 1)
+        self.idle = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.used(x)[:, 0]
+        return out
+
+
+def images(n: int = 6) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(3)
+    return torch.randn(n, 2, 6, 6, dtype=torch.float64), torch.arange(n) % 4
+
+
+def net_problem(n: int = 6) -> Problem:
+    torch.manual_seed(4)
+    return Problem(FlatModel(Net(), dtype=torch.float64), cross_entropy, *images(n))
+
+
+def mean_square(outputs: Tensor, targets: Tensor) -> Tensor:
+    return ((outputs - targets) ** 2).mean()
+
+
+def train(problem: Problem, steps: int = 3, **settings: object) -> Tensor:
+    training = LocalTraining(**{"solver": "gd", "lr": 0.1, "steps": steps} | settings)
+    model = problem.model
+    return solve(problem, model.vector.clone(), Subproblem(), training, stream(1, "t"))[0]
+
+
+def assert_views(model: FlatModel) -> None:
+    """Parameters are pieces of the vector, in their order, and gradients of the gradient."""
+    for whole, of in ((model.vector, lambda p: p.data), (model.gradient, lambda p: p.grad)):
+        start = whole.data_ptr()
+        for parameter in (p for p in model.module.parameters() if p.requires_grad):
+            assert of(parameter).data_ptr() == start
+            start += parameter.numel() * parameter.element_size()
+        assert start == whole.data_ptr() + whole.numel() * whole.element_size()
+
+
+def test_views_stay_views_through_training() -> None:
+    problem = net_problem()
+    for solver in ("gd", "sgd", "adam", "lbfgs"):
+        train(problem, solver=solver, batch_size=4)
+        assert_views(problem.model)
+
+
+def test_a_solver_does_not_mind_what_became_of_the_gradients_elsewhere() -> None:
+    problem, other = net_problem(), net_problem()
+    start = problem.model.vector.clone()
+    problem.model.module.zero_grad(set_to_none=True)
+    problem.model.gradient.fill_(7.0)
+    np.testing.assert_array_equal(train(problem), train(other))
+    assert not torch.equal(problem.model.vector, start)
+    assert_views(problem.model)
+
+
+def test_the_gradient_is_autograds_on_an_untouched_copy() -> None:
+    torch.manual_seed(4)
+    twin = Net().double()
+    problem = net_problem()
+    x, y = images()
+    loss = cross_entropy(twin(x), y)
+    loss.backward()
+    problem.model.module.train()
+    value, _ = problem.gradient(problem.inputs, problem.targets)
+    assert value.item() == pytest.approx(loss.item(), rel=1e-13)
+    for (name, ours), theirs in zip(
+        problem.model.module.named_parameters(), twin.parameters(), strict=True
+    ):
+        if theirs.requires_grad:
+            # rounding only: summation order differs between memory layouts
+            assert torch.allclose(ours.grad, theirs.grad, rtol=1e-11, atol=1e-14), name
+
+
+def test_filters_lie_channels_last_in_the_vector_and_travel_in_their_own_shape() -> None:
+    problem = net_problem()
+    model = problem.model
+    filters = model.module.conv.weight.detach()
+    assert torch.equal(model.vector[: filters.numel()], filters.permute(0, 2, 3, 1).reshape(-1))
+    array = model.arrays(model.vector)[model.names.index("conv.weight")]
+    assert array.shape == (3, 2, 3, 3)
+    np.testing.assert_array_equal(array, filters.numpy())
+    assert problem.inputs.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_what_was_loaded_comes_back() -> None:
+    model = net_problem().model
+    rng = np.random.default_rng(5)
+    sent = [
+        np.asarray(rng.normal(size=model.layout.shapes[name]) * 9, model.layout.dtypes[name])
+        for name in model.names
+    ]
+    vector = model.load(sent)
+    for name, ours, theirs in zip(model.names, model.arrays(vector), sent, strict=True):
+        np.testing.assert_array_equal(ours, theirs, err_msg=name)
+        assert ours.dtype == theirs.dtype
+    trained = dict(zip(model.names, sent, strict=True))
+    for name, parameter in model.module.named_parameters():
+        np.testing.assert_array_equal(parameter.detach(), trained[name])
+
+
+def test_loading_and_reading_touch_nothing_else() -> None:
+    model = net_problem().model
+    present = model.vector.clone()
+    arrays = model.arrays(present + 1.0)
+    assert torch.equal(model.vector, present)
+    for array in arrays:
+        array.flags.writeable = False  # as bytes from the wire
+    before = copy.deepcopy(arrays)
+    vector = model.load(arrays)
+    vector.add_(1.0)  # a new vector, not the model's
+    model.vector.add_(5.0)
+    for ours, theirs in zip(arrays, before, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert torch.equal(vector, present + 2.0)
+
+
+def test_frozen_parameters_and_running_statistics_are_buffers() -> None:
+    model = net_problem().model
+    statistics = [f"norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")]
+    assert set(model.buffers) == {"scale", *statistics}
+    trained = [p for p in model.module.parameters() if p.requires_grad]
+    assert len(model.vector) == sum(p.numel() for p in trained)
+    assert set(model.layout.trainable) == set(model.names) - set(model.buffers)
+    train(net_problem())
+    assert torch.equal(model.module.scale, Net().scale.double())
+
+
+def test_an_integer_parameter_is_a_buffer_and_a_complex_one_refused() -> None:
+    module = Linear()
+    module.count = nn.Parameter(torch.tensor([3, 4]), requires_grad=False)
+    model = FlatModel(module)
+    assert model.buffers == ("count",)
+    assert len(model.vector) == DIM
+    module.wave = nn.Parameter(torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(ValueError, match=r"'wave' has type torch\.complex128, not a float"):
+        FlatModel(module)
+
+
+def test_a_model_that_cannot_be_one_vector_is_refused() -> None:
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        FlatModel(nn.Linear(2, 2).requires_grad_(False))
+    mixed = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).double()])
+    with pytest.raises(ValueError, match=r"\['torch\.float32', 'torch\.float64'\]"):
+        FlatModel(mixed)
+    assert FlatModel(mixed, dtype=torch.float64).vector.dtype == torch.float64
+
+
+def test_tied_parameters_count_once_and_stay_tied() -> None:
+    torch.manual_seed(6)
+    twin = Tied().double()
+    model = FlatModel(copy.deepcopy(twin))
+    assert len(model.vector) == 9 + 3
+    x, y = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
+    got = train(Problem(model, mean_square, x, y), steps=4)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        mean_square(twin(x), y).backward()
+        optimizer.step()
+    for name, ours, theirs in zip(
+        model.names, model.arrays(got), twin.state_dict().values(), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, err_msg=name)
+    assert model.module.second.weight is model.module.first.weight
+
+
+@pytest.mark.parametrize("change", ["fewer", "more", "shape"])
+def test_arrays_that_do_not_fit_are_refused_with_the_numbers(change: str) -> None:
+    model = FlatModel(Linear())
+    arrays = model.arrays(model.vector)
+    before = model.vector.clone()
+    if change == "shape":
+        wrong, message = [arrays[0] + 1.0, np.zeros(3)], r"'tail' .* \(1,\), \(3,\) was received"
+    else:
+        wrong = arrays[:1] if change == "fewer" else [*arrays, arrays[0]]
+        message = f"has 2 arrays, {len(wrong)} were received"
+    with pytest.raises(ValueError, match=message):
+        model.load(wrong)
+    assert torch.equal(model.vector, before)
+
+
+def test_full_batch_gradient_and_loss_are_the_quadratics() -> None:
+    for quadratic in quadratics(3):
+        problem = quadratic.problem()
+        w = np.random.default_rng(2).normal(size=DIM) * 4
+        problem.model.vector.copy_(torch.tensor(w))
+        loss, outputs = problem.gradient(problem.inputs, problem.targets)
+        scale = np.abs(quadratic.gradient(w)).max()
+        np.testing.assert_allclose(
+            problem.model.gradient, quadratic.gradient(w), rtol=0, atol=1e-13 * scale
+        )
+        assert float(loss) == pytest.approx(quadratic.value(w), rel=1e-13)
+        np.testing.assert_allclose(outputs, quadratic.X @ w, rtol=1e-12, atol=1e-12)
+        assert problem.evaluate().loss == pytest.approx(quadratic.value(w), rel=1e-13)
+        assert np.isnan(problem.evaluate().accuracy)
+
+
+def test_pieces_of_a_large_batch_add_up_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    quadratic = quadratics(6)[5]
+    problem = quadratic.problem()
+    problem.model.vector.copy_(torch.arange(DIM) - 2.5)
+    whole_loss, whole_outputs = problem.gradient(problem.inputs, problem.targets)
+    whole = problem.model.gradient.clone()
+    whole_evaluation = problem.evaluate().loss
+    for chunk in (1, 2, 3, 5, 16):
+        monkeypatch.setattr(problem_module, "CHUNK", chunk)
+        loss, outputs = problem.gradient(problem.inputs, problem.targets)
+        assert torch.allclose(problem.model.gradient, whole, rtol=1e-13, atol=1e-13)
+        assert float(loss) == pytest.approx(float(whole_loss), rel=1e-13)
+        assert torch.allclose(outputs, whole_outputs, rtol=1e-13)
+        assert problem.evaluate().loss == pytest.approx(whole_evaluation, rel=1e-13)
+
+
+def test_no_piece_of_a_large_batch_is_a_single_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(9)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    problem = Problem(FlatModel(module), cross_entropy, torch.randn(7, 3), torch.arange(7) % 2)
+    monkeypatch.setattr(problem_module, "CHUNK", 3)  # 3 + 3 + 1 would fail in BatchNorm
+    assert train(problem).isfinite().all()
+
+
+def test_one_example_meets_batchnorm_in_its_running_statistics() -> None:
+    problem = net_problem(1)
+    problem.model.module.norm.running_mean.fill_(0.3)
+    twin = copy.deepcopy(problem.model.module)
+    twin.train()
+    twin.norm.eval()
+    twin.zero_grad(set_to_none=True)
+    cross_entropy(twin(problem.inputs), problem.targets).backward()
+    problem.model.module.train()
+    problem.gradient(problem.inputs, problem.targets)
+    assert problem.model.module.norm.training
+    assert torch.equal(problem.model.module.norm.running_mean, twin.norm.running_mean)
+    for ours, theirs in zip(problem.model.module.parameters(), twin.parameters(), strict=True):
+        if theirs.requires_grad:
+            assert torch.allclose(ours.grad, theirs.grad, rtol=1e-11, atol=1e-14)
+
+
+def test_the_penalty_adds_its_value_and_gradient_once() -> None:
+    quadratic = quadratics(1)[0]
+    plain = quadratic.problem()
+    bent = Problem(
+        FlatModel(Linear()),
+        plain.loss,
+        plain.inputs,
+        plain.targets,
+        penalty=lambda w: 0.3 * (w**2 / (1 + w**2)).sum(),
+    )
+    w = np.array([1.5, -2.0, 0.25, 3.0, -0.5])
+    for problem in (plain, bent):
+        problem.model.vector.copy_(torch.tensor(w))
+    loss, _ = bent.gradient(bent.inputs, bent.targets)
+    penalty = 0.3 * (w**2 / (1 + w**2)).sum()
+    slope = 0.3 * 2 * w / (1 + w**2) ** 2
+    assert float(loss) == pytest.approx(quadratic.value(w) + penalty, rel=1e-13)
+    np.testing.assert_allclose(bent.model.gradient, quadratic.gradient(w) + slope, rtol=1e-12)
+    assert bent.evaluate().loss - plain.evaluate().loss == pytest.approx(penalty, rel=1e-11)
+
+
+def test_evaluation_counts_right_answers_and_changes_nothing() -> None:
+    problem = net_problem()
+    model = problem.model
+    before = [array.copy() for array in model.arrays(model.vector)]
+    twin = copy.deepcopy(model.module).eval()
+    right = sum(
+        int(twin(problem.inputs[i : i + 1]).argmax()) == int(problem.targets[i])
+        for i in range(len(problem))
+    )
+    result = problem.evaluate()
+    assert result.accuracy == right / len(problem)
+    each = cross_entropy(twin(problem.inputs), problem.targets, reduction="none").detach()
+    assert result.loss == pytest.approx(float(each.mean()), rel=1e-12)
+    for ours, theirs in zip(model.arrays(model.vector), before, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_the_full_gradient_leaves_statistics_and_generators_alone() -> None:
+    torch.manual_seed(9)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+    problem = Problem(FlatModel(module), cross_entropy, torch.randn(7, 3), torch.arange(7) % 2)
+    buffers = [buffer.clone() for buffer in module.buffers()]
+    generator = torch.get_rng_state()
+    problem.full_gradient()
+    assert problem.model.gradient.abs().max() > 0
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(map(torch.equal, module.buffers(), buffers))
+
+
+def test_a_parameter_without_gradient_keeps_its_dual_and_pull() -> None:
+    torch.manual_seed(8)
+    model = FlatModel(Idle().double())
+    x, y = torch.randn(6, 3, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    problem = Problem(model, mean_square, x, y)
+    idle = slice(4, 10)
+    slope, centre = torch.randn(10, dtype=torch.float64), torch.randn(10, dtype=torch.float64)
+    start = model.vector.clone()
+    pull, lr, steps = 0.7, 0.2, 5
+    model.module.zero_grad(set_to_none=True)
+    got, _ = solve(
+        problem,
+        start,
+        Subproblem(slope, pull, centre),
+        LocalTraining(solver="gd", lr=lr, steps=steps),
+        stream(1, "t"),
+    )
+    # f is flat there: w - target shrinks by 1 - lr r in every step
+    target = centre - slope / pull
+    expected = target + (1 - lr * pull) ** steps * (start - target)
+    assert torch.allclose(got[idle], expected[idle], rtol=1e-13, atol=1e-13)
+
+
+def test_numbers_of_inputs_and_targets_must_agree() -> None:
+    model = FlatModel(Linear())
+    x = torch.zeros(3, DIM)
+    for inputs, targets, message in (
+        (x, torch.zeros(2), "got 3 and 2"),
+        (x[:0], torch.zeros(0), "got 0 and 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Problem(model, mean_square, inputs, targets)
+
+
+def test_batches_part_the_examples_in_an_order_of_the_stream() -> None:
+    problem = net_problem(7)
+    drawn = [list(problem.batches(stream(s, "b"), 3)) for s in (1, 1, 2)]
+    for batches in drawn:
+        assert [len(y) for _, y in batches] == [3, 3, 1]
+        pairs = {(float(x[i].sum()), int(y[i])) for x, y in batches for i in range(len(y))}
+        together = zip(problem.inputs, problem.targets, strict=True)
+        assert pairs == {(float(x.sum()), int(y)) for x, y in together}
+        assert all(x.is_contiguous(memory_format=torch.channels_last) for x, _ in batches)
+    orders = [torch.cat([y for _, y in batches]).tolist() for batches in drawn]
+    assert orders[0] == orders[1] != orders[2]
+    ((x, y),) = problem.batches(stream(1, "b"), 0)
+    assert torch.equal(x, problem.inputs)
+    assert torch.equal(y, problem.targets)

@@ -1,0 +1,350 @@
+"""Laws of the local solvers, on subproblems f(w) + <a, w> + (r/2) ||w - c||^2."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from problems import DIM, Quadratic, quadratics
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from clients import FlatModel, LocalTraining, Problem, solve
+from clients.solvers import Info
+from fl_strategies.randomness import stream
+from fl_strategies.subproblem import Subproblem
+
+QUADRATIC = quadratics(4)[3]
+"""13 examples: mini-batches of 4 leave one of a single example."""
+START = np.array([2.0, -1.0, 0.5, 3.0, -4.0])
+SLOPE = np.array([0.3, -0.8, 1.1, 0.2, -0.6])
+CENTRE = np.array([-1.0, 2.0, 1.5, -0.5, 0.7])
+PULL = 0.9
+
+
+def bent() -> Subproblem:
+    return Subproblem(torch.tensor(SLOPE), PULL, torch.tensor(CENTRE))
+
+
+def run(
+    training: LocalTraining,
+    quadratic: Quadratic = QUADRATIC,
+    subproblem: Subproblem | None = None,
+    seed: int = 1,
+) -> tuple[np.ndarray, Info]:
+    subproblem = bent() if subproblem is None else subproblem
+    w, info = solve(
+        quadratic.problem(), torch.tensor(START), subproblem, training, stream(seed, "local")
+    )
+    return w.numpy(), info
+
+
+def slope_at(w: np.ndarray, quadratic: Quadratic = QUADRATIC) -> np.ndarray:
+    """The subproblem's gradient, by its matrix form."""
+    return quadratic.A @ (w - quadratic.b) + SLOPE + PULL * (w - CENTRE)
+
+
+def twin(make: Any, batch_size: int, epochs: int, seed: int = 1, decay: float = 0.0) -> np.ndarray:
+    """Torch's own optimizer on the subproblem's loss, by autograd, over the same batches."""
+    rng = stream(seed, "local")
+    w = nn.Parameter(torch.tensor(START))
+    optimizer = make([w])
+    X, y = torch.tensor(QUADRATIC.X), torch.tensor(QUADRATIC.y)
+    slope, centre = torch.tensor(SLOPE), torch.tensor(CENTRE)
+    for _ in range(epochs):
+        order = rng.permutation(QUADRATIC.n) if batch_size else np.arange(QUADRATIC.n)
+        for first in range(0, QUADRATIC.n, batch_size or QUADRATIC.n):
+            chosen = order[first : first + (batch_size or QUADRATIC.n)]
+
+            def closure(chosen: Any = chosen) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = 0.5 * ((X[chosen] @ w - y[chosen]) ** 2).mean() + slope @ w
+                loss = loss + PULL / 2 * ((w - centre) ** 2).sum() + decay / 2 * (w**2).sum()
+                loss.backward()
+                return loss.detach()
+
+            optimizer.step(closure)
+    return w.detach().numpy()
+
+
+def test_gradient_descent_follows_the_matrix_recursion() -> None:
+    """w_K - w* = (I - lr (A + r I))^K (w_0 - w*), with the exact step on every direction."""
+    for quadratic in quadratics(3):
+        lr, steps = 0.25, 9
+        w, info = run(LocalTraining(solver="gd", lr=lr, steps=steps), quadratic)
+        target = quadratic.argmin(SLOPE, PULL, CENTRE)
+        shrink = np.linalg.matrix_power(
+            np.eye(DIM) - lr * (quadratic.A + PULL * np.eye(DIM)), steps
+        )
+        expected = target + shrink @ (START - target)
+        np.testing.assert_allclose(w, expected, rtol=0, atol=1e-13 * np.abs(START).max() * 10)
+        assert (info.steps, info.epochs) == (steps, steps)
+
+
+def test_a_step_is_along_the_subproblems_own_gradient_formula() -> None:
+    w, _ = run(LocalTraining(solver="gd", lr=0.3))
+    formula = Subproblem(SLOPE, PULL, CENTRE).gradient(START, QUADRATIC.gradient(START))
+    np.testing.assert_allclose(w, START - 0.3 * formula, rtol=1e-13)
+
+
+def rprop(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    """An optimizer that a user might bring."""
+    return torch.optim.Rprop(parameters, lr=lr, etas=(0.4, 1.3))
+
+
+# full batch; gd and momentum converge linearly, here to rounding; torch's L-BFGS stops where the
+# loss changes by less than 1e-9, which leaves ||w - w*|| < sqrt(2e-9 / r) = 5e-5
+CONVERGENT = [
+    (LocalTraining(solver="gd", lr=0.4, steps=200), 1e-11),
+    (LocalTraining(solver="sgd", lr=0.3, steps=200, batch_size=0, momentum=0.4), 1e-11),
+    (LocalTraining(solver="adam", lr=0.1, steps=2000, batch_size=0), 1e-6),
+    (LocalTraining(solver="adagrad", lr=1.5, steps=400, batch_size=0), 1e-8),
+    (LocalTraining(solver="lbfgs", lr=1.0, steps=5), 5e-5),
+    (LocalTraining(solver=rprop, lr=0.1, steps=200, batch_size=0), 1e-5),
+]
+
+
+@pytest.mark.parametrize(("training", "tolerance"), CONVERGENT, ids=lambda v: str(v)[:40])
+def test_every_solver_goes_to_the_subproblems_minimiser(
+    training: LocalTraining, tolerance: float
+) -> None:
+    w, _ = run(training)
+    np.testing.assert_allclose(w, QUADRATIC.argmin(SLOPE, PULL, CENTRE), rtol=0, atol=tolerance)
+
+
+SAME_AS_TORCH = {
+    "gd": ({}, 0, lambda p: torch.optim.SGD(p, lr=0.05)),
+    "sgd": ({}, 4, lambda p: torch.optim.SGD(p, lr=0.05)),
+    "sgd-momentum": ({"momentum": 0.9}, 4, lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)),
+    "sgd-nesterov": (
+        {"momentum": 0.9, "nesterov": True},
+        4,
+        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    ),
+    "adam": ({}, 4, lambda p: torch.optim.Adam(p, lr=0.05)),
+    "adagrad": ({}, 4, lambda p: torch.optim.Adagrad(p, lr=0.05)),
+    "RMSprop": ({"momentum": 0.3}, 4, lambda p: torch.optim.RMSprop(p, lr=0.05, momentum=0.3)),
+    "AdamW": ({}, 4, lambda p: torch.optim.AdamW(p, lr=0.05)),
+    "LBFGS": ({}, 4, lambda p: torch.optim.LBFGS(p, lr=0.05)),
+    "lbfgs": ({}, 0, lambda p: torch.optim.LBFGS(p, lr=0.05, line_search_fn="strong_wolfe")),
+}
+
+
+@pytest.mark.parametrize("name", SAME_AS_TORCH)
+def test_a_solver_is_torchs_optimizer_on_the_subproblems_loss(name: str) -> None:
+    """The same batches, autograd on the whole bent loss instead of a bent gradient."""
+    settings, batch_size, make = SAME_AS_TORCH[name]
+    solver = name.split("-")[0]
+    w, _ = run(LocalTraining(solver=solver, lr=0.05, epochs=3, batch_size=batch_size, **settings))
+    np.testing.assert_allclose(w, twin(make, batch_size, 3), rtol=1e-9, atol=1e-11)
+
+
+def test_weight_decay_is_a_ridge_on_the_loss() -> None:
+    training = LocalTraining(lr=0.05, epochs=3, batch_size=4, momentum=0.5, weight_decay=0.2)
+    w, _ = run(training)
+    ridge = twin(lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.5), 4, 3, decay=0.2)
+    np.testing.assert_allclose(w, ridge, rtol=1e-11)
+
+
+def test_without_slope_and_pull_f_alone_is_minimised() -> None:
+    training = LocalTraining(solver="gd", lr=0.5, steps=200)
+    w, _ = run(training, subproblem=Subproblem())
+    np.testing.assert_allclose(w, QUADRATIC.b, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "steps", "batch_size", "expected"),
+    [
+        (2, 0, 4, (8, 2)),  # 13 examples: 4 + 4 + 4 + 1
+        (1, 0, 13, (1, 1)),
+        (1, 0, 99, (1, 1)),
+        (3, 0, 0, (3, 3)),
+        (1, 6, 4, (6, 2)),  # steps instead of epochs, in the middle of the second
+        (7, 4, 4, (4, 1)),
+        (1, 3, 0, (3, 3)),
+    ],
+)
+def test_work_is_counted_in_epochs_or_in_steps(
+    epochs: int, steps: int, batch_size: int, expected: tuple[int, int]
+) -> None:
+    _, info = run(LocalTraining(epochs=epochs, steps=steps, batch_size=batch_size))
+    assert (info.steps, info.epochs) == expected
+
+
+def test_steps_are_the_first_of_the_epochs() -> None:
+    whole, _ = run(LocalTraining(epochs=1, batch_size=4))
+    same, _ = run(LocalTraining(steps=4, batch_size=4))
+    fewer, _ = run(LocalTraining(steps=3, batch_size=4))
+    np.testing.assert_array_equal(whole, same)
+    assert not np.array_equal(whole, fewer)
+
+
+def test_random_epochs_are_drawn_from_the_stream_and_cover_one_to_the_bound() -> None:
+    training = LocalTraining(solver="gd", epochs=4, random_epochs=True)
+    drawn = [run(training, seed=seed)[1].epochs for seed in range(40)]
+    again = [run(training, seed=seed)[1].epochs for seed in range(40)]
+    assert drawn == again
+    assert set(drawn) == {1, 2, 3, 4}
+    for seed in range(5):
+        fixed, _ = run(LocalTraining(solver="gd", epochs=drawn[seed]))
+        np.testing.assert_array_equal(run(training, seed=seed)[0], fixed)
+
+
+@pytest.mark.parametrize("target", [1.0, 1e-4, 1e-9])
+def test_training_stops_at_the_first_epoch_that_reaches_the_residual(target: float) -> None:
+    lr = 0.2
+    w, info = run(LocalTraining(solver="gd", lr=lr, epochs=500, residual=target))
+    expected = START
+    for epoch in range(1, 500):
+        expected = expected - lr * slope_at(expected)
+        residual = slope_at(expected) @ slope_at(expected)
+        if residual <= target:
+            break
+    assert info.epochs == info.steps == epoch
+    np.testing.assert_allclose(w, expected, rtol=1e-10)
+    assert info.residual == pytest.approx(residual, rel=1e-6)  # a cancelling sum
+    assert info.residual <= target
+
+
+def test_the_reported_residual_is_that_of_the_whole_data_also_after_mini_batches() -> None:
+    w, info = run(LocalTraining(epochs=2, lr=0.05, batch_size=4, residual=0.0))
+    assert info.residual == pytest.approx(slope_at(w) @ slope_at(w), rel=1e-10)
+    assert info.epochs == 2
+    _, silent = run(LocalTraining(epochs=2, lr=0.05, batch_size=4))
+    assert np.isnan(silent.residual)
+
+
+def batchnorm_problem() -> Problem:
+    torch.manual_seed(2)
+    module = nn.Sequential(
+        nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.3), nn.Linear(6, 2)
+    )
+    x = torch.randn(13, 3)
+    return Problem(FlatModel(module), cross_entropy, x, (x.sum(1) > 0).long())
+
+
+def test_measuring_the_residual_does_not_change_the_training() -> None:
+    results = []
+    for residual in (-1.0, 0.0):
+        problem = batchnorm_problem()
+        torch.manual_seed(5)
+        training = LocalTraining(epochs=3, batch_size=5, momentum=0.5, residual=residual)
+        start = problem.model.vector.clone()
+        w, _ = solve(problem, start, Subproblem(), training, stream(1, "local"))
+        results.append(problem.model.arrays(w))
+    for plain, measured in zip(*results, strict=True):
+        np.testing.assert_array_equal(plain, measured)
+
+
+def test_a_last_batch_of_one_example_trains_a_model_with_batchnorm() -> None:
+    problem = batchnorm_problem()
+    start = problem.model.vector.clone()
+    training = LocalTraining(epochs=2, batch_size=4)
+    w, info = solve(problem, start, Subproblem(), training, stream(1, "local"))
+    assert info.steps == 8
+    assert w.isfinite().all()
+    assert not torch.equal(w, start)
+    # three batches of each epoch have statistics of their own
+    assert int(problem.model.module[1].num_batches_tracked) == 6
+
+
+def test_loss_and_accuracy_are_those_of_the_last_epochs_batches() -> None:
+    problem = batchnorm_problem()
+    module = copy.deepcopy(problem.model.module).train()
+    training = LocalTraining(epochs=1, batch_size=4, lr=1e-30)  # w stays, so the twin can follow
+    torch.manual_seed(5)
+    _, info = solve(
+        problem, problem.model.vector.clone(), Subproblem(), training, stream(1, "local")
+    )
+    torch.manual_seed(5)
+    loss = right = 0.0
+    with torch.no_grad():
+        for x, y in problem.batches(stream(1, "local"), 4):
+            module[1].train(len(x) > 1)
+            outputs = module(x)
+            loss += float(cross_entropy(outputs, y, reduction="sum"))
+            right += float((outputs.argmax(1) == y).sum())
+    assert info.loss == pytest.approx(loss / 13, rel=1e-6)
+    assert info.accuracy == right / 13
+
+
+def test_the_order_of_batches_depends_on_the_stream_only() -> None:
+    training = LocalTraining(epochs=2, batch_size=4)
+    first, _ = run(training)
+    torch.manual_seed(99)
+    np.random.seed(99)  # noqa: NPY002
+    np.testing.assert_array_equal(run(training)[0], first)
+    assert not np.array_equal(run(training, seed=2)[0], first)
+
+
+@pytest.mark.parametrize("solver", ["gd", "sgd", "adam", "adagrad", "lbfgs", "RMSprop", rprop])
+def test_inputs_are_never_written_to(solver: Any) -> None:
+    problem = QUADRATIC.problem()
+    start, subproblem = torch.tensor(START), bent()
+    solve(problem, start, subproblem, LocalTraining(solver=solver, batch_size=4), stream(1, "l"))
+    np.testing.assert_array_equal(start, START)
+    np.testing.assert_array_equal(subproblem.slope, SLOPE)
+    np.testing.assert_array_equal(subproblem.centre, CENTRE)
+    np.testing.assert_array_equal(problem.inputs, QUADRATIC.X)
+    np.testing.assert_array_equal(problem.targets, QUADRATIC.y)
+
+
+def test_the_result_is_a_vector_of_its_own() -> None:
+    problem = QUADRATIC.problem()
+    w, _ = solve(problem, torch.tensor(START), bent(), LocalTraining(), stream(1, "l"))
+    before = w.clone()
+    problem.model.vector.zero_()
+    assert torch.equal(w, before)
+
+
+@pytest.mark.parametrize("name", ["lr", "epochs", "momentum", "weight_decay", "batch_size"])
+def test_every_setting_changes_the_result_when_doubled(name: str) -> None:
+    base = {"lr": 0.05, "epochs": 2, "momentum": 0.4, "weight_decay": 0.1, "batch_size": 4}
+    doubled = base | {name: base[name] * 2}
+    assert not np.array_equal(run(LocalTraining(**base))[0], run(LocalTraining(**doubled))[0])
+
+
+BAD = [
+    ({"lr": 0.0}, r"lr must be > 0, got 0\.0"),
+    ({"lr": float("nan")}, "lr must be > 0, got nan"),
+    ({"lr": "0.1"}, "lr must be > 0, got '0.1'"),
+    ({"epochs": 0}, "epochs must be >= 1, got 0"),
+    ({"epochs": 1.5}, r"epochs must be int, got 1\.5"),
+    ({"steps": -1}, "steps must be >= 0, got -1"),
+    ({"steps": 2.0}, r"steps must be int, got 2\.0"),
+    ({"batch_size": -8}, "batch_size must be >= 0, got -8"),
+    ({"batch_size": 0.5}, r"batch_size must be int, got 0\.5"),
+    ({"momentum": -0.1}, r"momentum must be >= 0, got -0\.1"),
+    ({"weight_decay": -1.0}, r"weight_decay must be >= 0, got -1\.0"),
+    ({"residual": -0.5}, r"residual must be >= 0, got -0\.5"),
+    ({"residual": float("inf")}, "residual must be >= 0, got inf"),
+    ({"random_epochs": "false"}, "random_epochs must be bool, got 'false'"),
+    ({"nesterov": True}, "(?i)nesterov .*momentum"),
+    ({"solver": "newton"}, "unknown solver 'newton'; known: .*'gd'"),
+    ({"solver": "lr_scheduler"}, "unknown solver 'lr_scheduler'"),
+    ({"solver": "adam", "momentum": 0.9}, "solver 'adam' has no momentum"),
+    ({"solver": rprop, "weight_decay": 0.1}, "has no weight_decay"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD, ids=lambda v: str(v)[:30])
+def test_a_bad_setting_is_refused_by_name_bound_and_value(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        LocalTraining(**settings)
+    kebab = {name.replace("_", "-"): value for name, value in settings.items()}
+    with pytest.raises(ValueError, match=message):
+        LocalTraining().updated(kebab)
+
+
+def test_a_request_sets_what_it_names_and_nothing_else() -> None:
+    mine = LocalTraining(solver="adam", lr=0.3, batch_size=7)
+    request = {"lr": 0.01, "random-epochs": True, "server-round": 3, "algorithm": "fedavg"}
+    assert mine.updated(request) == LocalTraining(
+        solver="adam", lr=0.01, batch_size=7, random_epochs=True
+    )
+    assert mine == LocalTraining(solver="adam", lr=0.3, batch_size=7)

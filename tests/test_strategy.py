@@ -1,0 +1,316 @@
+"""The base of all strategies: which replies count, who is asked, and what a round reports."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import Quadratic, grid, make_client_app, quadratics, to_record, to_vector
+from test_laws import START, local, train
+
+from fl_strategies import FedADMM, FedAvg, RoundInfo
+from simulations.in_process import FIRST_NODE, InProcessGrid
+
+Tamper = Callable[[RecordDict], None]
+
+
+def averaging(**options: Any) -> FedAvg:
+    return FedAvg(**{"fraction_evaluate": 0.0, "local": local(), **options})
+
+
+def tampered(problems: list[Quadratic], client: int, tamper: Tamper) -> InProcessGrid:
+    """Return a federation in which ``tamper`` changes every training reply of ``client``."""
+
+    def fault(request: Message, reply: Message) -> Message:
+        mine = request.metadata.dst_node_id == FIRST_NODE + client
+        if mine and request.metadata.message_type == "train":
+            content = RecordDict({k: v.copy() for k, v in reply.content.items()})
+            tamper(content)
+            reply.content = content
+        return reply
+
+    return grid(problems, fault=fault)
+
+
+def put(name: str, array: np.ndarray) -> Tamper:
+    def tamper(content: RecordDict) -> None:
+        content["arrays"][name] = Array(array)
+
+    return tamper
+
+
+def measure(**metrics: float) -> Tamper:
+    def tamper(content: RecordDict) -> None:
+        content["metrics"] = MetricRecord(
+            {**content["metrics"], **{k.replace("_", "-"): v for k, v in metrics.items()}}
+        )
+
+    return tamper
+
+
+def without(name: str) -> Tamper:
+    def tamper(content: RecordDict) -> None:
+        del content["arrays"][name]
+
+    return tamper
+
+
+def twice(content: RecordDict) -> None:
+    content["more"] = content["arrays"]
+
+
+def raw(data: bytes) -> Tamper:
+    def tamper(content: RecordDict) -> None:
+        content["arrays"]["tail"] = Array("float64", (1,), "numpy.ndarray", data)
+
+    return tamper
+
+
+def npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+BAD = {
+    "nan": (put("tail", np.array([np.nan])), "array 'tail' is not finite: element 0 is nan"),
+    "infinite": (put("head", np.array([[1, 2], [np.inf, 4.0]])), "element 2 is inf"),
+    "shape": (put("tail", np.zeros(2)), r"array 'tail' has shape (2,), the model's has (1,)"),
+    "type": (put("tail", np.zeros(1, np.float32)), "has type <f4, the model's has <f8"),
+    "byte order": (put("tail", np.zeros(1, ">f8")), "has type >f8, the model's has <f8"),
+    "missing": (without("tail"), "missing ['tail'], unexpected []"),
+    "extra": (put("body", np.zeros(1)), "missing [], unexpected ['body']"),
+    "two records": (twice, "2 ArrayRecords, expected one"),
+    "no array": (raw(b"not an array"), "array 'tail': not a NumPy array"),
+    "short": (raw(npy(np.zeros(1))[:-1]), "do not hold an array float64 (1,)"),
+    "no examples": (measure(num_examples=0), "metric 'num-examples' must be in [1, "),
+    "negative examples": (measure(num_examples=-3), "metric 'num-examples' must be in [1, "),
+    "metric": (measure(train_loss=float("nan")), "metric 'train-loss' is not finite: nan"),
+}
+
+
+@pytest.mark.parametrize(("tamper", "reason"), BAD.values(), ids=BAD)
+def test_a_bad_reply_is_left_out_with_one_line_that_names_client_and_reason(
+    tamper: Tamper, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    problems = quadratics(3)
+    result = averaging().start(tampered(problems, 1, tamper), to_record(START), 1)
+    lines = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
+    assert len(lines) == 1
+    assert lines[0].startswith("reply of client 1 left out: ")
+    assert reason in lines[0]
+    metrics = result.train_metrics_clientapp[1]
+    counts = [metrics[f"clients-{what}"] for what in ("asked", "used", "rejected", "lost")]
+    assert counts == [3, 2, 1, 0]
+
+    def silent(request: Message, reply: Message) -> Message | None:
+        mine = request.metadata.dst_node_id == FIRST_NODE + 1
+        return None if mine and request.metadata.message_type == "train" else reply
+
+    without_it = averaging().start(grid(problems, fault=silent), to_record(START), 1)
+    np.testing.assert_array_equal(to_vector(result.arrays), to_vector(without_it.arrays))
+
+
+values = st.floats(allow_nan=True, allow_infinity=True, width=64)
+bad_arrays = st.one_of(
+    st.binary(max_size=300).map(raw),
+    st.lists(values, min_size=0, max_size=3).map(lambda v: put("tail", np.array(v, np.float64))),
+    st.sampled_from([np.float32, np.int64, np.bool_, np.complex128, np.float16]).map(
+        lambda kind: put("head", np.ones((2, 2), kind))
+    ),
+    st.integers(-(2**62), 0).map(lambda n: measure(num_examples=n)),
+    st.text(min_size=1, max_size=5).map(lambda name: put(name, np.zeros(1))),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(tamper=bad_arrays)
+def test_no_reply_of_one_client_ends_the_run_or_makes_the_model_infinite(tamper: Tamper) -> None:
+    logging.disable(logging.CRITICAL)
+    try:
+        result = averaging().start(tampered(quadratics(2), 0, tamper), to_record(START), 1)
+    finally:
+        logging.disable(logging.NOTSET)
+    assert np.isfinite(to_vector(result.arrays)).all()
+
+
+def test_an_answer_of_a_stranger_and_a_second_answer_are_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Crowded(InProcessGrid):
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: Any = None) -> Any:
+            replies = list(super().send_and_receive(messages, timeout=timeout))
+            if replies and replies[0].metadata.message_type == "train":
+                replies.append(replies[0])
+                stranger = Message(replies[0].content, 1, "train")
+                replies.append(stranger)
+            return replies
+
+    problems = quadratics(2)
+    found = train(averaging(), Crowded(make_client_app(problems), 2), 1)
+    assert "reply of client 0 left out: it answered before in this round" in caplog.text
+    assert "left out: node 1 was not asked" in caplog.text
+    np.testing.assert_array_equal(found, train(averaging(), grid(problems), 1))
+
+
+def test_an_error_reply_is_rejected_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    def fault(request: Message, reply: Message) -> Message:
+        mine = request.metadata.dst_node_id == FIRST_NODE
+        if mine and request.metadata.message_type == "train":
+            return Message(Error(4, "out of memory"), reply_to=request)
+        return reply
+
+    averaging().start(grid(quadratics(2), fault=fault), to_record(START), 1)
+    assert "reply of client 0 left out: error 4: out of memory" in caplog.text
+
+
+def test_a_round_below_min_replies_is_void_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    problems = quadratics(3)
+    one = averaging(min_replies=3)
+    result = one.start(tampered(problems, 1, put("tail", np.array([np.nan]))), to_record(START), 2)
+    np.testing.assert_array_equal(to_vector(result.arrays), START)
+    assert "round 1 is void: 2 usable replies, at least 3 needed" in caplog.text
+    assert one._acked == {}
+
+
+def test_sampling_is_by_fraction_never_below_the_minimum_and_differs_by_round() -> None:
+    seen: list[list[int]] = []
+
+    class Listening(InProcessGrid):
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: Any = None) -> Any:
+            messages = list(messages)
+            if messages and messages[0].metadata.message_type == "train":
+                seen.append([m.metadata.dst_node_id - FIRST_NODE for m in messages])
+            return super().send_and_receive(messages, timeout=timeout)
+
+    app = make_client_app(quadratics(100))
+    train(averaging(fraction_train=0.29), Listening(app, 100), 2)
+    assert [len(clients) for clients in seen] == [29, 29]
+    assert seen[0] != seen[1]
+    assert all(clients == sorted(set(clients)) for clients in seen)
+    seen.clear()
+    train(averaging(fraction_train=0.01, min_train_nodes=7), Listening(app, 100), 1)
+    assert len(seen[0]) == 7
+
+
+def test_the_first_round_waits_for_the_nodes_that_the_others_know_of() -> None:
+    class Slow(InProcessGrid):
+        looks = 0
+
+        def get_node_ids(self) -> list[int]:
+            self.looks += 1
+            return list(super().get_node_ids())[: self.looks]
+
+    result = averaging().start(Slow(make_client_app(quadratics(4)), 4), to_record(START), 1)
+    assert result.train_metrics_clientapp[1]["clients-asked"] == 4
+
+
+def test_a_node_that_comes_back_under_a_new_id_is_the_same_client() -> None:
+    problems = quadratics(3)
+    restarted, usual = grid(problems), grid(problems)
+    one, other = FedADMM(rho=0.5, local=local()), FedADMM(rho=0.5, local=local())
+    theta, expected = train(one, restarted, 2), train(other, usual, 2)
+    restarted.contexts[9999] = restarted.contexts.pop(FIRST_NODE + 1)
+    after = one.start(restarted, to_record(theta), 1).arrays
+    np.testing.assert_array_equal(
+        to_vector(after), to_vector(other.start(usual, to_record(expected), 1).arrays)
+    )
+    assert one.num_clients == 3
+
+
+def test_metrics_hold_the_mean_by_examples_and_the_spread_over_clients() -> None:
+    problems = quadratics(3)
+    result = averaging(local=local(epochs=1)).start(grid(problems), to_record(START), 1)
+    losses = np.array([q.value(START) for q in problems])
+    metrics = result.train_metrics_clientapp[1]
+    expected = {
+        "train-loss": np.average(losses, weights=[q.n for q in problems]),
+        "train-loss-mean": losses.mean(),
+        "train-loss-variance": losses.var(),
+        "train-loss-min": losses.min(),
+        "train-loss-max": losses.max(),
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-12)
+    size = sum(len(array.data) for array in to_record(START).values())
+    assert (metrics["bytes-down"], metrics["bytes-up"]) == (3 * size, 3 * size)
+
+
+def test_a_flower_metrics_function_is_used_where_one_is_given() -> None:
+    def largest(contents: list[RecordDict], weighted_by: str) -> MetricRecord:
+        return MetricRecord({"largest": max(c["metrics"][weighted_by] for c in contents)})
+
+    result = averaging(train_metrics_aggr_fn=largest).start(grid(quadratics(3)), to_record(START), 1)
+    assert result.train_metrics_clientapp[1]["largest"] == 11
+
+
+def test_callbacks_see_every_round_and_may_end_the_run() -> None:
+    seen: list[RoundInfo] = []
+
+    def stop_at_two(info: RoundInfo) -> bool:
+        return info.server_round == 2
+
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        return MetricRecord({"test-loss": float(np.abs(to_vector(arrays)).sum())})
+
+    strategy = averaging(callbacks=[stop_at_two, seen.append], fraction_evaluate=1.0)
+    result = strategy.start(grid(quadratics(2)), to_record(START), 9, evaluate_fn=evaluate)
+    assert [info.server_round for info in seen] == [1, 2]
+    assert to_vector(seen[-1].arrays).tolist() == to_vector(result.arrays).tolist()
+    assert {"train-loss", "eval-loss", "test-loss", "clients-used"} <= seen[0].metrics.keys()
+    assert list(result.evaluate_metrics_serverapp) == [0, 1, 2]
+
+
+def test_local_settings_may_follow_a_schedule() -> None:
+    problems = quadratics(2)
+    scheduled = averaging(local=local(lr={0: 0.1, 2: 0.02}))
+    by_hand = train(averaging(local=local(lr=0.1)), grid(problems), 1)
+    by_hand = to_vector(
+        averaging(local=local(lr=0.02)).start(grid(problems), to_record(by_hand), 1).arrays
+    )
+    np.testing.assert_array_equal(train(scheduled, grid(problems), 2), by_hand)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "buffers", "message"),
+    [
+        ({"n": np.arange(3)}, (), "array 'n' has type int64: only floating-point"),
+        ({"w": np.ones(2)}, ("v",), r"buffers \['v'\] are not among the model's arrays \['w'\]"),
+        ({"w": np.ones(2)}, ("w",), "the model has no trainable array"),
+        ({"w": np.array([1.0, np.nan])}, (), "array 'w' of the initial model is not finite"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused(
+    arrays: dict[str, np.ndarray], buffers: tuple[str, ...], message: str
+) -> None:
+    record = ArrayRecord({name: Array(array) for name, array in arrays.items()})
+    with pytest.raises(ValueError, match=message):
+        averaging(buffers=buffers).start(grid(quadratics(1)), record, 1)
+
+
+def test_a_config_may_not_set_what_the_strategy_sends() -> None:
+    config = ConfigRecord({"seed": 3})
+    with pytest.raises(ValueError, match=r"train_config must not set \['seed'\]"):
+        averaging().start(grid(quadratics(1)), to_record(START), 1, train_config=config)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fraction_train": 1.5}, "fraction_train must be > 0 and <= 1, got 1.5"),
+        ({"fraction_evaluate": -0.1}, "fraction_evaluate must be >= 0 and <= 1, got -0.1"),
+        ({"min_replies": 0}, "min_replies must be >= 1, got 0"),
+        ({"seed": -1}, "seed must be >= 0, got -1"),
+        ({"lost_state": "ignore"}, "lost_state must be one of"),
+        ({"weights": "size"}, r"weights must be one of \['examples', 'uniform'\], got 'size'"),
+    ],
+)
+def test_bad_options_are_refused_with_bound_and_value(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FedAvg(**options)

@@ -1,0 +1,174 @@
+"""`flwr_run` runs an app on Flower's real path, tells how it went, and leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from simulations.superlink import flwr_run
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="reads processes from /proc"
+)
+
+PYPROJECT = """
+    [project]
+    name = "echo"
+    version = "0.0.0"
+    description = "every node says its number"
+    license = "Apache-2.0"
+
+    [tool.flwr.app]
+    publisher = "test"
+
+    [tool.flwr.app.components]
+    serverapp = "echo.app:server"
+    clientapp = "echo.app:client"
+
+    [tool.flwr.app.config]
+    text = ""
+    rate = 0.0
+    then = "end"
+"""
+
+APP = """
+    import os
+    import time
+
+    from flwr.app import ConfigRecord, Message, RecordDict
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import ServerApp
+
+    server = ServerApp()
+    client = ClientApp()
+
+    @client.query()
+    def say(message, context):
+        number = context.node_config["partition-id"]
+        record = ConfigRecord({"number": number, "group": os.getpgid(0)})
+        return Message(RecordDict({"said": record}), reply_to=message)
+
+    @server.main()
+    def main(grid, context):
+        print("text", context.run_config["text"])
+        print("rate", repr(context.run_config["rate"]))
+        ask = [Message(RecordDict(), node, "query") for node in grid.get_node_ids()]
+        said = [reply.content["said"] for reply in grid.send_and_receive(ask)]
+        print("numbers", sorted(record["number"] for record in said))
+        print("groups", {os.getpgid(0)} | {record["group"] for record in said}, flush=True)
+        if context.run_config["then"] == "fail":
+            raise ValueError("told to fail")
+        if context.run_config["then"] == "wait":
+            time.sleep(600)
+"""
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Path:
+    root = tmp_path / "echo"
+    (root / "echo").mkdir(parents=True)
+    (root / "pyproject.toml").write_text(textwrap.dedent(PYPROJECT))
+    (root / "echo" / "__init__.py").touch()
+    (root / "echo" / "app.py").write_text(textwrap.dedent(APP))
+    return root
+
+
+def processes() -> dict[int, tuple[int, int, str]]:
+    """Parent, group and name by process id, of all that run; zombies do not."""
+    table = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
+        except OSError:  # gone meanwhile
+            continue
+        state, parent, group = rest.split()[:3]
+        if state not in "ZX":
+            table[int(stat.parent.name)] = (int(parent), int(group), name)
+    return table
+
+
+def descendants(pid: int) -> set[int]:
+    """Group of each process below `pid`."""
+    table, below = processes(), {pid}
+    for _ in table:
+        more = {child for child, (parent, _, _) in table.items() if parent in below} - below
+        if not more:
+            break
+        below |= more
+    return {table[child][1] for child in below - {pid}}
+
+
+def group_in(lines: list[str]) -> int:
+    """The one process group in which the server and all clients said to be."""
+    (line,) = [line for line in lines if line.startswith("groups")]
+    (group,) = re.findall(r"\d+", line)
+    return int(group)
+
+
+def members(group: int) -> list[str]:
+    return [name for _, its_group, name in processes().values() if its_group == group]
+
+
+def test_a_run_completes_and_leaves_nothing(app: Path) -> None:
+    lines: list[str] = []
+    groups_meanwhile: set[int] = set()
+    names: list[str] = []
+
+    def on_line(line: str) -> None:
+        lines.append(line)
+        if line.startswith("groups"):
+            groups_meanwhile.update(descendants(os.getpid()))
+            names.extend(members(group_in(lines)))
+
+    text = "two words, a \"quote\", an 'other', ρ 🌻"
+    flwr_run({"text": text, "rate": 1e-05}, num_supernodes=5, workers=2, app=app, on_line=on_line)
+    assert f"text {text}" in lines
+    assert "rate 1e-05" in lines
+    assert "numbers [0, 1, 2, 3, 4]" in lines
+    assert groups_meanwhile == {group_in(lines)}  # so the group holds all that was started,
+    assert {"gcs_server", "raylet"} <= set(names)  # Ray's own processes too,
+    assert members(group_in(lines)) == []  # and none of it is left
+
+
+def test_a_failing_app_raises_with_the_end_of_its_log(app: Path) -> None:
+    lines: list[str] = []
+    with pytest.raises(RuntimeError, match=r"(?s)finished:failed.*ValueError: told to fail"):
+        flwr_run({"then": "fail"}, num_supernodes=2, workers=1, app=app, on_line=lines.append)
+    assert members(group_in(lines)) == []
+
+
+def test_a_refused_run_raises_with_the_reason(app: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)not started.*Key 'colour' is not present"):
+        flwr_run({"colour": "blue"}, num_supernodes=2, app=app)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_signal_leaves_anything(app: Path, number: signal.Signals) -> None:
+    program = (
+        "from simulations.superlink import flwr_run\n"
+        "def show(line): print(line, flush=True)\n"
+        f"flwr_run({{'then': 'wait'}}, num_supernodes=2, workers=1, app={str(app)!r}, on_line=show)"
+    )
+    lines: list[str] = []
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as runner:
+        assert runner.stdout is not None
+        for line in runner.stdout:
+            lines.append(line)
+            if line.startswith("groups"):
+                runner.send_signal(number)
+        code = runner.wait()
+    assert code in (-number, 128 + number), lines
+    deadline = time.monotonic() + 5.0  # after SIGKILL nobody waits for the rest
+    while members(group_in(lines)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert members(group_in(lines)) == []
