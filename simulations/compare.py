@@ -19,7 +19,8 @@ from typing import Any
 
 from fl_strategies import STRATEGIES
 from fl_strategies.files import write_atomically
-from simulations.config import RunConfig, format_params, knobs, parse_params
+from fl_strategies.params import format_params, parse_params
+from simulations.config import RunConfig, knobs
 from simulations.experiment import draw_partition, run_in_process
 from simulations.figures import draw_curves
 from simulations.superlink import flwr_run
