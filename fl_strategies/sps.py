@@ -56,7 +56,8 @@ def step_size(
         found = found.clip(max=growth**batch_share * eta)
     if max_step:
         found = found.clip(max=max_step)
-    return steps * found, steps * found + ~steps * eta
+    last = eta + 0.0 * square  # as an array: a bool times a number would be of single precision
+    return steps * found, steps * found + ~steps * last
 
 
 def step(

@@ -64,7 +64,8 @@ def table(summaries: Sequence[dict[str, Any]], configs: Sequence[RunConfig]) -> 
         "|---|---|---|---|---|---|---|---|",
     ]
     for summary, config in zip(summaries, configs, strict=True):
-        settings = f"{config.model}, {config.solver} lr {config.lr:g}, momentum {config.momentum:g}"
+        solver = f"{config.solver} {config.solver_params}".strip()
+        settings = f"{config.model}, {solver} lr {config.lr:g}, momentum {config.momentum:g}"
         lines.append(
             f"| {summary['algorithm']} | {100 * summary['final_accuracy']:.2f} %"
             f" | {100 * summary['best_accuracy']:.2f} % | {summary['rounds_to_target'] or '-'}"

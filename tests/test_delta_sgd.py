@@ -9,6 +9,7 @@ import copy
 import io
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -216,7 +217,7 @@ def test_the_first_step_is_eta_0_long(eta_0: float) -> None:
 
 @pytest.mark.parametrize("gamma", [0.4, 1.0, 1.9])
 @pytest.mark.parametrize("L", [0.02, 3.0, 700.0])
-def test_along_one_direction_of_curvature_L_the_step_goes_to_gamma_over_2L(
+def test_along_one_direction_the_step_goes_to_gamma_over_twice_the_curvature(
     gamma: float, L: float
 ) -> None:
     limit = gamma / (2 * L)
@@ -245,7 +246,7 @@ def test_no_step_grows_beyond_the_bound_nor_beyond_the_inverse_curvature() -> No
     x = np.array([9.0, -8.0, 7.0])
     _, etas = optimized(bowl(curvatures), x, 30, gamma=1.0, delta=0.7, theta_0=1.0)
     theta = 1.0
-    for before, eta in zip(etas, etas[1:], strict=False):
+    for before, eta in pairwise(etas):
         assert eta <= math.sqrt(1 + 0.7 * theta) * before * (1 + 1e-12)
         assert eta <= 1 / (2 * 0.4) * (1 + 1e-12)
         theta = eta / before
@@ -427,7 +428,7 @@ def test_running_statistics_are_updated_once_a_step_by_the_present_point() -> No
 
 def test_a_closure_is_needed() -> None:
     optimizer = DeltaSGD([nn.Parameter(torch.ones(1))])
-    with pytest.raises(ValueError, match="DeltaSGD.step needs a closure"):
+    with pytest.raises(ValueError, match=r"DeltaSGD\.step needs a closure"):
         optimizer.step()
 
 
