@@ -1,6 +1,9 @@
 """SPS: closed forms of Polyak's step size, optimizer against rule against a plain loop, its use.
 
-Mutants tried by hand, each caught here: MUTANTS
+Mutants tried by hand, each caught here: (1) without c, without f*; ||g|| for its square; batches
+below f*, or without a gradient, that step, or that leave a limit of 0; growth without b/n, from lr
+at every step; no step cap; x + eta g; in the solver b/n not handed on, slope and pull left out of
+the loss, their least value not taken off it, its half left out, none for a slope without a pull.
 """
 
 from __future__ import annotations
