@@ -64,12 +64,13 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
     The folder holds ``config.json``, ``history.jsonl`` (a line a round, written as it ends),
     ``model.safetensors``, ``summary.json`` and ``curve.png``, also when the run is interrupted.
     """
-    folder = results_folder(config)
-    write_atomically(folder / "config.json", json.dumps(asdict(config), indent=2).encode())
+    parts(config)  # a split that cannot be made is an error here, not in every client
     test = problem(config, "test")
     model = fresh_model(config)
     if config.state_dir:
         DirectoryStore.check(config.state_dir, Owner(config.algorithm, model.layout.signature))
+    folder = results_folder(config)
+    write_atomically(folder / "config.json", json.dumps(asdict(config), indent=2).encode())
     history = _Progress(config)
     if config.stop_at_target:
         callbacks = [*callbacks, EarlyStop(target=config.target)]

@@ -168,7 +168,7 @@ def test_with_y_frozen_at_zero_it_is_fedprox_and_without_rho_fedavg() -> None:
     def exact(start: Any, sub: Subproblem) -> Any:
         return q.argmin(sub.slope, sub.pull, sub.centre)
 
-    state = fedadmm.State(w=START, y=np.zeros(DIM), rho=0.5)
+    state = fedadmm.State(w=START + 1.0, y=np.zeros(DIM), rho=0.5)
     new, _ = fedadmm.client_rule(state, START, exact, rho=0.5)
     np.testing.assert_array_equal(new.w, fedprox.client_rule(START, exact, mu=0.5))
     np.testing.assert_array_equal(
