@@ -88,6 +88,11 @@ class FederatedClient(NumPyClient):
         """Return the client's own model [d], if the algorithm keeps one."""
         return None
 
+    @property
+    def array_names(self) -> list[str]:
+        """Names of the arrays that the client expects and returns, in this order."""
+        return self.problem.model.names
+
     # ---- Flower's NumPyClient -----------------------------------------------------------------
 
     def fit(self, parameters: Arrays, config: Config) -> tuple[Arrays, int, dict[str, Any]]:
@@ -99,7 +104,9 @@ class FederatedClient(NumPyClient):
         model = self.problem.model
         theta = model.load(parameters)
         server_round = int(config.get("server-round", 0))
-        rng = stream(int(config.get("seed", 0)), "local", server_round, self.client_id)
+        rng = np.random.default_rng()  # where no round is named, none is repeated
+        if "server-round" in config:
+            rng = stream(int(config.get("seed", 0)), "local", server_round, self.client_id)
         training = self.training.updated(config)
         infos: list[Info] = []
 

@@ -39,7 +39,7 @@ CNN: dict[str, Any] = {
     "partition": "iid",
     "lr": 0.1,
     "epochs": 5,
-    "random-epochs": True,
+    "random-epochs": "true",
     "batch-size": 200,
     "rounds": 7,
 }
@@ -49,7 +49,7 @@ SMALL: dict[str, Any] = {
     "partition": "iid",
     "lr": 0.1,
     "epochs": 1,
-    "random-epochs": False,
+    "random-epochs": "false",
     "batch-size": 20,
     "rounds": 21,
 }
@@ -103,7 +103,7 @@ def steps_of(config: RunConfig) -> list[int]:
         )
         for client in sorted(int(c) for c in clients):
             epochs = config.epochs
-            if config.random_epochs:
+            if config.random_epochs == "true":
                 rng = stream(config.seed, "local", server_round, client)
                 rng.integers(2**63)  # the draw that seeds dropout comes first
                 epochs = int(rng.integers(1, config.epochs, endpoint=True))
@@ -180,7 +180,7 @@ def memory(folder: Path) -> list[list[str]]:
             "algorithm": "fedadmm",
             "clients": 1000,
             "rounds": 10,
-            "random-epochs": False,
+            "random-epochs": "false",
             "steps": 1,
             "batch-size": 20,
             "state-dir": str(folder / "state"),

@@ -12,15 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import shutil
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from fl_strategies import STRATEGIES
 from fl_strategies.files import write_atomically
 from simulations.config import RunConfig, format_params, knobs, parse_params
-from simulations.experiment import draw_partition, run_in_process
+from simulations.experiment import draw_partition, prepare, run_in_process
 from simulations.figures import draw_curves
 from simulations.superlink import flwr_run
 
@@ -38,6 +39,9 @@ def compare(
     summaries: list[dict[str, Any]] = []
     for config in configs:
         if engine == "ray":
+            if not config.state_dir:  # what is in `context.state` travels with every message
+                config = replace(config, state_dir=str(Path(config.output) / "state"))
+                shutil.rmtree(config.state_dir, ignore_errors=True)
             flwr_run(
                 config.to_run_config(),
                 num_supernodes=config.clients,
@@ -83,6 +87,8 @@ def configs_for(
     """
     if unknown := sorted(set(algorithms) - STRATEGIES.keys()):
         raise ValueError(f"unknown algorithms {unknown}; known: {sorted(STRATEGIES)}")
+    if len(set(algorithms)) < len(algorithms):
+        raise ValueError(f"each algorithm once, got {list(algorithms)}")
     mine: dict[str, dict[str, Any]] = {algorithm: {} for algorithm in algorithms}
     for item in params:
         owner, dot, bare = item.partition("=")[0].rpartition(".")
@@ -125,21 +131,21 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
             continue
         flag, default = "--" + key.name.replace("_", "-"), getattr(RunConfig, key.name)
         if isinstance(default, bool):
-            parser.add_argument(flag, action="store_true", help=key.metadata["about"])
+            parser.add_argument(flag, action="store_true", default=None, help=key.metadata["about"])
         else:
             parser.add_argument(flag, type=type(default), help=key.metadata["about"])
     args = parser.parse_args(arguments)
     given = {
         key.name.replace("_", "-"): getattr(args, key.name)
         for key in fields(RunConfig)
-        if getattr(args, key.name, None) not in (None, False)
+        if getattr(args, key.name, None) is not None
     }
     del given["output"]
     folder: Path = args.output.expanduser().absolute()
     try:
-        algorithms = [name for name in args.algorithms.split(",") if name]
-        configs = configs_for(algorithms, args.param, given, folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        configs = configs_for(args.algorithms.split(","), args.param, given, folder)
+        for config in configs:
+            prepare(config)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     if not args.verbose:

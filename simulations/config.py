@@ -27,8 +27,8 @@ def key(default: Scalar, about: str) -> Any:
 class RunConfig:
     """The keys of the run-config (kebab-case there), with what each means.
 
-    ``""`` for a text, 0 for a number that cannot be 0, and -1 for one that can, stand for the
-    default of the data set and algorithm (``simulations.defaults``).
+    ``""`` for a text and -1 for a number stand for the default of the data set and algorithm
+    (``simulations.defaults``).
     """
 
     algorithm: str = key("fedadmm", "one of `fl_strategies.STRATEGIES`")
@@ -41,29 +41,29 @@ class RunConfig:
     model: str = key("", "see `simulations.models`")
     clients: int = key(100, "number of clients; equals the simulated SuperNodes")
     rounds: int = key(30, "number of rounds")
-    fraction: float = key(0.0, "share of the clients that train in a round, in (0, 1]")
+    fraction: float = key(-1.0, "share of the clients that train in a round, in (0, 1]")
     seed: int = key(1, "fixes the whole run")
     solver: str = key("", "local solver: `gd sgd adam adagrad lbfgs` or a class of torch.optim")
-    lr: float = key(0.0, "learning rate")
+    lr: float = key(-1.0, "learning rate")
     lr_decay: bool = key(False, "a tenth of `lr` from 50 % of the rounds on, a hundredth from 75 %")
     momentum: float = key(-1.0, "momentum of the solver")
     nesterov: bool = key(False, "Nesterov's momentum")
     weight_decay: float = key(0.0, "weight decay of the solver")
-    epochs: int = key(0, "local epochs")
-    random_epochs: bool = key(False, "draw the epochs from U{1..epochs} per client and round")
+    epochs: int = key(-1, "local epochs")
+    random_epochs: str = key("", "`true`: draw the epochs from U{1..epochs}; `false`")
     steps: int = key(0, "mini-batch steps instead of epochs")
     batch_size: int = key(-1, "mini-batch size; 0 is the full batch")
     residual: float = key(-1.0, "stop at this squared norm of the subproblem's gradient")
     fraction_evaluate: float = key(0.0, "share of the clients that evaluate on data of their own")
     local_test: float = key(0.0, "share of each client's data held out for that")
-    target: float = key(0.0, "test accuracy whose first round is reported")
+    target: float = key(-1.0, "test accuracy whose first round is reported")
     stop_at_target: bool = key(False, "end the run there")
     min_replies: int = key(1, "usable replies below which a round is void")
     lost_state: str = key("reset", "clients without their booked state: `reset refuse warn`")
     state_dir: str = key("", "directory for clients' state; empty: Flower's `context.state`")
     device: str = key("auto", "`auto` (a GPU where there is one), `cpu`, `cuda`")
     dtype: str = key("float32", "type of the model: `float32`, `float64`")
-    autocast: str = key("", "lower precision of forward passes: `bfloat16`, `float16`")
+    autocast: str = key("", "lower precision of forward passes: `bfloat16`")
     output: str = key("", "results folder; empty: a new one under `~/fl-strategies-results`")
 
     @classmethod
@@ -87,7 +87,7 @@ class RunConfig:
 
         if self.algorithm not in STRATEGIES:
             raise ValueError(f"unknown algorithm {self.algorithm!r}; known: {sorted(STRATEGIES)}")
-        found = defaults(self.algorithm, self.dataset, self.partition)
+        found = defaults(self.algorithm, self.dataset)
         unset = {
             name: value
             for name, value in found.items()
@@ -111,7 +111,8 @@ class RunConfig:
             raise ValueError("fraction-evaluate > 0 needs local-test > 0: clients need test data")
         for name, value, known in (
             ("dtype", self.dtype, ("float32", "float64")),
-            ("autocast", self.autocast, ("", "bfloat16", "float16")),
+            ("autocast", self.autocast, ("", "bfloat16")),
+            ("random-epochs", self.random_epochs, ("true", "false")),
             ("device", self.device, ("auto", "cpu", "cuda")),
         ):
             if value not in known:
@@ -129,19 +130,9 @@ class RunConfig:
 
     def local(self) -> dict[str, Any]:
         """Return how clients train, as strategies send it."""
-        names = (
-            "solver",
-            "lr",
-            "momentum",
-            "nesterov",
-            "weight_decay",
-            "epochs",
-            "random_epochs",
-            "steps",
-            "batch_size",
-            "residual",
-        )
-        return {name.replace("_", "-"): getattr(self, name) for name in names}
+        names = [field.name for field in fields(LocalTraining) if field.name != "random_epochs"]
+        found = {name.replace("_", "-"): getattr(self, name) for name in names}
+        return found | {"random-epochs": self.random_epochs == "true"}
 
     def strategy(self, **options: Any) -> FederatedStrategy:
         """Return the strategy, with ``options`` for its base."""
@@ -155,7 +146,6 @@ class RunConfig:
         return STRATEGIES[self.algorithm](
             fraction_train=self.fraction,
             fraction_evaluate=self.fraction_evaluate,
-            min_available_nodes=self.clients,
             seed=self.seed,
             min_replies=self.min_replies,
             lost_state=self.lost_state,  # type: ignore[arg-type]  # checked there
@@ -206,8 +196,11 @@ def format_params(params: Mapping[str, Any]) -> str:
 
 def _value(text: str) -> Any:
     if ":" in text:
-        pairs = (part.partition(":") for part in text.split(";"))
-        return {int(first): float(number) for first, _, number in pairs}
+        try:
+            pairs = (part.partition(":") for part in text.split(";"))
+            return {int(first): float(number) for first, _, number in pairs}
+        except ValueError:
+            raise ValueError(f"a schedule is given as 0:1.0;60:0.5, got {text!r}") from None
     if text in ("True", "true", "False", "false"):
         return text.lower() == "true"
     for kind in (int, float):

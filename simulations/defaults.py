@@ -14,14 +14,15 @@ ANY: dict[str, Any] = {
     "epochs": 5,
     "batch_size": 50,
     "target": 0.9,
+    "random_epochs": "false",
 }
 
 DATASETS: dict[str, dict[str, Any]] = {
     "digits": {"model": "logistic", "lr": 0.5, "batch_size": 10, "target": 0.9},
     "synthetic": {"model": "logistic", "partition": "natural", "batch_size": 20, "target": 0.8},
-    "mnist": {"model": "cnn1", "batch_size": 200, "random_epochs": True, "target": 0.97},
-    "fashion_mnist": {"model": "cnn1", "batch_size": 200, "random_epochs": True, "target": 0.8},
-    "cifar10": {"model": "cnn2", "batch_size": 50, "random_epochs": True, "target": 0.45},
+    "mnist": {"model": "cnn1", "batch_size": 200, "random_epochs": "true", "target": 0.97},
+    "fashion_mnist": {"model": "cnn1", "batch_size": 200, "random_epochs": "true", "target": 0.8},
+    "cifar10": {"model": "cnn2", "batch_size": 50, "random_epochs": "true", "target": 0.45},
 }
 """Over ``ANY``: the paper's models and targets (FedADMM, Table II)."""
 
@@ -31,7 +32,7 @@ ALGORITHMS: dict[tuple[str, str], dict[str, Any]] = {
 """Over those, for (algorithm, data set)."""
 
 
-def defaults(algorithm: str, dataset: str, partition: str) -> dict[str, Any]:
+def defaults(algorithm: str, dataset: str) -> dict[str, Any]:
     """Return the default of each key that has one for this data set and algorithm."""
     found = ANY | DATASETS.get(dataset, {})
     return found | ALGORITHMS.get((algorithm, dataset), {})

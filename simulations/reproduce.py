@@ -46,7 +46,7 @@ def fedadmm_mnist() -> list[Cell]:
         "fraction": 0.1,
         "rounds": 40,
         "epochs": 5,
-        "random-epochs": True,
+        "random-epochs": "true",
         "batch-size": 200,
         "target": 0.97,
         "stop-at-target": True,
@@ -123,20 +123,22 @@ def main() -> None:
     args = parser.parse_args()
     folder: Path = args.output.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    cells = [cell for cell in STUDIES[args.study]() if args.only in cell.name]
+    cells = STUDIES[args.study]()
 
     def finished(cell: Cell) -> bool:
         path = folder / cell.name / "summary.json"
         return path.exists() and json.loads(path.read_text())["finished"]
 
-    todo = [cell for cell in cells if not finished(cell)]
+    todo = [cell for cell in cells if args.only in cell.name and not finished(cell)]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.jobs, context, max_tasks_per_child=1) as pool:
         futures = [pool.submit(run_cell, cell, folder) for cell in todo]
         for done, future in enumerate(as_completed(futures), start=1):
-            future.result()
+            if (error := future.exception()) is not None:
+                print(f"a cell failed: {error}", flush=True)
             (folder / "table.md").write_text(table(cells, folder))
             print(f"{done} of {len(todo)} cells done", flush=True)
+    print(table(cells, folder))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def test_ray_and_in_process_give_the_same_model(tmp_path: Path) -> None:
             "clients": 8,
             "rounds": 3,
             "fraction": 0.5,
-            "random-epochs": True,
+            "random-epochs": "true",
             "epochs": 2,
             "momentum": 0.5,
             "lr": 0.05,

@@ -241,7 +241,7 @@ def test_pack_and_unpack_are_inverse() -> None:
     assert layout.trainable == ["conv", "bias", "fc"]
     vector = layout.pack(arrays)
     assert vector.shape == (12 + 1 + 8,)
-    assert vector.dtype == np.float32
+    assert vector.dtype == np.float64
     other = model(1)
     back = layout.unpack(vector.astype(np.float64), other)
     assert list(back) == list(arrays)
