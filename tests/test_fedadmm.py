@@ -98,11 +98,7 @@ def test_lost_replies_leave_the_invariant_exact() -> None:
 
 def test_the_invariant_holds_in_float32_with_mini_batches_and_lost_replies() -> None:
     """Rounding: u has entries below 100, rho = 0.5 doubles those of y, 50 rounds add up."""
-    app = make_client_app(
-        quadratics(10),
-        dtype=torch.float32,
-        training=LocalTraining(batch_size=3, random_epochs=True),
-    )
+    app = make_client_app(quadratics(10), dtype=torch.float32)
     federation = InProcessGrid(app, 10, fault=drop(0.3))
     one = full_first(local=local(solver="sgd", **{"batch-size": 3, "random-epochs": True}))
     start = ArrayRecord(

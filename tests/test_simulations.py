@@ -188,12 +188,8 @@ def test_compare_writes_a_summary_a_table_and_figures(tmp_path: Path) -> None:
 
 def test_compare_takes_zeros_as_they_are(tmp_path: Path) -> None:
     line = f"--algorithms fedavg --output {tmp_path} --rounds 1 --clients 20"
-    main(
-        [
-            *line.split(),
-            *["--seed", "0", "--batch-size", "0", "--momentum", "0", "--random-epochs", "false"],
-        ]
-    )
+    line += " --seed 0 --batch-size 0 --momentum 0 --random-epochs false"
+    main(line.split())
     config = json.loads((tmp_path / "fedavg/config.json").read_text())
     assert (config["seed"], config["batch_size"], config["momentum"]) == (0, 0, 0.0)
     assert config["random_epochs"] == "false"
