@@ -20,7 +20,8 @@ from typing import Any
 
 from fl_strategies import STRATEGIES
 from fl_strategies.files import write_atomically
-from simulations.config import RunConfig, format_params, knobs, parse_params
+from fl_strategies.params import format_params, parse_params
+from simulations.config import RunConfig, knobs
 from simulations.experiment import draw_partition, prepare, run_in_process
 from simulations.figures import draw_curves
 from simulations.superlink import flwr_run
@@ -67,7 +68,8 @@ def table(summaries: Sequence[dict[str, Any]], configs: Sequence[RunConfig]) -> 
         "|---|---|---|---|---|---|---|---|",
     ]
     for summary, config in zip(summaries, configs, strict=True):
-        settings = f"{config.model}, {config.solver} lr {config.lr:g}, momentum {config.momentum:g}"
+        solver = f"{config.solver} {config.solver_params}".strip()
+        settings = f"{config.model}, {solver} lr {config.lr:g}, momentum {config.momentum:g}"
         lines.append(
             f"| {summary['algorithm']} | {100 * summary['final_accuracy']:.2f} %"
             f" | {100 * summary['best_accuracy']:.2f} % | {summary['rounds_to_target'] or '-'}"

@@ -12,6 +12,7 @@ import torch
 
 from clients import LocalTraining
 from fl_strategies import STRATEGIES, FederatedStrategy, step_decay
+from fl_strategies.params import format_params, parse_params
 from fl_strategies.schedules import check
 from fl_strategies.strategy import Options
 
@@ -43,9 +44,10 @@ class RunConfig:
     rounds: int = key(30, "number of rounds")
     fraction: float = key(-1.0, "share of the clients that train in a round, in (0, 1]")
     seed: int = key(1, "fixes the whole run")
-    solver: str = key("", "local solver: `gd sgd adam adagrad lbfgs` or a class of torch.optim")
+    solver: str = key("", "local solver: one of `clients.SOLVERS` or a class of torch.optim")
     lr: float = key(-1.0, "learning rate")
     lr_decay: bool = key(False, "a tenth of `lr` from 50 % of the rounds on, a hundredth from 75 %")
+    solver_params: str = key("", "further options of the solver: `gamma=2 delta=0.1`")
     momentum: float = key(-1.0, "momentum of the solver")
     nesterov: bool = key(False, "Nesterov's momentum")
     weight_decay: float = key(0.0, "weight decay of the solver")
@@ -87,7 +89,7 @@ class RunConfig:
 
         if self.algorithm not in STRATEGIES:
             raise ValueError(f"unknown algorithm {self.algorithm!r}; known: {sorted(STRATEGIES)}")
-        found = defaults(self.algorithm, self.dataset)
+        found = defaults(self.algorithm, self.dataset, self.solver)
         unset = {
             name: value
             for name, value in found.items()
@@ -165,47 +167,3 @@ def knobs(algorithm: str) -> list[str]:
     """Return the names of the algorithm's own knobs."""
     names = inspect.signature(STRATEGIES[algorithm]).parameters
     return [name for name in names if name not in Options.__annotations__ and name != "options"]
-
-
-def parse_params(text: str) -> dict[str, Any]:
-    """Return ``{"rho": 0.01, "eta": {0: 1.0, 60: 0.5}}`` from ``"rho=0.01 eta=0:1.0;60:0.5"``.
-
-    Examples
-    --------
-    >>> parse_params("rho=0.01 eta=0:1.0;60:0.5 weights=uniform")
-    {'rho': 0.01, 'eta': {0: 1.0, 60: 0.5}, 'weights': 'uniform'}
-    """
-    params = {}
-    for item in text.split():
-        name, sign, value = item.partition("=")
-        if not (name and sign and value):
-            raise ValueError(f"a knob is given as name=value, got {item!r}")
-        params[name.replace("-", "_")] = _value(value)
-    return params
-
-
-def format_params(params: Mapping[str, Any]) -> str:
-    """Return the text that :func:`parse_params` reads back."""
-    texts = []
-    for name, value in params.items():
-        if isinstance(value, Mapping):
-            value = ";".join(f"{first}:{number}" for first, number in value.items())
-        texts.append(f"{name}={value}")
-    return " ".join(texts)
-
-
-def _value(text: str) -> Any:
-    if ":" in text:
-        try:
-            pairs = (part.partition(":") for part in text.split(";"))
-            return {int(first): float(number) for first, _, number in pairs}
-        except ValueError:
-            raise ValueError(f"a schedule is given as 0:1.0;60:0.5, got {text!r}") from None
-    if text in ("True", "true", "False", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

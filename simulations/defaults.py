@@ -32,7 +32,11 @@ ALGORITHMS: dict[tuple[str, str], dict[str, Any]] = {
 """Over those, for (algorithm, data set)."""
 
 
-def defaults(algorithm: str, dataset: str) -> dict[str, Any]:
-    """Return the default of each key that has one for this data set and algorithm."""
-    found = ANY | DATASETS.get(dataset, {})
-    return found | ALGORITHMS.get((algorithm, dataset), {})
+SOLVERS: dict[str, dict[str, Any]] = {"delta-sgd": {"lr": 0.2}, "sps": {"lr": 1.0}}
+"""Over those, for a solver that is asked for: one setting for all data sets is their point."""
+
+
+def defaults(algorithm: str, dataset: str, solver: str = "") -> dict[str, Any]:
+    """Return the default of each key that has one for this data set, algorithm and solver."""
+    found = ANY | DATASETS.get(dataset, {}) | ALGORITHMS.get((algorithm, dataset), {})
+    return found | SOLVERS.get(solver, {})

@@ -32,8 +32,9 @@ from clients import (
 from fl_strategies import EarlyStop, History, RoundInfo
 from fl_strategies.callbacks import Callback, finite, model_bytes
 from fl_strategies.files import write_atomically
+from fl_strategies.params import parse_params
 from simulations import data, models, partitions
-from simulations.config import RunConfig, parse_params
+from simulations.config import RunConfig
 from simulations.figures import draw_curve
 from simulations.in_process import InProcessGrid
 

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fl_strategies import EarlyStop, FedADMM, RoundInfo
-from simulations.config import RunConfig, format_params
+from fl_strategies.params import format_params
+from simulations.config import RunConfig
 from simulations.experiment import run_in_process
 
 PATIENCE = 10

@@ -16,8 +16,9 @@ from safetensors.numpy import load_file
 
 from clients import client_app
 from fl_strategies import STRATEGIES, RoundInfo
+from fl_strategies.params import format_params, parse_params
 from simulations.compare import configs_for, main
-from simulations.config import RunConfig, format_params, knobs, parse_params
+from simulations.config import RunConfig, knobs
 from simulations.experiment import Summary, app, run, run_in_process
 from simulations.in_process import InProcessGrid
 
