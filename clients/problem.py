@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -258,14 +259,20 @@ class Problem:
 
         Otherwise without effect: running statistics and torch's generators stay as they were.
         """
+        with self.without_trace():
+            loss, _ = self.gradient(self.inputs, self.targets)
+        return loss
+
+    @contextmanager
+    def without_trace(self) -> Iterator[None]:
+        """Set running statistics and torch's generators back to what they were before."""
         buffers = list(self.model.module.buffers())
         before = [buffer.clone() for buffer in buffers]
         cuda = [self.model.vector.device] if self.model.vector.is_cuda else []
         with torch.random.fork_rng(devices=cuda):
-            loss, _ = self.gradient(self.inputs, self.targets)
+            yield
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)
-        return loss
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
