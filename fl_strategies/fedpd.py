@@ -45,7 +45,7 @@ Non-IID Data", IEEE Transactions on Signal Processing 2021, Algorithms 2-4.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, Unpack, cast
 
 from fl_strategies.randomness import stream
 from fl_strategies.schedules import check
@@ -264,12 +264,13 @@ class FedPD(FederatedStrategy):
         """As :meth:`FederatedStrategy.aggregate_train`; the coins of the next exchange follow."""
         arrays, metrics = super().aggregate_train(server_round, replies)
         assert metrics is not None
-        saved = 0.0
+        skipped = 0
         if arrays is not None:
-            saved = (len(self.next_rounds) - 1) * (metrics["bytes-down"] + metrics["bytes-up"])
+            skipped = len(self.next_rounds) - 1
             self.exchanges += 1
             self.next_rounds = rounds_from(self.next_rounds.stop, p=self.p, seed=self.seed)
         metrics["algorithm-round"] = self.next_rounds.start
         metrics["exchanges"] = self.exchanges
-        metrics["bytes-saved"] = saved
+        bytes_each = sum(cast(int, metrics[name]) for name in ("bytes-down", "bytes-up"))
+        metrics["bytes-saved"] = skipped * bytes_each
         return arrays, metrics
