@@ -57,7 +57,7 @@ class RunConfig:
     residual: float = key(-1.0, "stop at this squared norm of the subproblem's gradient")
     fraction_evaluate: float = key(0.0, "share of the clients that evaluate on data of their own")
     local_test: float = key(0.0, "share of each client's data held out for that")
-    gradient_norm: bool = key(False, "report ||grad f||^2, f the mean of the clients' losses")
+    gradient_norm: bool = key(False, "report the squared norm of grad f, f the mean of the clients' losses")
     target: float = key(0.0, "test accuracy whose first round is reported")
     stop_at_target: bool = key(False, "end the run there")
     min_replies: int = key(1, "usable replies below which a round is void")

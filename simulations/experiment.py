@@ -38,7 +38,6 @@ from simulations.figures import draw_curve
 from simulations.in_process import InProcessGrid
 from simulations.stationarity import stationarity
 
-
 SAVE_SECONDS = 10.0
 """How often a running experiment saves its model and summary."""
 
@@ -80,7 +79,8 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
     folder = results_folder(config)
     write_atomically(folder / "config.json", json.dumps(asdict(config), indent=2).encode())
     progress = _Progress(config, folder)
-    train = [problem(config, "train", rows) for rows, _ in parts(config)] * config.gradient_norm
+    clients = parts(config) if config.gradient_norm else []
+    train = [problem(config, "train", rows) for rows, _ in clients]
     if config.stop_at_target:
         callbacks = [*callbacks, EarlyStop(target=config.target)]
     strategy = config.strategy(
