@@ -9,10 +9,11 @@ from flwr.client import NumPyClient
 from clients.base import Arrays, Config, FederatedClient
 from clients.fedadmm import FedADMMClient
 from clients.fedavg import FedAvgClient
+from clients.fedpd import FedPDClient
 from clients.fedprox import FedProxClient
 
 CLIENTS: dict[str, type[FederatedClient]] = {
-    client.algorithm: client for client in (FedAvgClient, FedProxClient, FedADMMClient)
+    client.algorithm: client for client in (FedAvgClient, FedProxClient, FedADMMClient, FedPDClient)
 }
 """Every client by the name of its algorithm."""
 

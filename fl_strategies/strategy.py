@@ -227,6 +227,10 @@ class FederatedStrategy(FlowerFedAvg):
         """
         raise TypeError(f"{type(self).__name__} must define aggregate")
 
+    def replies_needed(self) -> int:
+        """Return the number of usable replies below which the round is void."""
+        return self.min_replies
+
     # ---- the run ------------------------------------------------------------------------------
 
     def start(
@@ -338,10 +342,8 @@ class FederatedStrategy(FlowerFedAvg):
         good, metrics = self._sift(replies, self._check_train, self.train_metrics_aggr_fn)
         number = self._rounds_before + server_round
         arrays = None
-        if len(good) < self.min_replies:
-            self._void(
-                server_round, f"{len(good)} usable replies, at least {self.min_replies} needed"
-            )
+        if len(good) < (needed := self.replies_needed()):
+            self._void(server_round, f"{len(good)} usable replies, at least {needed} needed")
         else:
             arrays = self._next_model(number, good)
         if arrays is not None:
@@ -375,7 +377,10 @@ class FederatedStrategy(FlowerFedAvg):
         return ArrayRecord({name: Array(array) for name, array in model.items()})
 
     def _void(self, server_round: int, reason: str) -> None:
-        log(WARNING, "round %d is void: %s; model and state unchanged", server_round, reason)
+        self._say(server_round, f"is void: {reason}; model and state unchanged")
+
+    def _say(self, server_round: int, what: str) -> None:
+        log(WARNING, "round %d %s", server_round, what)
 
     def _check_train(self, client: int, content: RecordDict) -> None:
         assert self._layout is not None

@@ -64,17 +64,20 @@ def table(summaries: Sequence[dict[str, Any]], configs: Sequence[RunConfig]) -> 
     """Return the summaries as a Markdown table, with the settings that each was run with."""
     target = f"rounds to {100 * configs[0].target:g} %"
     lines = [
-        f"| algorithm | final accuracy | best | {target} | MB up | MB down | seconds | settings |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| algorithm | final accuracy | best | {target} | MB up | MB down | seconds | ‖∇f‖²"
+        " | settings |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for summary, config in zip(summaries, configs, strict=True):
         solver = f"{config.solver} {config.solver_params}".strip()
         settings = f"{config.model}, {solver} lr {config.lr:g}, momentum {config.momentum:g}"
+        norm2 = summary["gradient_norm2"]
+        gradient = "-" if norm2 is None else f"{norm2:.1e}"
         lines.append(
             f"| {summary['algorithm']} | {100 * summary['final_accuracy']:.2f} %"
             f" | {100 * summary['best_accuracy']:.2f} % | {summary['rounds_to_target'] or '-'}"
             f" | {summary['bytes_up'] / 1e6:.2f} | {summary['bytes_down'] / 1e6:.2f}"
-            f" | {summary['seconds']:.1f} | {settings} {config.params} |"
+            f" | {summary['seconds']:.1f} | {gradient} | {settings} {config.params} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -55,9 +55,11 @@ class RunConfig:
     random_epochs: str = key("", "`true`: draw the epochs from U{1..epochs}; `false`")
     steps: int = key(0, "mini-batch steps instead of epochs")
     batch_size: int = key(-1, "mini-batch size; 0 is the full batch")
+    penalty: float = key(-1.0, "weight of sum_j w_j^2/(1 + w_j^2), added to every client's loss")
     residual: float = key(-1.0, "stop at this squared norm of the subproblem's gradient")
     fraction_evaluate: float = key(0.0, "share of the clients that evaluate on data of their own")
     local_test: float = key(0.0, "share of each client's data held out for that")
+    gradient_norm: str = key("", "`true`: report the squared norm of grad f, f the clients' mean")
     target: float = key(-1.0, "test accuracy whose first round is reported")
     stop_at_target: bool = key(False, "end the run there")
     min_replies: int = key(1, "usable replies below which a round is void")
@@ -109,12 +111,14 @@ class RunConfig:
         check("fraction_evaluate", self.fraction_evaluate, low=0.0, high=1.0)
         check("seed", self.seed, low=0)
         check("target", self.target, low=0.0, high=1.0)
+        check("penalty", self.penalty, low=0.0)
         if self.fraction_evaluate > 0.0 and self.local_test == 0.0:
             raise ValueError("fraction-evaluate > 0 needs local-test > 0: clients need test data")
         for name, value, known in (
             ("dtype", self.dtype, ("float32", "float64")),
             ("autocast", self.autocast, ("", "bfloat16")),
             ("random-epochs", self.random_epochs, ("true", "false")),
+            ("gradient-norm", self.gradient_norm, ("true", "false")),
             ("device", self.device, ("auto", "cpu", "cuda")),
         ):
             if value not in known:

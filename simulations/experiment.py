@@ -37,6 +37,7 @@ from simulations import data, models, partitions
 from simulations.config import RunConfig
 from simulations.figures import draw_curve
 from simulations.in_process import InProcessGrid
+from simulations.stationarity import stationarity
 
 SAVE_SECONDS = 10.0
 """How often a running experiment saves its model and summary."""
@@ -60,6 +61,8 @@ class Summary:
     seconds: float
     model_sha256: str
     finished: bool
+    gradient_norm2: float | None = None
+    """||grad f||^2 at the end, where it was measured."""
 
 
 def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Summary:
@@ -76,6 +79,8 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
     test = problem(config, "test")
     write_atomically(folder / "config.json", json.dumps(asdict(config), indent=2).encode())
     progress = _Progress(config, folder)
+    clients = parts(config) if config.gradient_norm == "true" else []
+    train = [problem(config, "train", rows) for rows, _ in clients]
     if config.stop_at_target:
         callbacks = [*callbacks, EarlyStop(target=config.target)]
 
@@ -91,11 +96,14 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
     )
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        test.model.load([array.numpy() for array in arrays.values()])
+        w = test.model.load([array.numpy() for array in arrays.values()])
         loss, accuracy = test.evaluate()
         if server_round == 0:
             progress.arrays = arrays
-        return MetricRecord({"test-loss": loss, "test-accuracy": accuracy})
+        metrics = MetricRecord({"test-loss": loss, "test-accuracy": accuracy})
+        if train:
+            metrics["gradient-norm2"] = stationarity(train, w).gradient
+        return metrics
 
     initial = ArrayRecord(model.module.state_dict())
     finished = False
@@ -189,6 +197,7 @@ class _Progress:
             seconds=round(time.monotonic() - self.started, 3),
             model_sha256=model_sha256(self.arrays) if self.arrays is not None else "",
             finished=finished,
+            gradient_norm2=self.rows[-1].get("gradient-norm2") if self.rows else None,
         )
 
 
@@ -233,7 +242,7 @@ def writable(folder: Path, what: str) -> None:
 def dataset(config: RunConfig) -> data.Dataset:
     """Return the run's data set (``data.load`` keeps it)."""
     options = parse_params(config.dataset_params)
-    if config.dataset == "synthetic":
+    if config.dataset in data.GENERATED:
         options = {"clients": config.clients, "seed": config.seed} | options
     return data.load(config.dataset, normalise=config.normalise, **options)
 
@@ -293,7 +302,12 @@ def problem(config: RunConfig, which: str, rows: np.ndarray | None = None) -> Pr
         index = torch.from_numpy(rows).to(device)
         x, y = x[index], y[index]
     autocast = getattr(torch, config.autocast) if config.autocast else None
-    return Problem(worker_model(config), cross_entropy, x, y, autocast=autocast)
+
+    def penalty(w: torch.Tensor) -> torch.Tensor:
+        return config.penalty * (w**2 / (1 + w**2)).sum()
+
+    bent = penalty if config.penalty > 0.0 else None
+    return Problem(worker_model(config), cross_entropy, x, y, penalty=bent, autocast=autocast)
 
 
 def client_fn(context: Context) -> AnyAlgorithmClient:
