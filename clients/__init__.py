@@ -6,6 +6,7 @@ from clients.bridge import client_app, client_id
 from clients.delta_sgd import DeltaSGD
 from clients.fedadmm import FedADMMClient
 from clients.fedavg import FedAvgClient
+from clients.fedpd import FedPDClient
 from clients.fedprox import FedProxClient
 from clients.problem import FlatModel, Metrics, Problem
 from clients.solvers import SOLVERS, LocalTraining, solve
@@ -22,6 +23,7 @@ __all__ = [
     "DirectoryStore",
     "FedADMMClient",
     "FedAvgClient",
+    "FedPDClient",
     "FedProxClient",
     "FederatedClient",
     "FlatModel",

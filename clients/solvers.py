@@ -186,10 +186,10 @@ def solve(
 
     def bent(loss: Tensor) -> Tensor:
         """Turn f's gradient, in place, and loss into the subproblem's."""
-        if isinstance(slope, Tensor):
+        if isinstance(slope, Tensor) or slope != 0.0:
             model.gradient.add_(slope)
             if needs_loss:
-                loss = loss + slope.dot(model.vector)
+                loss = loss + (slope * model.vector).sum()
         if pull:
             apart = model.vector - centre
             model.gradient.add_(apart, alpha=pull)

@@ -9,7 +9,7 @@ from typing import Any
 def parse_params(text: str) -> dict[str, Any]:
     """Return ``{"rho": 0.01, "eta": {0: 1.0, 60: 0.5}}`` from ``"rho=0.01 eta=0:1.0;60:0.5"``.
 
-    Raises ``ValueError`` for an item that is not ``name=value``.
+    Raises ``ValueError`` for an item that is not ``name=value``, or a schedule that is none.
 
     Examples
     --------
@@ -37,8 +37,11 @@ def format_params(params: Mapping[str, Any]) -> str:
 
 def _value(text: str) -> Any:
     if ":" in text:
-        pairs = (part.partition(":") for part in text.split(";"))
-        return {int(first): float(number) for first, _, number in pairs}
+        try:
+            pairs = (part.partition(":") for part in text.split(";"))
+            return {int(first): float(number) for first, _, number in pairs}
+        except ValueError:
+            raise ValueError(f"a schedule is given as 0:1.0;60:0.5, got {text!r}") from None
     if text in ("True", "true", "False", "false"):
         return text.lower() == "true"
     for kind in (int, float):

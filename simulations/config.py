@@ -28,8 +28,8 @@ def key(default: Scalar, about: str) -> Any:
 class RunConfig:
     """The keys of the run-config (kebab-case there), with what each means.
 
-    ``""`` for a text, 0 for a number that cannot be 0, and -1 for one that can, stand for the
-    default of the data set and algorithm (``simulations.defaults``).
+    ``""`` for a text and -1 for a number stand for the default of the data set and algorithm
+    (``simulations.defaults``).
     """
 
     algorithm: str = key("fedadmm", "one of `fl_strategies.STRATEGIES`")
@@ -42,30 +42,32 @@ class RunConfig:
     model: str = key("", "see `simulations.models`")
     clients: int = key(100, "number of clients; equals the simulated SuperNodes")
     rounds: int = key(30, "number of rounds")
-    fraction: float = key(0.0, "share of the clients that train in a round, in (0, 1]")
+    fraction: float = key(-1.0, "share of the clients that train in a round, in (0, 1]")
     seed: int = key(1, "fixes the whole run")
     solver: str = key("", "local solver: one of `clients.SOLVERS` or a class of torch.optim")
-    lr: float = key(0.0, "learning rate")
+    lr: float = key(-1.0, "learning rate")
     lr_decay: bool = key(False, "a tenth of `lr` from 50 % of the rounds on, a hundredth from 75 %")
     solver_params: str = key("", "further options of the solver: `gamma=2 delta=0.1`")
     momentum: float = key(-1.0, "momentum of the solver")
     nesterov: bool = key(False, "Nesterov's momentum")
     weight_decay: float = key(0.0, "weight decay of the solver")
-    epochs: int = key(0, "local epochs")
-    random_epochs: bool = key(False, "draw the epochs from U{1..epochs} per client and round")
+    epochs: int = key(-1, "local epochs")
+    random_epochs: str = key("", "`true`: draw the epochs from U{1..epochs}; `false`")
     steps: int = key(0, "mini-batch steps instead of epochs")
     batch_size: int = key(-1, "mini-batch size; 0 is the full batch")
+    penalty: float = key(-1.0, "weight of sum_j w_j^2/(1 + w_j^2), added to every client's loss")
     residual: float = key(-1.0, "stop at this squared norm of the subproblem's gradient")
     fraction_evaluate: float = key(0.0, "share of the clients that evaluate on data of their own")
     local_test: float = key(0.0, "share of each client's data held out for that")
-    target: float = key(0.0, "test accuracy whose first round is reported")
+    gradient_norm: str = key("", "`true`: report the squared norm of grad f, f the clients' mean")
+    target: float = key(-1.0, "test accuracy whose first round is reported")
     stop_at_target: bool = key(False, "end the run there")
     min_replies: int = key(1, "usable replies below which a round is void")
     lost_state: str = key("reset", "clients without their booked state: `reset refuse warn`")
     state_dir: str = key("", "directory for clients' state; empty: Flower's `context.state`")
     device: str = key("auto", "`auto` (a GPU where there is one), `cpu`, `cuda`")
     dtype: str = key("float32", "type of the model: `float32`, `float64`")
-    autocast: str = key("", "lower precision of forward passes: `bfloat16`, `float16`")
+    autocast: str = key("", "lower precision of forward passes: `bfloat16`")
     output: str = key("", "results folder; empty: a new one under `~/fl-strategies-results`")
 
     @classmethod
@@ -89,7 +91,7 @@ class RunConfig:
 
         if self.algorithm not in STRATEGIES:
             raise ValueError(f"unknown algorithm {self.algorithm!r}; known: {sorted(STRATEGIES)}")
-        found = defaults(self.algorithm, self.dataset, self.partition, self.solver)
+        found = defaults(self.algorithm, self.dataset, self.solver)
         unset = {
             name: value
             for name, value in found.items()
@@ -109,11 +111,14 @@ class RunConfig:
         check("fraction_evaluate", self.fraction_evaluate, low=0.0, high=1.0)
         check("seed", self.seed, low=0)
         check("target", self.target, low=0.0, high=1.0)
+        check("penalty", self.penalty, low=0.0)
         if self.fraction_evaluate > 0.0 and self.local_test == 0.0:
             raise ValueError("fraction-evaluate > 0 needs local-test > 0: clients need test data")
         for name, value, known in (
             ("dtype", self.dtype, ("float32", "float64")),
-            ("autocast", self.autocast, ("", "bfloat16", "float16")),
+            ("autocast", self.autocast, ("", "bfloat16")),
+            ("random-epochs", self.random_epochs, ("true", "false")),
+            ("gradient-norm", self.gradient_norm, ("true", "false")),
             ("device", self.device, ("auto", "cpu", "cuda")),
         ):
             if value not in known:
@@ -131,9 +136,9 @@ class RunConfig:
 
     def local(self) -> dict[str, Any]:
         """Return how clients train, as strategies send it."""
-        names = ("solver", "solver_params", "lr", "momentum", "nesterov", "weight_decay", "epochs",
-                 "random_epochs", "steps", "batch_size", "residual")  # fmt: skip
-        return {name.replace("_", "-"): getattr(self, name) for name in names}
+        names = [field.name for field in fields(LocalTraining) if field.name != "random_epochs"]
+        found = {name.replace("_", "-"): getattr(self, name) for name in names}
+        return found | {"random-epochs": self.random_epochs == "true"}
 
     def strategy(self, **options: Any) -> FederatedStrategy:
         """Return the strategy, with ``options`` for its base."""
@@ -147,7 +152,6 @@ class RunConfig:
         return STRATEGIES[self.algorithm](
             fraction_train=self.fraction,
             fraction_evaluate=self.fraction_evaluate,
-            min_available_nodes=self.clients,
             seed=self.seed,
             min_replies=self.min_replies,
             lost_state=self.lost_state,  # type: ignore[arg-type]  # checked there
