@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from clients.problem import kept_buffers
+from clients.replay import Generators, kept_buffers
 from fl_strategies import delta_sgd
 from fl_strategies.schedules import check
 
@@ -109,7 +109,7 @@ class DeltaSGD(Optimizer):
             raise ValueError("DeltaSGD.step needs a closure that computes loss and gradients")
         same_batch, same_masks = self.defaults["same_batch"], self.defaults["same_masks"]
         parameters = [p for group in self.param_groups for p in group["params"]]
-        replay = _replay(parameters)
+        generators = Generators.of(parameters)
         with torch.enable_grad():
             loss = closure()
         x: Values = {p: p.clone() for p in parameters}
@@ -120,7 +120,7 @@ class DeltaSGD(Optimizer):
                 for p in started:
                     p.copy_(self.state[p]["x"])
                 if same_masks:
-                    replay()
+                    generators.restore()
                 with torch.enable_grad():
                     closure()
                 g_before = _gradients(parameters)
@@ -153,19 +153,6 @@ class DeltaSGD(Optimizer):
 def _check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be bool, got {value!r}")
-
-
-def _replay(parameters: list[Tensor]) -> Callable[[], None]:
-    """Return a function that puts torch's generators back into their present states."""
-    cpu = torch.get_rng_state()
-    cuda = {i: torch.cuda.get_rng_state(i) for i in {p.get_device() for p in parameters} - {-1}}
-
-    def replay() -> None:
-        torch.set_rng_state(cpu)
-        for device, state in cuda.items():
-            torch.cuda.set_rng_state(state, device)
-
-    return replay
 
 
 def _gradients(parameters: list[Tensor]) -> Values:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from clients.replay import without_trace
 from fl_strategies.layout import Layout
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -133,17 +133,6 @@ class FlatModel:
             else:
                 views.append(piece.view(parameter.shape))
         return views
-
-
-@contextmanager
-def kept_buffers(module: nn.Module | None) -> Iterator[None]:
-    """Undo what is done inside to the module's buffers (running statistics, counters)."""
-    buffers = [] if module is None else list(module.buffers())
-    before = [buffer.clone() for buffer in buffers]
-    yield
-    with torch.no_grad():
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.copy_(value)
 
 
 class Metrics(NamedTuple):
@@ -270,8 +259,7 @@ class Problem:
 
         Otherwise without effect: running statistics and torch's generators stay as they were.
         """
-        cuda = [self.model.vector.device] if self.model.vector.is_cuda else []
-        with kept_buffers(self.model.module), torch.random.fork_rng(devices=cuda):
+        with without_trace([self.model.vector], self.model.module):
             loss, _ = self.gradient(self.inputs, self.targets)
         return loss
 
