@@ -51,6 +51,25 @@ MetricsAggregation: TypeAlias = Callable[[list[RecordDict], str], MetricRecord]
 EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
+LOCAL_KEYS = frozenset(
+    {
+        "solver",
+        "solver-params",
+        "lr",
+        "epochs",
+        "random-epochs",
+        "steps",
+        "batch-size",
+        "momentum",
+        "nesterov",
+        "weight-decay",
+        "residual",
+    }
+)
+"""What ``local`` may set: the fields of ``clients.LocalTraining``. A client of your own is told
+things through ``train_config`` instead."""
+
+
 class Upload(NamedTuple):
     """One client's reply: its trainable arrays as one vector [d], weight and scalars."""
 
@@ -193,6 +212,10 @@ class FederatedStrategy(FlowerFedAvg):
         )
         self.seed, self.min_replies, self.buffers = seed, min_replies, tuple(buffers)
         self.local = dict(local or {})
+        if unknown := sorted(self.local.keys() - LOCAL_KEYS):
+            raise ValueError(f"unknown local settings {unknown}; known: {sorted(LOCAL_KEYS)}")
+        for name in ("lr", "epochs"):
+            check(name, self.local.get(name, 1), above=0.0)
         for name, value in self.local.items():
             if isinstance(value, Mapping):
                 check(name, value)

@@ -1,9 +1,10 @@
 """``make demo``: FedADMM against FedAvg on 100 clients that hold two label-sorted shards each.
 
 Runs ``flwr run .`` (Flower's Ray simulation) once per algorithm on scikit-learn's digits, and ends
-with a table. Nothing it started stays running.
+with a table. Nothing it started stays running. Options of ``simulations.compare`` may be added.
 """
 
+import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -14,4 +15,5 @@ if __name__ == "__main__":
     main(
         "--engine ray --dataset digits --partition shards --clients 100 --rounds 30 --seed 1"
         f" --algorithms fedadmm,fedavg --output {folder}".split()
+        + sys.argv[1:]
     )

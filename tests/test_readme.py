@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import json
+import os
 import pkgutil
 import re
+import socket
 import subprocess
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -39,6 +43,73 @@ def test_the_readmes_comparison_runs(tmp_path: Path) -> None:
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"results: {tmp_path}"
+
+
+def test_the_demo_ends_with_a_table_and_the_path_of_its_results(tmp_path: Path) -> None:
+    assert "make demo\n" in blocks("bash")
+    assert "$(BIN)/python -m simulations.demo" in (ROOT / "Makefile").read_text()
+    short = ["--rounds", "2", "--clients", "10", "--output", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "simulations.demo", *short],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = done.stdout.splitlines()
+    assert lines[-1] == f"results: {tmp_path}"
+    assert [line.split()[1] for line in lines[-4:-2]] == ["fedadmm", "fedavg"]
+    assert any("round 2/2" in line for line in lines)
+
+
+def test_flwr_run_as_the_readme_types_it_works_and_is_stopped_as_it_says(tmp_path: Path) -> None:
+    """In a clean clone, with a Flower home and ports of the test's own."""
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(tmp_path / "clone")], check=True)
+    with socket.socket() as one, socket.socket() as two:
+        one.bind(("127.0.0.1", 0))
+        two.bind(("127.0.0.1", 0))
+        ports = [str(s.getsockname()[1]) for s in (one, two)]
+    env = os.environ | {
+        "FLWR_HOME": str(tmp_path / "home"),
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": ports[0],
+        "FLWR_LOCAL_CONTROL_API_PORT": ports[1],
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HOME": str(tmp_path),
+    }
+    run, stop = (
+        next(b for b in blocks("bash") if b.startswith(start))
+        for start in ("FLWR_DISABLE", "LINK=")
+    )
+    run = run.replace(".venv/bin/", "").replace("supernodes=100", "supernodes=4").strip()
+    try:
+        done = subprocess.run(
+            f"{run} --run-config 'clients=4 rounds=2 fraction=0.5 model=\"logistic\"'",
+            shell=True,
+            cwd=tmp_path / "clone",
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert "fedadmm round 2/2" in done.stdout, done.stdout + done.stderr
+        results = re.findall(r"results: (\S+)", done.stdout)[-1]
+        assert json.loads((Path(results) / "summary.json").read_text())["finished"]
+    finally:
+        subprocess.run(stop.replace("39091", ports[0]), shell=True, env=env)
+    time.sleep(1.0)
+    assert not running(str(tmp_path / "home"))
+
+
+def running(home: str) -> list[str]:
+    """Return the processes, but for defunct ones, whose environment has this Flower home."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"FLWR_HOME={home}".encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_text())
+        except OSError:
+            continue
+    return found
 
 
 def test_the_readmes_table_names_every_algorithm() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 from problems import Quadratic, grid, make_client_app, quadratics, to_record, to_vector
 from test_laws import START, local, train
 
+from clients import LocalTraining
 from fl_strategies import FedADMM, FedAvg, RoundInfo
+from fl_strategies.strategy import LOCAL_KEYS
 from simulations.in_process import FIRST_NODE, InProcessGrid
 
 Tamper = Callable[[RecordDict], None]
@@ -320,6 +323,10 @@ def test_callbacks_see_every_round_and_may_end_the_run() -> None:
     assert list(result.evaluate_metrics_serverapp) == [0, 1, 2]
 
 
+def test_the_local_settings_are_the_fields_of_local_training() -> None:
+    assert {field.name.replace("_", "-") for field in fields(LocalTraining)} == LOCAL_KEYS
+
+
 def test_local_settings_may_follow_a_schedule() -> None:
     problems = quadratics(2)
     scheduled = averaging(local=local(lr={0: 0.1, 2: 0.02}))
@@ -362,6 +369,8 @@ def test_a_config_may_not_set_what_the_strategy_sends() -> None:
         ({"min_replies": {0: 3}}, "min_replies must be an integer >= 1, got"),
         ({"min_train_nodes": 2.5}, "min_train_nodes must be an integer >= 1, got 2.5"),
         ({"fraction_train": {0: 0.5}}, "fraction_train must be > 0 and <= 1, got"),
+        ({"local": {"epoch": 3}}, r"unknown local settings \['epoch'\]; known: \['batch-size', "),
+        ({"local": {"lr": {0: 0.1, 50: 0.0}}}, "lr must be > 0, got 0.0"),
         ({"seed": -1}, "seed must be an integer >= 0, got -1"),
         ({"seed": 1.5}, "seed must be an integer >= 0, got 1.5"),
         ({"lost_state": "ignore"}, "lost_state must be one of"),
