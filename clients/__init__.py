@@ -5,6 +5,7 @@ from clients.base import FederatedClient, Step
 from clients.bridge import client_app, client_id
 from clients.fedadmm import FedADMMClient
 from clients.fedavg import FedAvgClient
+from clients.fedbcd import FedBCDAsyncClient, FedBCDClient, FedBCDIClient
 from clients.fedprox import FedProxClient
 from clients.problem import FlatModel, Metrics, Problem
 from clients.solvers import SOLVERS, LocalTraining, solve
@@ -18,6 +19,9 @@ __all__ = [
     "DirectoryStore",
     "FedADMMClient",
     "FedAvgClient",
+    "FedBCDAsyncClient",
+    "FedBCDClient",
+    "FedBCDIClient",
     "FedProxClient",
     "FederatedClient",
     "FlatModel",

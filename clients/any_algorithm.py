@@ -9,10 +9,19 @@ from flwr.client import NumPyClient
 from clients.base import Arrays, Config, FederatedClient
 from clients.fedadmm import FedADMMClient
 from clients.fedavg import FedAvgClient
+from clients.fedbcd import FedBCDAsyncClient, FedBCDClient, FedBCDIClient
 from clients.fedprox import FedProxClient
 
 CLIENTS: dict[str, type[FederatedClient]] = {
-    client.algorithm: client for client in (FedAvgClient, FedProxClient, FedADMMClient)
+    client.algorithm: client
+    for client in (
+        FedAvgClient,
+        FedProxClient,
+        FedADMMClient,
+        FedBCDClient,
+        FedBCDIClient,
+        FedBCDAsyncClient,
+    )
 }
 """Every client by the name of its algorithm."""
 

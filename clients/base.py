@@ -61,6 +61,8 @@ class FederatedClient(NumPyClient):
     algorithm: ClassVar[str]
     state_type: ClassVar[type | None] = None
     """The named tuple that the client keeps, if any."""
+    infos: list[Info]
+    """What the solver did in this request, one for each time it was called."""
 
     def __init__(
         self,
@@ -73,6 +75,7 @@ class FederatedClient(NumPyClient):
     ) -> None:
         self.problem, self.client_id, self.test = problem, client_id, test
         self.store, self.training = store, training or LocalTraining()
+        self.infos: list[Info] = []
 
     # ---- what an algorithm adds -------------------------------------------------------------
 
@@ -101,9 +104,9 @@ class FederatedClient(NumPyClient):
         server_round = int(config.get("server-round", 0))
         rng = stream(int(config.get("seed", 0)), "local", server_round, self.client_id)
         training = self.training.updated(config)
-        infos: list[Info] = []
+        self.infos = infos = []
 
-        def solve_here(start: Tensor, subproblem: Subproblem) -> Tensor:
+        def solve_here(start: Any, subproblem: Subproblem) -> Any:
             w, info = solve(self.problem, start, subproblem, training, rng)
             infos.append(info)
             return w

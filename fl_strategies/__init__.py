@@ -3,12 +3,16 @@
 from fl_strategies.callbacks import BestModel, EarlyStop, History, RoundInfo
 from fl_strategies.fedadmm import FedADMM
 from fl_strategies.fedavg import FedAvg
+from fl_strategies.fedbcd import FedBCD
+from fl_strategies.fedbcd_async import FedBCDAsync
+from fl_strategies.fedbcd_i import FedBCDI
 from fl_strategies.fedprox import FedProx
 from fl_strategies.schedules import step_decay
 from fl_strategies.strategy import FederatedStrategy, Upload
 
 STRATEGIES: dict[str, type[FederatedStrategy]] = {
-    strategy.algorithm: strategy for strategy in (FedAvg, FedProx, FedADMM)
+    strategy.algorithm: strategy
+    for strategy in (FedAvg, FedProx, FedADMM, FedBCD, FedBCDI, FedBCDAsync)
 }
 """Every strategy by the name of its algorithm."""
 
@@ -18,6 +22,9 @@ __all__ = [
     "EarlyStop",
     "FedADMM",
     "FedAvg",
+    "FedBCD",
+    "FedBCDAsync",
+    "FedBCDI",
     "FedProx",
     "FederatedStrategy",
     "History",

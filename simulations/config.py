@@ -49,9 +49,12 @@ class RunConfig:
     momentum: float = key(-1.0, "momentum of the solver")
     nesterov: bool = key(False, "Nesterov's momentum")
     weight_decay: float = key(0.0, "weight decay of the solver")
+    extrapolation: float = key(0.0, "each step is taken at w + this * (w - previous w)")
+    box: float = key(0.0, "each step ends with the projection onto [-box, box]^d; 0: none")
     epochs: int = key(0, "local epochs")
     random_epochs: bool = key(False, "draw the epochs from U{1..epochs} per client and round")
     steps: int = key(0, "mini-batch steps instead of epochs")
+    random_steps: bool = key(False, "draw the steps from U{1..steps} per client and round")
     batch_size: int = key(-1, "mini-batch size; 0 is the full batch")
     residual: float = key(-1.0, "stop at this squared norm of the subproblem's gradient")
     fraction_evaluate: float = key(0.0, "share of the clients that evaluate on data of their own")
@@ -121,7 +124,7 @@ class RunConfig:
         if self.state_dir and not os.path.isabs(self.state_dir):
             raise ValueError(f"state-dir must be an absolute path, got {self.state_dir!r}")
         LocalTraining().updated(self.local())
-        self.strategy()
+        self.strategy().check_clients(self.clients)
 
     def to_run_config(self) -> dict[str, Scalar]:
         """Return the keys and values as ``flwr run`` takes them."""
@@ -129,8 +132,9 @@ class RunConfig:
 
     def local(self) -> dict[str, Any]:
         """Return how clients train, as strategies send it."""
-        names = ("solver", "lr", "momentum", "nesterov", "weight_decay", "epochs", "random_epochs",
-                 "steps", "batch_size", "residual")  # fmt: skip
+        names = ("solver", "lr", "momentum", "nesterov", "weight_decay", "extrapolation", "box",
+                 "epochs", "random_epochs", "steps", "random_steps", "batch_size",
+                 "residual")  # fmt: skip
         return {name.replace("_", "-"): getattr(self, name) for name in names}
 
     def strategy(self, **options: Any) -> FederatedStrategy:
@@ -163,8 +167,12 @@ class RunConfig:
 
 def knobs(algorithm: str) -> list[str]:
     """Return the names of the algorithm's own knobs."""
-    names = inspect.signature(STRATEGIES[algorithm]).parameters
-    return [name for name in names if name not in Options.__annotations__ and name != "options"]
+    strategy = STRATEGIES[algorithm]
+    bases = strategy.__mro__[: strategy.__mro__.index(FederatedStrategy)]
+    names = [name for base in bases for name in inspect.signature(base).parameters]
+    return [
+        name for name in dict.fromkeys(names) if name not in (*Options.__annotations__, "options")
+    ]
 
 
 def parse_params(text: str) -> dict[str, Any]:
@@ -198,6 +206,8 @@ def _value(text: str) -> Any:
     if ":" in text:
         pairs = (part.partition(":") for part in text.split(";"))
         return {int(first): float(number) for first, _, number in pairs}
+    if text in ("None", "none"):
+        return None
     if text in ("True", "true", "False", "false"):
         return text.lower() == "true"
     for kind in (int, float):

@@ -246,7 +246,9 @@ def test_a_flower_metrics_function_is_used_where_one_is_given() -> None:
     def largest(contents: list[RecordDict], weighted_by: str) -> MetricRecord:
         return MetricRecord({"largest": max(c["metrics"][weighted_by] for c in contents)})
 
-    result = averaging(train_metrics_aggr_fn=largest).start(grid(quadratics(3)), to_record(START), 1)
+    result = averaging(train_metrics_aggr_fn=largest).start(
+        grid(quadratics(3)), to_record(START), 1
+    )
     assert result.train_metrics_clientapp[1]["largest"] == 11
 
 
@@ -311,6 +313,8 @@ def test_a_config_may_not_set_what_the_strategy_sends() -> None:
         ({"weights": "size"}, r"weights must be one of \['examples', 'uniform'\], got 'size'"),
     ],
 )
-def test_bad_options_are_refused_with_bound_and_value(options: dict[str, Any], message: str) -> None:
+def test_bad_options_are_refused_with_bound_and_value(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         FedAvg(**options)
