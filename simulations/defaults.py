@@ -27,11 +27,17 @@ DATASETS: dict[str, dict[str, Any]] = {
 
 ALGORITHMS: dict[tuple[str, str], dict[str, Any]] = {
     ("fedadmm", "digits"): {"params": "rho=0.1"},
+    ("fedbcd", ""): {"fraction": 0.3, "lr": 0.01},
+    ("fedbcd-i", ""): {"fraction": 0.3, "lr": 0.01},
+    ("fedbcd-async", ""): {"fraction": 0.3, "lr": 0.01, "params": "servers=10 first=5"},
+    ("fedbcd", "digits"): {"lr": 0.5, "params": "gamma=0.1 eta_z=1.0"},
+    ("fedbcd-i", "digits"): {"lr": 0.2, "params": "eta_z=1.0"},
+    ("fedbcd-async", "digits"): {"lr": 0.5, "params": "servers=5 first=3 gamma=0.1 eta_z=1.0"},
 }
-"""Over those, for (algorithm, data set)."""
+"""Over those, for (algorithm, data set); "" is any data set."""
 
 
 def defaults(algorithm: str, dataset: str, partition: str) -> dict[str, Any]:
     """Return the default of each key that has one for this data set and algorithm."""
     found = ANY | DATASETS.get(dataset, {})
-    return found | ALGORITHMS.get((algorithm, dataset), {})
+    return found | ALGORITHMS.get((algorithm, ""), {}) | ALGORITHMS.get((algorithm, dataset), {})

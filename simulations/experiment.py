@@ -62,7 +62,8 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
     ``callbacks`` are called at the end of each round, beside the ones that write the results.
 
     The folder holds ``config.json``, ``history.jsonl`` (a line a round, written as it ends),
-    ``model.safetensors``, ``summary.json`` and ``curve.png``, also when the run is interrupted.
+    ``model.safetensors``, ``summary.json`` and ``curve.png``, also when the run is interrupted;
+    of async-cloud FedBCD ``cloud-N.safetensors``, the model of each cloud server, as well.
     """
     folder = results_folder(config)
     write_atomically(folder / "config.json", json.dumps(asdict(config), indent=2).encode())
@@ -95,6 +96,8 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
         write_atomically(folder / "summary.json", json.dumps(asdict(summary), indent=2).encode())
         if history.arrays is not None:
             write_atomically(folder / "model.safetensors", model_bytes(history.arrays))
+        for n, arrays in enumerate(getattr(strategy, "cloud_models", [])):
+            write_atomically(folder / f"cloud-{n}.safetensors", model_bytes(arrays))
         draw_curve(folder / "history.jsonl", folder / "curve.png", config.algorithm)
         print(f"results: {folder}", flush=True)
     return summary

@@ -148,7 +148,7 @@ TABLE = [
         CLOUDS | {"first": 1, "rigorous": True, "staleness": 1, "order": "arrival"},
         CLOUDS_NEED
         | {"first": {"servers": 4}}
-        | dict.fromkeys(("rigorous", "staleness", "order"), {"servers": 4, "first": 1}),
+        | {name: {"servers": 4, "first": 1} for name in ("rigorous", "staleness", "order")},
     ),
 ]
 
