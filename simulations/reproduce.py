@@ -95,7 +95,7 @@ def fedbcd_mnist() -> list[Cell]:
 
     Sync-cloud by the paper's rule and by its authors' code, async-cloud with beta = B/V of 0.3 and
     0.5, FedBCD-I, and FedProx with ASPG, as the paper has it, and FedAvg. Devices hold 3 or 6
-    labels each, 3 or 6 of 10 are active. ``virtual-seconds`` in the histories is the time of Fig. 4.
+    labels each, 3 or 6 of 10 are active. The time of Fig. 4 is ``virtual-seconds``.
     """
     base = {
         "dataset": "mnist",
