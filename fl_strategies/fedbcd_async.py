@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from fl_strategies.strategy import Asked, EvaluateFn
 
-PAUSE = 0.1
+PAUSE = 0.5
 """Seconds between two looks for replies, while none come."""
 
 
@@ -273,7 +273,10 @@ class FedBCDAsync(BookedStrategy):
             for node in phase.asked.clients
             if phase.end is None
         }
-        for message_id, message in zip(grid.push_messages(requests), requests, strict=True):
+        # a request that Flower could not send has the id None, and all of them may have no id
+        for message_id, message in zip(grid.push_messages(requests), requests, strict=False):
+            if not message_id:
+                continue
             node = message.metadata.dst_node_id
             n, phase = cloud_of[node]
             client = phase.asked.clients[node]
@@ -286,8 +289,10 @@ class FedBCDAsync(BookedStrategy):
         for reply in replies:
             self._arrived(reply)
         now = time.monotonic()
-        for phase in self._phases.values():
-            complete = phase.replies and not phase.waiting
+        underway = {request.cloud for request in self._underway.values()}
+        for n, phase in self._phases.items():
+            # with no reply yet, one that is late from an earlier phase is waited for
+            complete = not phase.waiting and (phase.replies or n not in underway)
             if phase.end is None and (complete or now >= phase.deadline):
                 phase.end = now
         if not replies:
@@ -296,8 +301,8 @@ class FedBCDAsync(BookedStrategy):
     def _arrived(self, reply: Message) -> None:
         about = reply.metadata
         by_node = (key for key, r in self._underway.items() if r.node == about.src_node_id)
-        key = about.reply_to_message_id
-        request = self._underway.pop(key if key in self._underway else next(by_node, ""), None)
+        # Flower's own error replies come from no node, but name the message
+        request = self._underway.pop(next(by_node, about.reply_to_message_id), None)
         if request is None or request.cloud not in self._phases:
             return
         phase = self._phases[request.cloud]

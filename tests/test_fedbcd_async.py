@@ -243,6 +243,26 @@ def test_by_arrival_an_error_reply_ends_the_wait_for_its_device() -> None:
     assert one._underway == {}
 
 
+class Lossy(Slow):
+    """Requests to some clients cannot be sent in the first round: their ids are None."""
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        first = not self.pushed
+        ids = list(super().push_messages(messages))
+        return [None if first and i in (1, 2) else key for i, key in enumerate(ids)]  # type: ignore
+
+
+def test_by_arrival_a_request_that_could_not_be_sent_is_not_waited_for() -> None:
+    federation = Lossy(quadratics(3), {})
+    acked: list[dict[int, int]] = []
+    one = async_(order="arrival")
+    one.callbacks = (lambda info: acked.append(dict(one._acked)),)
+    train(one, federation, 2)
+    assert acked == [{0: 1}, {0: 2, 1: 2, 2: 2}]
+    total = one._books[0].total
+    np.testing.assert_allclose(total, sum_of_last_models(federation, one._acked, 3), rtol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
