@@ -3,25 +3,31 @@
 from clients.any_algorithm import CLIENTS, AnyAlgorithmClient
 from clients.base import FederatedClient, Step
 from clients.bridge import client_app, client_id
+from clients.delta_sgd import DeltaSGD
 from clients.fedadmm import FedADMMClient
 from clients.fedavg import FedAvgClient
 from clients.fedbcd import FedBCDAsyncClient, FedBCDClient, FedBCDIClient
+from clients.fedpd import FedPDClient
 from clients.fedprox import FedProxClient
 from clients.problem import FlatModel, Metrics, Problem
 from clients.solvers import SOLVERS, LocalTraining, solve
+from clients.sps import SPS
 from clients.state import ContextStore, DirectoryStore, Owner, StateError
 
 __all__ = [
     "CLIENTS",
     "SOLVERS",
+    "SPS",
     "AnyAlgorithmClient",
     "ContextStore",
+    "DeltaSGD",
     "DirectoryStore",
     "FedADMMClient",
     "FedAvgClient",
     "FedBCDAsyncClient",
     "FedBCDClient",
     "FedBCDIClient",
+    "FedPDClient",
     "FedProxClient",
     "FederatedClient",
     "FlatModel",

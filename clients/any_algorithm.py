@@ -10,6 +10,7 @@ from clients.base import Arrays, Config, FederatedClient
 from clients.fedadmm import FedADMMClient
 from clients.fedavg import FedAvgClient
 from clients.fedbcd import FedBCDAsyncClient, FedBCDClient, FedBCDIClient
+from clients.fedpd import FedPDClient
 from clients.fedprox import FedProxClient
 
 CLIENTS: dict[str, type[FederatedClient]] = {
@@ -18,6 +19,7 @@ CLIENTS: dict[str, type[FederatedClient]] = {
         FedAvgClient,
         FedProxClient,
         FedADMMClient,
+        FedPDClient,
         FedBCDClient,
         FedBCDIClient,
         FedBCDAsyncClient,
@@ -39,13 +41,16 @@ class AnyAlgorithmClient(NumPyClient):
 
     def fit(self, parameters: Arrays, config: Config) -> tuple[Arrays, int, dict[str, Any]]:
         """As :meth:`clients.FederatedClient.fit`."""
-        if "proximal_mu" in config:  # as Flower's legacy FedProx spells it
-            config = {**config, "proximal-mu": config["proximal_mu"]}
-        return self._client(config).fit(parameters, config)
+        return self._client(kebab(config)).fit(parameters, kebab(config))
 
     def evaluate(self, parameters: Arrays, config: Config) -> tuple[float, int, dict[str, Any]]:
         """As :meth:`clients.FederatedClient.evaluate`."""
-        return self._client(config).evaluate(parameters, config)
+        return self._client(kebab(config)).evaluate(parameters, kebab(config))
+
+    @property
+    def array_names(self) -> list[str]:
+        """As :attr:`clients.FederatedClient.array_names`."""
+        return FederatedClient(*self._args, **self._kwargs).array_names
 
     def _client(self, config: Config) -> FederatedClient:
         flowers_own = "fedprox" if "proximal-mu" in config else "fedavg"
@@ -53,3 +58,8 @@ class AnyAlgorithmClient(NumPyClient):
         if name not in CLIENTS:
             raise ValueError(f"unknown algorithm {name!r}; this client knows {sorted(CLIENTS)}")
         return CLIENTS[name](*self._args, **self._kwargs)
+
+
+def kebab(config: Config) -> Config:
+    """Return ``config`` with the keys of legacy strategies (``server_round``) as ours are spelt."""
+    return {name.replace("_", "-"): value for name, value in config.items()}

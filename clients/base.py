@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
@@ -32,6 +33,8 @@ class Step(NamedTuple):
     """What to keep."""
     scalars: Mapping[str, float] = {}
     """Numbers to send beside it."""
+    infos: Sequence[Info] = ()
+    """What local training came to, where it was not done by ``solve``."""
 
 
 class FederatedClient(NumPyClient):
@@ -87,9 +90,23 @@ class FederatedClient(NumPyClient):
         """Return the state of a newcomer."""
         return None
 
+    def rounds(self, config: Config) -> Sequence[int]:
+        """Return the numbers of the rounds that a request asks for: one, the server's.
+
+        An algorithm may have its clients run several without contact: each then starts from the
+        upload of the one before. Random streams derive from these numbers, and ``step`` finds its
+        own as ``config["round"]``.
+        """
+        return [int(config.get("server-round", 0))]
+
     def own_model(self, state: State) -> Tensor | None:
         """Return the client's own model [d], if the algorithm keeps one."""
         return None
+
+    @property
+    def array_names(self) -> list[str]:
+        """Names of the arrays that the client expects and returns, in this order."""
+        return self.problem.model.names
 
     # ---- Flower's NumPyClient -----------------------------------------------------------------
 
@@ -102,20 +119,27 @@ class FederatedClient(NumPyClient):
         model = self.problem.model
         theta = model.load(parameters)
         server_round = int(config.get("server-round", 0))
-        rng = stream(int(config.get("seed", 0)), "local", server_round, self.client_id)
         training = self.training.updated(config)
-        self.infos = infos = []
+        infos: list[Info] = []
+        self.infos = infos
 
         def solve_here(start: Any, subproblem: Subproblem) -> Any:
             w, info = solve(self.problem, start, subproblem, training, rng)
             infos.append(info)
             return w
 
+        seed = int(config.get("seed", 0))
         state, nonce = self._settled(theta, config)
         cuda = [theta.device] if theta.is_cuda else []
         with torch.random.fork_rng(devices=cuda):
-            torch.manual_seed(int(rng.integers(2**63)))  # dropout masks and the like
-            step = self.step(state, theta, solve_here, config)
+            for number in self.rounds(config):
+                rng = np.random.default_rng()  # where no round is named, none is repeated
+                if "server-round" in config:
+                    rng = stream(seed, "local", number, self.client_id)
+                torch.manual_seed(int(rng.integers(2**63)))  # dropout masks and the like
+                step = self.step(state, theta, solve_here, {**config, "round": number})
+                state, theta = step.state, step.upload
+                infos.extend(step.infos)
         metrics: dict[str, Any] = dict(step.scalars)
         if infos:
             last = infos[-1]
@@ -124,7 +148,7 @@ class FederatedClient(NumPyClient):
             metrics["epochs"] = sum(info.epochs for info in infos)
             if self.problem.classifies:
                 metrics["train-accuracy"] = last.accuracy
-            if training.residual >= 0.0:
+            if not math.isnan(last.residual):
                 metrics["residual"] = last.residual
         if step.state is not None:
             assert self.store is not None

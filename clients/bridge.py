@@ -45,8 +45,9 @@ class _BridgedApp(ClientApp):
 
         @self.train(mods=mods)
         def train(message: Message, context: Context) -> Message:
-            names, arrays, config = _request(message)
-            trained, examples, metrics = client_fn(context).fit(arrays, config)
+            client = client_fn(context)
+            names, arrays, config = _request(message, client)
+            trained, examples, metrics = client.fit(arrays, config)
             if len(trained) != len(names):
                 raise ValueError(f"fit returned {len(trained)} arrays, {len(names)} were received")
             record = ArrayRecord(
@@ -56,8 +57,9 @@ class _BridgedApp(ClientApp):
 
         @self.evaluate(mods=mods)
         def evaluate(message: Message, context: Context) -> Message:
-            _, arrays, config = _request(message)
-            loss, examples, metrics = client_fn(context).evaluate(arrays, config)
+            client = client_fn(context)
+            _, arrays, config = _request(message, client)
+            loss, examples, metrics = client.evaluate(arrays, config)
             return _reply(message, examples, {"eval-loss": loss, **metrics})
 
         @self.query()
@@ -77,8 +79,11 @@ class _BridgedApp(ClientApp):
         return self._legacy(message, context) if legacy else super().__call__(message, context)
 
 
-def _request(message: Message) -> tuple[list[str], list[Any], dict[str, Any]]:
-    """Return the one ArrayRecord's names and arrays, and the one ConfigRecord, as a new dict."""
+def _request(message: Message, client: NumPyClient) -> tuple[list[str], list[Any], dict[str, Any]]:
+    """Return the one ArrayRecord's names and arrays, and the one ConfigRecord, as a new dict.
+
+    A client that knows the names of its arrays (``array_names``, as ours do) must find them here.
+    """
     content = message.content
     if len(content.array_records) != 1 or len(content.config_records) > 1:
         raise ValueError(
@@ -87,6 +92,9 @@ def _request(message: Message) -> tuple[list[str], list[Any], dict[str, Any]]:
         )
     record = next(iter(content.array_records.values()))
     config = dict(next(iter(content.config_records.values()), {}))
+    expected = getattr(client, "array_names", list(record))
+    if list(record) != expected:
+        raise ValueError(f"the client's model has arrays {expected}, {list(record)} were received")
     return list(record), [array.numpy() for array in record.values()], config
 
 

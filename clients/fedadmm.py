@@ -16,7 +16,7 @@ class FedADMMClient(FederatedClient):
     state_type = fedadmm.State
 
     def first_state(self, theta: Tensor, config: Config) -> fedadmm.State:
-        return fedadmm.first_state(theta, rho=config.get("rho", 1.0))
+        return fedadmm.first_state(theta, rho=knob(config, "rho"))
 
     def step(self, state: fedadmm.State, theta: Tensor, solve: Solve, config: Config) -> Step:
         state, delta = fedadmm.client_rule(

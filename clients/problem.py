@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from clients.replay import without_trace
 from fl_strategies.layout import Layout
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -258,13 +259,8 @@ class Problem:
 
         Otherwise without effect: running statistics and torch's generators stay as they were.
         """
-        buffers = list(self.model.module.buffers())
-        before = [buffer.clone() for buffer in buffers]
-        cuda = [self.model.vector.device] if self.model.vector.is_cuda else []
-        with torch.random.fork_rng(devices=cuda):
+        with without_trace([self.model.vector], self.model.module):
             loss, _ = self.gradient(self.inputs, self.targets)
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.copy_(value)
         return loss
 
     @torch.no_grad()

@@ -19,25 +19,33 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from clients.delta_sgd import DeltaSGD
 from clients.problem import Problem
+from clients.sps import SPS
+from fl_strategies.params import parse_params
 from fl_strategies.schedules import check
 from fl_strategies.subproblem import Iterates, Subproblem
 
 MakeOptimizer: TypeAlias = Callable[..., Optimizer]
-"""``make([parameter], lr=...)``: an optimizer class, or a function that builds one."""
+"""``make([parameter], lr=...)``: an optimizer class, or a function that builds one. If it has
+arguments ``module`` or ``batch_share``, it gets the torch module and batch size / data set size."""
 
 SOLVERS: dict[str, MakeOptimizer] = {
     "gd": torch.optim.SGD,
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
     "adagrad": torch.optim.Adagrad,
+    "delta-sgd": DeltaSGD,
+    "sps": SPS,
     "lbfgs": functools.partial(torch.optim.LBFGS, line_search_fn="strong_wolfe"),
 }
 """Solvers by name; ``gd`` and ``lbfgs`` run on the full batch. Any other name is looked up in
 ``torch.optim`` (``"RMSprop"``)."""
 
 FULL_BATCH = ("gd", "lbfgs")
-GRADIENT_ONLY = ("gd", "sgd", "adam", "adagrad")
+OWN_KEY = ("lr", "momentum", "nesterov", "weight_decay")
+"""Arguments of optimizers that are fields of their own."""
+GRADIENT_ONLY = ("gd", "sgd", "adam", "adagrad", "delta-sgd")
 """Solvers that do not look at the loss, so that the subproblem's need not be worked out."""
 
 
@@ -50,7 +58,10 @@ class LocalTraining:
     solver : str or callable (default "sgd")
         A name in ``SOLVERS``, a class name in ``torch.optim``, or ``make([parameter], lr=...)``.
     lr : float > 0 (default 0.1)
-        Learning rate.
+        Learning rate. What the solver makes of it: eta_0 in "delta-sgd", the step size that a
+        round's first may grow from in "sps".
+    solver_params : str (default "")
+        Further arguments of the solver, as text: "gamma=2 delta=0.1".
     epochs : int >= 1 (default 1)
         Passes over the client's examples.
     random_epochs : bool (default False)
@@ -81,6 +92,7 @@ class LocalTraining:
 
     solver: str | MakeOptimizer = "sgd"
     lr: float = 0.1
+    solver_params: str = ""
     epochs: int = 1
     random_epochs: bool = False
     steps: int = 0
@@ -104,11 +116,12 @@ class LocalTraining:
         check("box", self.box, low=0.0)
         if self.residual != -1.0:
             check("residual", self.residual, low=0.0)
-        for name in ("epochs", "steps", "batch_size", "random_epochs", "random_steps", "nesterov"):
-            kind = bool if name.startswith(("random", "nesterov")) else int
+        kinds = {"epochs": int, "steps": int, "batch_size": int, "random_epochs": bool,
+                 "random_steps": bool, "nesterov": bool, "solver_params": str}  # fmt: skip
+        for name, kind in kinds.items():
             if not isinstance(value := getattr(self, name), kind):
                 raise ValueError(f"{name} must be {kind.__name__}, got {value!r}")
-        self.optimizer([torch.nn.Parameter(torch.zeros(1))])
+        self.optimizer([torch.nn.Parameter(torch.zeros(1))], module=None, batch_share=1.0)
 
     def updated(self, config: Mapping[str, Any]) -> LocalTraining:
         """Return these settings with those that ``config`` (kebab-case keys) sets."""
@@ -116,8 +129,8 @@ class LocalTraining:
         found = [(n, config[k]) for n in names if (k := n.replace("_", "-")) in config]
         return _updated(self, tuple(found))
 
-    def optimizer(self, parameters: list[torch.nn.Parameter]) -> Optimizer:
-        """Return the optimizer over ``parameters``."""
+    def optimizer(self, parameters: list[torch.nn.Parameter], **offered: Any) -> Optimizer:
+        """Return the optimizer over ``parameters``, given what it takes of ``offered``."""
         make = self.solver
         if isinstance(make, str):
             found = SOLVERS.get(make, getattr(torch.optim, make, None))
@@ -133,7 +146,13 @@ class LocalTraining:
         accepted = inspect.signature(make).parameters
         if unknown := sorted(wanted.keys() - accepted.keys()):
             raise ValueError(f"solver {self.solver!r} has no {', '.join(unknown)}")
-        return make(parameters, lr=self.lr, **wanted)
+        params = parse_params(self.solver_params)
+        options = [*accepted][1:]
+        free = [name for name in options if name not in (*offered, *OWN_KEY)]
+        if unknown := sorted(params.keys() - set(free)):
+            raise ValueError(f"solver {self.solver!r} has no option {unknown}; it has {free}")
+        taken = {name: value for name, value in offered.items() if name in options}
+        return make(parameters, lr=self.lr, **wanted, **params, **taken)
 
 
 @functools.lru_cache(maxsize=64)
@@ -190,9 +209,11 @@ def solve(
     model.attach_gradients()
     parameter = torch.nn.Parameter(model.vector)
     parameter.grad = model.gradient
-    optimizer = training.optimizer([parameter])
-    needs_loss = training.solver not in GRADIENT_ONLY
     batch_size = 0 if training.solver in FULL_BATCH else training.batch_size
+    share = min(1.0, batch_size / len(problem)) if batch_size else 1.0
+    optimizer = training.optimizer([parameter], module=model.module, batch_share=share)
+    needs_loss = training.solver not in GRADIENT_ONLY
+    floor = _floor(subproblem, w) if needs_loss else 0.0
     epochs = training.epochs
     if training.random_epochs:
         epochs = int(rng.integers(1, training.epochs, endpoint=True))
@@ -204,16 +225,16 @@ def solve(
 
     def bent(loss: Tensor) -> Tensor:
         """Turn f's gradient, in place, and loss into the subproblem's."""
-        if isinstance(slope, Tensor):
+        if isinstance(slope, Tensor) or slope != 0.0:
             model.gradient.add_(slope)
             if needs_loss:
-                loss = loss + slope.dot(model.vector)
+                loss = loss + (slope * model.vector).sum()
         if pull:
             apart = model.vector - centre
             model.gradient.add_(apart, alpha=pull)
             if needs_loss:
                 loss = loss + (pull / 2) * apart.dot(apart)
-        return loss
+        return loss - floor
 
     keeps_previous = training.extrapolation > 0.0 or isinstance(start, Iterates)
     steps = done = 0
@@ -254,6 +275,20 @@ def solve(
     info = Info(steps, done, loss, accuracy, residual)
     last = model.vector.clone()
     return (Iterates(last, previous) if isinstance(start, Iterates) else last), info
+
+
+def _floor(subproblem: Subproblem, start: Tensor) -> Tensor | float:
+    """Return the least value of <a, w> + (r/2) ||w - c||^2.
+
+    Taken off the loss, it makes a lower bound of f one of the subproblem's too, as SPS needs.
+    Without a pull there is no least value, and that at ``start`` stands in.
+    """
+    slope, pull, centre = subproblem
+    if not isinstance(slope, Tensor):
+        return 0.0
+    if not pull:
+        return slope.dot(start)
+    return (slope * (centre - slope / (2.0 * pull))).sum()
 
 
 def _batches(examples: int, batch_size: int) -> int:

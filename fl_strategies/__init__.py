@@ -6,13 +6,14 @@ from fl_strategies.fedavg import FedAvg
 from fl_strategies.fedbcd import FedBCD
 from fl_strategies.fedbcd_async import FedBCDAsync
 from fl_strategies.fedbcd_i import FedBCDI
+from fl_strategies.fedpd import FedPD
 from fl_strategies.fedprox import FedProx
 from fl_strategies.schedules import step_decay
 from fl_strategies.strategy import FederatedStrategy, Upload
 
 STRATEGIES: dict[str, type[FederatedStrategy]] = {
     strategy.algorithm: strategy
-    for strategy in (FedAvg, FedProx, FedADMM, FedBCD, FedBCDI, FedBCDAsync)
+    for strategy in (FedAvg, FedProx, FedADMM, FedPD, FedBCD, FedBCDI, FedBCDAsync)
 }
 """Every strategy by the name of its algorithm."""
 
@@ -25,6 +26,7 @@ __all__ = [
     "FedBCD",
     "FedBCDAsync",
     "FedBCDI",
+    "FedPD",
     "FedProx",
     "FederatedStrategy",
     "History",

@@ -38,7 +38,7 @@ Callback: TypeAlias = Callable[[RoundInfo], bool | None]
 
 
 class History:
-    """Appends one JSON line a round to ``path``, written out at once."""
+    """Appends one JSON line a round to ``path``, written out at once; null is "not finite"."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -46,7 +46,8 @@ class History:
 
     def __call__(self, info: RoundInfo) -> None:
         with self.path.open("a") as file:
-            file.write(json.dumps({"round": info.server_round, **info.metrics}) + "\n")
+            row = {name: finite(value) for name, value in info.metrics.items()}
+            file.write(json.dumps({"round": info.server_round, **row}) + "\n")
 
 
 class BestModel:
@@ -99,6 +100,11 @@ class EarlyStop:
         self._best = max(self._best, value)
         reached = self.target is not None and value >= self.sign * self.target
         return reached or (self.patience is not None and self._stale >= self.patience)
+
+
+def finite(value: float) -> float | None:
+    """Return ``value``, or None where it is not finite: JSON has no such numbers."""
+    return value if math.isfinite(value) else None
 
 
 def model_bytes(arrays: ArrayRecord) -> bytes:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, Unpack
 import numpy as np
 
 from fl_strategies.latency import Clock
-from fl_strategies.schedules import Knob, at, check
-from fl_strategies.strategy import FederatedStrategy, Options, Scalar, one_of
+from fl_strategies.schedules import Knob, at, check, one_of
+from fl_strategies.strategy import FederatedStrategy, Options, Scalar
 from fl_strategies.subproblem import Vector
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class CloudStrategy(FederatedStrategy):
 
     def place(self) -> None:
         """Give every client without a cloud server one."""
-        new = sorted(self._known - self._cloud_of.keys())
+        new = sorted(self.nodes.known - self._cloud_of.keys())
         if not self._cloud_of:
             self.check_clients(len(new))
             size = len(new) // self.servers
@@ -216,9 +216,9 @@ class CloudStrategy(FederatedStrategy):
         replies = list(replies)
         arrays, metrics = super().aggregate_train(server_round, replies)
         if arrays is not None:
-            self.commit(server_round)
+            self.commit(self._rounds_before + server_round)
         if metrics is not None:
-            self._seconds = self.end(server_round, replies)
+            self._seconds = self.end(self._rounds_before + server_round, replies)
             metrics["virtual-seconds"] = self._seconds
         return arrays, metrics
 

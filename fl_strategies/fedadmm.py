@@ -33,8 +33,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, Literal, NamedTuple, TypeAlias, Unpack
 
-from fl_strategies.schedules import Knob, at, check
-from fl_strategies.strategy import FederatedStrategy, Options, Scalar, Upload, one_of
+from fl_strategies.schedules import Knob, at, check, one_of
+from fl_strategies.strategy import FederatedStrategy, Options, Scalar, Upload
 from fl_strategies.subproblem import Solve, Subproblem, Vector, weighted_mean
 
 Side: TypeAlias = Literal["client", "global"]
@@ -67,8 +67,8 @@ def client_rule(
     start = w if local_start == "client" else theta
     w_new = solve(start, Subproblem(slope=y, pull=rho, centre=theta))
     y_new = y + rho * (w_new - theta)
-    base = w if tracking == "client" else theta
-    delta = (w_new + y_new / rho) - (base + y / rho_before)
+    before = w + y / rho_before if tracking == "client" else theta + y / rho
+    delta = (w_new + y_new / rho) - before
     return State(w_new, y_new, rho), delta
 
 

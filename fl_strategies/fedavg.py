@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, TypeAlias, Unpack
 
-from fl_strategies.strategy import FederatedStrategy, Options, Upload, one_of
+from fl_strategies.schedules import one_of
+from fl_strategies.strategy import FederatedStrategy, Options, Upload
 from fl_strategies.subproblem import Solve, Subproblem, Vector, weighted_mean
 
 Weights: TypeAlias = Literal["examples", "uniform"]

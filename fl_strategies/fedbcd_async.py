@@ -43,7 +43,8 @@ import numpy as np
 
 from fl_strategies.clouds import CloudOptions, whole
 from fl_strategies.fedbcd import BookedStrategy, server_rule
-from fl_strategies.strategy import Upload, one_of
+from fl_strategies.schedules import one_of
+from fl_strategies.strategy import Upload
 from fl_strategies.subproblem import Vector
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class FedBCDAsync(BookedStrategy):
         super().begin(theta)
         self._z = [theta] * self.servers
         self._phases, self._underway = {}, {}
-        self._mixed = [0] * self.servers
+        self._mixed = [self._rounds_before] * self.servers
         self._started = time.monotonic()
 
     @property
@@ -163,12 +164,13 @@ class FedBCDAsync(BookedStrategy):
         evaluate_fn(0, arrays)
         for server_round in range(1, num_rounds + 1):
             self._read_model(arrays)
-            requests = self._ask(server_round, train_config, grid, timeout)
+            self._round, number = server_round, self._rounds_before + server_round
+            requests = self._ask(number, train_config, grid, timeout)
             if self.order == "virtual":
                 self._answered(grid.send_and_receive(requests, timeout=timeout))
             else:
                 self._push(requests, grid)
-            while not self._choose(server_round):
+            while not self._choose(number):
                 self._pull(grid)
             self._mixing = {n: self._phases.pop(n) for n in self._ready + self._alone}
             new, _ = self.aggregate_train(server_round, self._replies())
@@ -181,7 +183,7 @@ class FedBCDAsync(BookedStrategy):
         self, server_round: int, config: ConfigRecord, grid: Grid, timeout: float
     ) -> list[Message]:
         """Begin a phase of each cloud server that has none; return the requests of all."""
-        nodes = self._wait_for_nodes(grid, max(self.min_available_nodes, self.min_train_nodes))
+        nodes = self.nodes.wait(grid, max(self.min_available_nodes, self.min_train_nodes))
         self.place()
         busy = {request.client for request in self._underway.values()}
         free = {client: node for client, node in nodes.items() if client not in busy}

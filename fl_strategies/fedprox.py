@@ -18,8 +18,8 @@ from collections.abc import Iterable
 from typing import Unpack
 
 from fl_strategies.fedavg import Weights, server_rule
-from fl_strategies.schedules import Knob, at, check
-from fl_strategies.strategy import FederatedStrategy, Options, Scalar, Upload, one_of
+from fl_strategies.schedules import Knob, at, check, one_of
+from fl_strategies.strategy import FederatedStrategy, Options, Scalar, Upload
 from fl_strategies.subproblem import Solve, Subproblem, Vector
 
 

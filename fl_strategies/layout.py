@@ -61,8 +61,8 @@ class Layout:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def pack(self, arrays: Arrays) -> npt.NDArray[Any]:
-        """Return the trainable arrays as one new vector ``[d]`` in their common float type."""
-        return np.concatenate([np.ravel(arrays[name]) for name in self.trainable])
+        """Return the trainable arrays as one new vector ``[d]``, in float64 for exact sums."""
+        return np.concatenate([np.ravel(arrays[n]) for n in self.trainable], dtype=np.float64)
 
     def unpack(self, vector: npt.NDArray[Any], buffers: Arrays) -> dict[str, npt.NDArray[Any]]:
         """Return all arrays of the model: the trainable ones out of ``vector``, and ``buffers``."""

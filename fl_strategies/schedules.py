@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 Knob = float | Mapping[int, float]
 
@@ -28,20 +28,30 @@ def check(
     above: float = -math.inf,
     low: float = -math.inf,
     high: float = math.inf,
+    integer: bool = False,
+    scheduled: bool = True,
 ) -> None:
-    """Raise ``ValueError`` unless every value is finite, > ``above``, >= ``low``, <= ``high``."""
-    if isinstance(knob, Mapping):
+    """Raise ``ValueError`` unless every value is finite, > ``above``, >= ``low``, <= ``high``.
+
+    ``integer`` asks for whole numbers, ``scheduled=False`` for one number instead of a schedule.
+    """
+    if isinstance(knob, Mapping) and scheduled:
         if 0 not in knob or min(knob) < 0:
             raise ValueError(f"{name}: a schedule starts at round 0, got rounds {sorted(knob)}")
         values = list(knob.values())
     else:
-        values = [knob]
-    bounds = [f"{sign} {bound:g}" for sign, bound in ((">", above), (">=", low), ("<=", high))
-              if math.isfinite(bound)]  # fmt: skip
+        values = [knob]  # type: ignore[list-item]  # a mapping is refused below
+    bounds = [
+        f"{sign} {bound:g}"
+        for sign, bound in ((">", above), (">=", low), ("<=", high))
+        if math.isfinite(bound)
+    ]
     for value in values:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
+        kind = int if integer else int | float
+        number = isinstance(value, kind) and not isinstance(value, bool)
         if not (number and math.isfinite(value) and above < value and low <= value <= high):
-            raise ValueError(f"{name} must be {' and '.join(bounds) or 'finite'}, got {value!r}")
+            what = "an integer " * integer + (" and ".join(bounds) or "finite")
+            raise ValueError(f"{name} must be {what}, got {value!r}")
 
 
 def step_decay(value: float, rounds: int) -> dict[int, float]:
@@ -57,3 +67,9 @@ def step_decay(value: float, rounds: int) -> dict[int, float]:
     if rounds < 1:
         raise ValueError(f"rounds must be >= 1, got {rounds}")
     return {0: value, rounds // 2 + 1: value / 10, (3 * rounds) // 4 + 1: value / 100}
+
+
+def one_of(name: str, value: object, choices: Sequence[object]) -> None:
+    """Raise ``ValueError`` unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}")

@@ -12,7 +12,7 @@ is here:
   (-1: none), so that a client can undo training whose reply was lost;
 - a round with fewer than ``min_replies`` usable replies is void: model and state stay as they were.
 
-This is the one module of the server half that imports Flower.
+This module and ``nodes`` are those of the server half that use Flower.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from logging import ERROR, INFO, WARNING
+from logging import INFO, WARNING
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
@@ -40,8 +40,9 @@ from flwr.serverapp.strategy import Result
 
 from fl_strategies.callbacks import Callback, RoundInfo
 from fl_strategies.layout import Arrays, BufferMean, Layout
+from fl_strategies.nodes import Nodes
 from fl_strategies.randomness import stream
-from fl_strategies.schedules import at, check
+from fl_strategies.schedules import at, check, one_of
 from fl_strategies.subproblem import Vector
 from fl_strategies.wire import BadReply, check_scalars, decode, decode_model
 
@@ -125,13 +126,15 @@ class FederatedStrategy(FlowerFedAvg):
     lost_state : "reset", "refuse" or "warn" (default "reset")
         What to do with a reply of a client that no longer has the state which the server booked
         (restarted without its files, replaced): count it as a newcomer, leave its replies out, or
-        count it as a newcomer with a warning.
+        count it as a newcomer with a warning. What its lost state had put into the model stays
+        there; the server keeps no copy that it could take out.
     callbacks : sequence of callables (default none)
         Called with a :class:`RoundInfo` at the end of each round; ``True`` ends the run.
     acknowledge : bool (default True)
         Whether requests say which reply was used last. Off, lost replies corrupt clients' state.
     node_wait : float > 0, seconds (default 60)
-        How long the first round waits for the nodes that the connected ones say exist.
+        How long a query for a client's id may take, and how long the first round waits for nodes
+        that the connected ones say exist.
 
     Raises
     ------
@@ -166,14 +169,17 @@ class FederatedStrategy(FlowerFedAvg):
         acknowledge: bool = True,
         node_wait: float = 60.0,
     ) -> None:
-        check("fraction_train", fraction_train, above=0.0, high=1.0)
-        check("fraction_evaluate", fraction_evaluate, low=0.0, high=1.0)
-        check("min_train_nodes", min_train_nodes, low=1)
-        check("min_evaluate_nodes", min_evaluate_nodes, low=1)
-        check("min_available_nodes", min_available_nodes, low=1)
-        check("seed", seed, low=0)
-        check("min_replies", min_replies, low=1)
-        check("node_wait", node_wait, above=0.0)
+        check("fraction_train", fraction_train, above=0.0, high=1.0, scheduled=False)
+        check("fraction_evaluate", fraction_evaluate, low=0.0, high=1.0, scheduled=False)
+        check("node_wait", node_wait, above=0.0, scheduled=False)
+        check("seed", seed, low=0, integer=True, scheduled=False)
+        for name, least in (
+            ("min_train_nodes", min_train_nodes),
+            ("min_evaluate_nodes", min_evaluate_nodes),
+            ("min_available_nodes", min_available_nodes),
+            ("min_replies", min_replies),
+        ):
+            check(name, least, low=1, integer=True, scheduled=False)
         one_of("lost_state", lost_state, ("reset", "refuse", "warn"))
         super().__init__(
             fraction_train,
@@ -193,17 +199,20 @@ class FederatedStrategy(FlowerFedAvg):
             if isinstance(value, Mapping):
                 check(name, value)
         self.lost_state, self.callbacks = lost_state, tuple(callbacks)
-        self.acknowledge, self.node_wait = acknowledge, node_wait
-        self.num_clients = 0
-        self._client_of: dict[int, int] = {}
-        self._known: set[int] = set()
-        self._expected = 0
+        self.acknowledge = acknowledge
+        self.nodes = Nodes(node_wait)
+        self._rounds_before = self._round = 0
         self._acked: dict[int, int] = {}
         self._nonces: dict[int, str] = {}
         self._layout: Layout | None = None
         self._model: Arrays = {}
         self._asked = Asked({}, 0, 0.0)
         self._result = Result()
+
+    @property
+    def num_clients(self) -> int:
+        """Number m of clients that were ever connected."""
+        return len(self.nodes.known)
 
     # ---- what an algorithm adds -------------------------------------------------------------
 
@@ -226,6 +235,10 @@ class FederatedStrategy(FlowerFedAvg):
     def check_clients(self, clients: int) -> None:
         """Raise ``ValueError`` if the algorithm cannot run with that many clients."""
 
+    def replies_needed(self) -> int:
+        """Return the number of usable replies below which the round is void."""
+        return self.min_replies
+
     # ---- the run ------------------------------------------------------------------------------
 
     def start(
@@ -240,9 +253,13 @@ class FederatedStrategy(FlowerFedAvg):
     ) -> Result:
         """Run ``num_rounds`` rounds, as Flower's ``Strategy.start``, with callbacks.
 
+        Called again, it goes on: clients keep their state, and rounds count on for schedules,
+        streams and acknowledgement (callbacks and results count from 1 in each call).
+
         Raises ``ValueError`` for a model with arrays that cannot be trained, or a config that sets
         what the strategy itself sends.
         """
+        self._layout = None
         self._read_model(initial_arrays)
         assert self._layout is not None
         self.begin(self._layout.pack(self._model))
@@ -273,6 +290,9 @@ class FederatedStrategy(FlowerFedAvg):
             )
         except _Stop:
             log(INFO, "Stopped by a callback")
+        finally:
+            self._rounds_before += self._round
+            self._round = 0
         return self._result
 
     def _rounds(
@@ -328,27 +348,30 @@ class FederatedStrategy(FlowerFedAvg):
     ) -> Iterable[Message]:
         """Return the requests to the clients sampled for this round."""
         self._read_model(arrays)
-        nodes = self._wait_for_nodes(grid, max(self.min_available_nodes, self.min_train_nodes))
-        chosen = self._sample(
-            "sample", server_round, nodes, self.fraction_train, self.min_train_nodes
-        )
-        return self._requests(server_round, arrays, config, nodes, chosen, MessageType.TRAIN)
+        self._round = server_round
+        nodes = self.nodes.wait(grid, max(self.min_available_nodes, self.min_train_nodes))
+        number = self._rounds_before + server_round
+        chosen = self._sample("sample", number, nodes, self.fraction_train, self.min_train_nodes)
+        if len(chosen) < self.min_replies:
+            raise ValueError(
+                f"min_replies is {self.min_replies}, but only {len(chosen)} clients are asked"
+            )
+        return self._requests(number, arrays, config, nodes, chosen, MessageType.TRAIN)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Return the next model and the round's metrics; no model when the round is void."""
         good, metrics = self._sift(replies, self._check_train, self.train_metrics_aggr_fn)
+        number = self._rounds_before + server_round
         arrays = None
-        if len(good) < self.min_replies:
-            self._void(
-                server_round, f"{len(good)} usable replies, at least {self.min_replies} needed"
-            )
+        if len(good) < (needed := self.replies_needed()):
+            self._void(server_round, f"{len(good)} usable replies, at least {needed} needed")
         else:
-            arrays = self._next_model(server_round, good)
+            arrays = self._next_model(number, good)
         if arrays is not None:
             for client, content in good.items():
-                self._acked[client] = self._asked.rounds.get(client, server_round)
+                self._acked[client] = self._asked.rounds.get(client, number)
                 if nonce := _nonce(content):
                     self._nonces[client] = nonce
         metrics["seconds"] = time.monotonic() - self._asked.started
@@ -368,20 +391,25 @@ class FederatedStrategy(FlowerFedAvg):
                 yield Upload(client, layout.pack(arrays), examples, scalars)
 
         theta = layout.pack(self._model)
-        vector = np.asarray(self.aggregate(server_round, theta, uploads(), len(good)))
-        if not np.isfinite(vector).all():
+        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is found just below
+            vector = self.aggregate(server_round, theta, uploads(), len(good))
+            model = layout.unpack(np.asarray(vector), merged.value())
+        if not all(np.isfinite(model[name]).all() for name in layout.trainable):
             self._void(server_round, "the aggregated model is not finite")
             return None
-        return self.model_record(vector, merged.value())
+        return ArrayRecord({name: Array(array) for name, array in model.items()})
 
-    def model_record(self, vector: Vector, buffers: Arrays | None = None) -> ArrayRecord:
-        """Return the model with trainable arrays out of ``vector`` [d]; by default, its buffers."""
+    def model_record(self, vector: Vector) -> ArrayRecord:
+        """Return the model with its trainable arrays out of ``vector`` [d]."""
         assert self._layout is not None
-        model = self._layout.unpack(vector, self._model if buffers is None else buffers)
+        model = self._layout.unpack(vector, self._model)
         return ArrayRecord({name: Array(array) for name, array in model.items()})
 
     def _void(self, server_round: int, reason: str) -> None:
-        log(WARNING, "round %d is void: %s; model and state unchanged", server_round, reason)
+        self._say(server_round, f"is void: {reason}; model and state unchanged")
+
+    def _say(self, server_round: int, what: str) -> None:
+        log(WARNING, "round %d %s", server_round, what)
 
     def _check_train(self, client: int, content: RecordDict) -> None:
         assert self._layout is not None
@@ -412,11 +440,12 @@ class FederatedStrategy(FlowerFedAvg):
         if self.fraction_evaluate == 0.0:
             self._asked = Asked({}, 0, time.monotonic())
             return []
-        nodes = self._wait_for_nodes(grid, max(self.min_available_nodes, self.min_evaluate_nodes))
+        nodes = self.nodes.wait(grid, max(self.min_available_nodes, self.min_evaluate_nodes))
+        number = self._rounds_before + server_round
         chosen = self._sample(
-            "evaluate", server_round, nodes, self.fraction_evaluate, self.min_evaluate_nodes
+            "evaluate", number, nodes, self.fraction_evaluate, self.min_evaluate_nodes
         )
-        return self._requests(server_round, arrays, config, nodes, chosen, MessageType.EVALUATE)
+        return self._requests(number, arrays, config, nodes, chosen, MessageType.EVALUATE)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -493,6 +522,7 @@ class FederatedStrategy(FlowerFedAvg):
         """Return the usable replies by client, in the order of ids, and the phase's metrics."""
         good: dict[int, RecordDict] = {}
         answered: set[int] = set()
+        self.faults: dict[int | None, str] = {}
         bytes_up = 0
         for message in replies:
             node = message.metadata.src_node_id
@@ -511,6 +541,7 @@ class FederatedStrategy(FlowerFedAvg):
                 check_reply(client, message.content)
                 good[client] = message.content
             except BadReply as fault:
+                self.faults[client] = str(fault)
                 log(WARNING, "reply of client %s left out: %s", client, fault)
         good = dict(sorted(good.items()))
         metrics: Mapping[str, Any] = {}
@@ -550,57 +581,6 @@ class FederatedStrategy(FlowerFedAvg):
             metrics[f"{name}-min"] = float(each.min())
             metrics[f"{name}-max"] = float(each.max())
         return metrics
-
-    def _wait_for_nodes(self, grid: Grid, needed: int) -> dict[int, int]:
-        """Return node by client id, once enough clients are connected."""
-        first, started, said = self.num_clients == 0, time.monotonic(), -10.0
-        while True:
-            nodes = self._connected(grid)
-            waited = time.monotonic() - started
-            missing = first and len(nodes) < self._expected and waited < self.node_wait
-            if len(nodes) >= needed and not missing:
-                return nodes
-            if waited - said >= 10:
-                said = waited
-                log(INFO, "%d clients connected, waiting for %d", len(nodes),
-                    max(needed, self._expected if first else 0))  # fmt: skip
-            time.sleep(min(0.05 + waited / 10, 1.0))
-
-    def _connected(self, grid: Grid) -> dict[int, int]:
-        online = set(grid.get_node_ids())
-        self._client_of = {node: c for node, c in self._client_of.items() if node in online}
-        if new := sorted(online - self._client_of.keys()):
-            queries = [
-                Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY)
-                for node in new
-            ]
-            for reply in grid.send_and_receive(queries, timeout=self.node_wait):
-                node = reply.metadata.src_node_id
-                if node in new:
-                    about = {} if reply.has_error() else dict(reply.content.config_records)
-                    self._introduce(node, about.get("client", ConfigRecord()))
-        self.num_clients = len(self._known)
-        return {client: node for node, client in self._client_of.items()}
-
-    def _introduce(self, node: int, about: Mapping[str, Any]) -> None:
-        client = about.get("client-id", node)
-        if not isinstance(client, int) or client < 0:
-            log(ERROR, "node %d calls itself client %r; its node id is used instead", node, client)
-            client = node
-        if client in self._client_of.values():
-            log(ERROR, "node %d is left out: client %d is already connected", node, client)
-            return
-        self._client_of[node] = client
-        self._known.add(client)
-        partitions = about.get("num-partitions", 0)
-        if isinstance(partitions, int):
-            self._expected = max(self._expected, partitions)
-
-
-def one_of(name: str, value: object, choices: Sequence[object]) -> None:
-    """Raise ``ValueError`` unless ``value`` is one of ``choices``."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}")
 
 
 def _only(records: Mapping[str, Any]) -> Any:

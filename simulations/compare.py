@@ -12,15 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import shutil
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from fl_strategies import STRATEGIES
 from fl_strategies.files import write_atomically
-from simulations.config import RunConfig, format_params, knobs, parse_params
-from simulations.experiment import draw_partition, run_in_process
+from fl_strategies.params import format_params, parse_params
+from simulations.config import RunConfig, knobs
+from simulations.experiment import draw_partition, prepare, run_in_process
 from simulations.figures import draw_curves
 from simulations.superlink import flwr_run
 
@@ -38,6 +40,9 @@ def compare(
     summaries: list[dict[str, Any]] = []
     for config in configs:
         if engine == "ray":
+            if not config.state_dir:  # what is in `context.state` travels with every message
+                config = replace(config, state_dir=str(Path(config.output) / "state"))
+                shutil.rmtree(config.state_dir, ignore_errors=True)
             flwr_run(
                 config.to_run_config(),
                 num_supernodes=config.clients,
@@ -59,16 +64,20 @@ def table(summaries: Sequence[dict[str, Any]], configs: Sequence[RunConfig]) -> 
     """Return the summaries as a Markdown table, with the settings that each was run with."""
     target = f"rounds to {100 * configs[0].target:g} %"
     lines = [
-        f"| algorithm | final accuracy | best | {target} | MB up | MB down | seconds | settings |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| algorithm | final accuracy | best | {target} | MB up | MB down | seconds | ‖∇f‖²"
+        " | settings |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for summary, config in zip(summaries, configs, strict=True):
-        settings = f"{config.model}, {config.solver} lr {config.lr:g}, momentum {config.momentum:g}"
+        solver = f"{config.solver} {config.solver_params}".strip()
+        settings = f"{config.model}, {solver} lr {config.lr:g}, momentum {config.momentum:g}"
+        norm2 = summary["gradient_norm2"]
+        gradient = "-" if norm2 is None else f"{norm2:.1e}"
         lines.append(
             f"| {summary['algorithm']} | {100 * summary['final_accuracy']:.2f} %"
             f" | {100 * summary['best_accuracy']:.2f} % | {summary['rounds_to_target'] or '-'}"
             f" | {summary['bytes_up'] / 1e6:.2f} | {summary['bytes_down'] / 1e6:.2f}"
-            f" | {summary['seconds']:.1f} | {settings} {config.params} |"
+            f" | {summary['seconds']:.1f} | {gradient} | {settings} {config.params} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -83,6 +92,8 @@ def configs_for(
     """
     if unknown := sorted(set(algorithms) - STRATEGIES.keys()):
         raise ValueError(f"unknown algorithms {unknown}; known: {sorted(STRATEGIES)}")
+    if len(set(algorithms)) < len(algorithms):
+        raise ValueError(f"each algorithm once, got {list(algorithms)}")
     mine: dict[str, dict[str, Any]] = {algorithm: {} for algorithm in algorithms}
     for item in params:
         owner, dot, bare = item.partition("=")[0].rpartition(".")
@@ -125,21 +136,21 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
             continue
         flag, default = "--" + key.name.replace("_", "-"), getattr(RunConfig, key.name)
         if isinstance(default, bool):
-            parser.add_argument(flag, action="store_true", help=key.metadata["about"])
+            parser.add_argument(flag, action="store_true", default=None, help=key.metadata["about"])
         else:
             parser.add_argument(flag, type=type(default), help=key.metadata["about"])
     args = parser.parse_args(arguments)
     given = {
         key.name.replace("_", "-"): getattr(args, key.name)
         for key in fields(RunConfig)
-        if getattr(args, key.name, None) not in (None, False)
+        if getattr(args, key.name, None) is not None
     }
     del given["output"]
     folder: Path = args.output.expanduser().absolute()
     try:
-        algorithms = [name for name in args.algorithms.split(",") if name]
-        configs = configs_for(algorithms, args.param, given, folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        configs = configs_for(args.algorithms.split(","), args.param, given, folder)
+        for config in configs:
+            prepare(config)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     if not args.verbose:

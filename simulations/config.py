@@ -12,6 +12,7 @@ import torch
 
 from clients import LocalTraining
 from fl_strategies import STRATEGIES, FederatedStrategy, step_decay
+from fl_strategies.params import format_params, parse_params
 from fl_strategies.schedules import check
 from fl_strategies.strategy import Options
 
@@ -27,8 +28,8 @@ def key(default: Scalar, about: str) -> Any:
 class RunConfig:
     """The keys of the run-config (kebab-case there), with what each means.
 
-    ``""`` for a text, 0 for a number that cannot be 0, and -1 for one that can, stand for the
-    default of the data set and algorithm (``simulations.defaults``).
+    ``""`` for a text and -1 for a number stand for the default of the data set and algorithm
+    (``simulations.defaults``).
     """
 
     algorithm: str = key("fedadmm", "one of `fl_strategies.STRATEGIES`")
@@ -41,32 +42,35 @@ class RunConfig:
     model: str = key("", "see `simulations.models`")
     clients: int = key(100, "number of clients; equals the simulated SuperNodes")
     rounds: int = key(30, "number of rounds")
-    fraction: float = key(0.0, "share of the clients that train in a round, in (0, 1]")
+    fraction: float = key(-1.0, "share of the clients that train in a round, in (0, 1]")
     seed: int = key(1, "fixes the whole run")
-    solver: str = key("", "local solver: `gd sgd adam adagrad lbfgs` or a class of torch.optim")
-    lr: float = key(0.0, "learning rate")
+    solver: str = key("", "local solver: one of `clients.SOLVERS` or a class of torch.optim")
+    lr: float = key(-1.0, "learning rate")
     lr_decay: bool = key(False, "a tenth of `lr` from 50 % of the rounds on, a hundredth from 75 %")
+    solver_params: str = key("", "further options of the solver: `gamma=2 delta=0.1`")
     momentum: float = key(-1.0, "momentum of the solver")
     nesterov: bool = key(False, "Nesterov's momentum")
     weight_decay: float = key(0.0, "weight decay of the solver")
     extrapolation: float = key(0.0, "each step is taken at w + this * (w - previous w)")
     box: float = key(0.0, "each step ends with the projection onto [-box, box]^d; 0: none")
-    epochs: int = key(0, "local epochs")
-    random_epochs: bool = key(False, "draw the epochs from U{1..epochs} per client and round")
+    epochs: int = key(-1, "local epochs")
+    random_epochs: str = key("", "`true`: draw the epochs from U{1..epochs}; `false`")
     steps: int = key(0, "mini-batch steps instead of epochs")
     random_steps: bool = key(False, "draw the steps from U{1..steps} per client and round")
     batch_size: int = key(-1, "mini-batch size; 0 is the full batch")
+    penalty: float = key(-1.0, "weight of sum_j w_j^2/(1 + w_j^2), added to every client's loss")
     residual: float = key(-1.0, "stop at this squared norm of the subproblem's gradient")
     fraction_evaluate: float = key(0.0, "share of the clients that evaluate on data of their own")
     local_test: float = key(0.0, "share of each client's data held out for that")
-    target: float = key(0.0, "test accuracy whose first round is reported")
+    gradient_norm: str = key("", "`true`: report the squared norm of grad f, f the clients' mean")
+    target: float = key(-1.0, "test accuracy whose first round is reported")
     stop_at_target: bool = key(False, "end the run there")
     min_replies: int = key(1, "usable replies below which a round is void")
     lost_state: str = key("reset", "clients without their booked state: `reset refuse warn`")
     state_dir: str = key("", "directory for clients' state; empty: Flower's `context.state`")
     device: str = key("auto", "`auto` (a GPU where there is one), `cpu`, `cuda`")
     dtype: str = key("float32", "type of the model: `float32`, `float64`")
-    autocast: str = key("", "lower precision of forward passes: `bfloat16`, `float16`")
+    autocast: str = key("", "lower precision of forward passes: `bfloat16`")
     output: str = key("", "results folder; empty: a new one under `~/fl-strategies-results`")
 
     @classmethod
@@ -90,7 +94,7 @@ class RunConfig:
 
         if self.algorithm not in STRATEGIES:
             raise ValueError(f"unknown algorithm {self.algorithm!r}; known: {sorted(STRATEGIES)}")
-        found = defaults(self.algorithm, self.dataset, self.partition)
+        found = defaults(self.algorithm, self.dataset, self.solver)
         unset = {
             name: value
             for name, value in found.items()
@@ -110,11 +114,14 @@ class RunConfig:
         check("fraction_evaluate", self.fraction_evaluate, low=0.0, high=1.0)
         check("seed", self.seed, low=0)
         check("target", self.target, low=0.0, high=1.0)
+        check("penalty", self.penalty, low=0.0)
         if self.fraction_evaluate > 0.0 and self.local_test == 0.0:
             raise ValueError("fraction-evaluate > 0 needs local-test > 0: clients need test data")
         for name, value, known in (
             ("dtype", self.dtype, ("float32", "float64")),
-            ("autocast", self.autocast, ("", "bfloat16", "float16")),
+            ("autocast", self.autocast, ("", "bfloat16")),
+            ("random-epochs", self.random_epochs, ("true", "false")),
+            ("gradient-norm", self.gradient_norm, ("true", "false")),
             ("device", self.device, ("auto", "cpu", "cuda")),
         ):
             if value not in known:
@@ -132,10 +139,9 @@ class RunConfig:
 
     def local(self) -> dict[str, Any]:
         """Return how clients train, as strategies send it."""
-        names = ("solver", "lr", "momentum", "nesterov", "weight_decay", "extrapolation", "box",
-                 "epochs", "random_epochs", "steps", "random_steps", "batch_size",
-                 "residual")  # fmt: skip
-        return {name.replace("_", "-"): getattr(self, name) for name in names}
+        names = [field.name for field in fields(LocalTraining) if field.name != "random_epochs"]
+        found = {name.replace("_", "-"): getattr(self, name) for name in names}
+        return found | {"random-epochs": self.random_epochs == "true"}
 
     def strategy(self, **options: Any) -> FederatedStrategy:
         """Return the strategy, with ``options`` for its base."""
@@ -149,7 +155,6 @@ class RunConfig:
         return STRATEGIES[self.algorithm](
             fraction_train=self.fraction,
             fraction_evaluate=self.fraction_evaluate,
-            min_available_nodes=self.clients,
             seed=self.seed,
             min_replies=self.min_replies,
             lost_state=self.lost_state,  # type: ignore[arg-type]  # checked there
@@ -173,46 +178,3 @@ def knobs(algorithm: str) -> list[str]:
     return [
         name for name in dict.fromkeys(names) if name not in (*Options.__annotations__, "options")
     ]
-
-
-def parse_params(text: str) -> dict[str, Any]:
-    """Return ``{"rho": 0.01, "eta": {0: 1.0, 60: 0.5}}`` from ``"rho=0.01 eta=0:1.0;60:0.5"``.
-
-    Examples
-    --------
-    >>> parse_params("rho=0.01 eta=0:1.0;60:0.5 weights=uniform")
-    {'rho': 0.01, 'eta': {0: 1.0, 60: 0.5}, 'weights': 'uniform'}
-    """
-    params = {}
-    for item in text.split():
-        name, sign, value = item.partition("=")
-        if not (name and sign and value):
-            raise ValueError(f"a knob is given as name=value, got {item!r}")
-        params[name.replace("-", "_")] = _value(value)
-    return params
-
-
-def format_params(params: Mapping[str, Any]) -> str:
-    """Return the text that :func:`parse_params` reads back."""
-    texts = []
-    for name, value in params.items():
-        if isinstance(value, Mapping):
-            value = ";".join(f"{first}:{number}" for first, number in value.items())
-        texts.append(f"{name}={value}")
-    return " ".join(texts)
-
-
-def _value(text: str) -> Any:
-    if ":" in text:
-        pairs = (part.partition(":") for part in text.split(";"))
-        return {int(first): float(number) for first, _, number in pairs}
-    if text in ("None", "none"):
-        return None
-    if text in ("True", "true", "False", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

@@ -2,6 +2,9 @@
 
 digits         scikit-learn's 1797 digits, [1, 8, 8], in [0, 1]; needs no network
 synthetic      FedBC's generator, [60]: :func:`synthetic`; needs no network
+fedpd-weak, fedpd-strong
+               FedPD's, [20], labels at random or by a model per client: :func:`two_classes`; no
+               network
 mnist          ylecun/mnist, [1, 28, 28]
 fashion_mnist  zalando-datasets/fashion_mnist, [1, 28, 28]
 cifar10        uoft-cs/cifar10, [3, 32, 32]
@@ -18,7 +21,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from inspect import getfullargspec
 from io import BytesIO
 from pathlib import Path
@@ -82,7 +85,7 @@ def load(name: str, *, normalise: str = "own", **options: Any) -> Dataset:
     normalise : of images: ``"own"``, the set's published mean and standard deviation per channel
         (those of the training images where none are published); ``"authors"``, FedADMM's code;
         ``"none"``, pixels in [0, 1]. Digits and synthetic data stay as they are
-    options : of ``synthetic`` alone, see there
+    options : of the generated sets alone, see their functions
 
     Raises
     ------
@@ -93,7 +96,7 @@ def load(name: str, *, normalise: str = "own", **options: Any) -> Dataset:
         raise ValueError(f"unknown normalise {normalise!r}, known are {', '.join(NORMALISE)}")
     if normalise == "authors" and name not in AUTHORS:
         raise ValueError(f"normalise='authors' is for {', '.join(AUTHORS)} only, got {name!r}")
-    known = getfullargspec(synthetic).kwonlyargs if name == "synthetic" else []
+    known = getfullargspec(GENERATED[name]).kwonlyargs if name in GENERATED else []
     for option in options:
         if option not in known:
             raise ValueError(f"data set {name!r} has no option {option!r}, known are {known}")
@@ -152,6 +155,48 @@ def synthetic(
     )
 
 
+def two_classes(
+    strong: bool,
+    /,
+    *,
+    clients: int = 100,
+    samples: int = 400,
+    test_samples: int = 100,
+    seed: int = 0,
+    dtype: DTypeLike = "float32",
+) -> Dataset:
+    """Return FedPD's data for logistic regression: 19 normal features and a constant 1, 2 classes.
+
+    "Weakly non-IID": fair random labels. "Strongly": client i draws a model x_i [20] ~ U[-10, 10]
+    and its label is 1 where <a, x_i> + N(0, 1) > 0. ``samples`` rows a client for training; the
+    paper has no test data, here there are ``test_samples`` a client by the same law.
+
+    Reference: Zhang et al., "FedPD", IEEE Transactions on Signal Processing 2021, Section V.
+    """
+    for name, count in (("clients", clients), ("samples", samples), ("test_samples", test_samples)):
+        if count < 1:
+            raise ValueError(f"{name} must be >= 1, got {count}")
+    n = samples + test_samples
+    inputs, labels = [], []
+    for i in range(clients):
+        rng = stream(seed, "two-classes", i)
+        a = np.column_stack([rng.normal(size=(n, 19)), np.ones(n)])
+        score = a @ rng.uniform(-10, 10, 20) + rng.normal(size=n) if strong else rng.normal(size=n)
+        inputs.append(a.astype(dtype))
+        labels.append((score > 0).astype(np.int64))
+    x, y, owner = np.stack(inputs), np.stack(labels), np.repeat(np.arange(clients)[:, None], n, 1)
+    return Dataset(
+        "fedpd-strong" if strong else "fedpd-weak",
+        x[:, :samples].reshape(-1, 20),
+        y[:, :samples].ravel(),
+        x[:, samples:].reshape(-1, 20),
+        y[:, samples:].ravel(),
+        2,
+        owner[:, :samples].ravel(),
+        owner[:, samples:].ravel(),
+    )
+
+
 def digits() -> Dataset:
     """Return scikit-learn's digits, a fixed fifth of each class kept for testing."""
     pixels, labels = load_digits(return_X_y=True)
@@ -161,7 +206,13 @@ def digits() -> Dataset:
     return Dataset("digits", x, y, test_x, test_y, 10)
 
 
-BUILT_IN: dict[str, Callable[..., Dataset]] = {"digits": digits, "synthetic": synthetic}
+GENERATED: dict[str, Callable[..., Dataset]] = {
+    "synthetic": synthetic,
+    "fedpd-weak": partial(two_classes, False),
+    "fedpd-strong": partial(two_classes, True),
+}
+"""Data sets drawn from a seed, for a number of clients."""
+BUILT_IN: dict[str, Callable[..., Dataset]] = {"digits": digits, **GENERATED}
 
 
 @cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from flwr.serverapp import Grid
 from torch.nn.functional import cross_entropy
 
 from clients import (
+    CLIENTS,
     AnyAlgorithmClient,
     ContextStore,
     DirectoryStore,
@@ -30,12 +30,19 @@ from clients import (
     client_id,
 )
 from fl_strategies import EarlyStop, History, RoundInfo
-from fl_strategies.callbacks import Callback, model_bytes
+from fl_strategies.callbacks import Callback, finite, model_bytes
 from fl_strategies.files import write_atomically
+from fl_strategies.params import parse_params
 from simulations import data, models, partitions
-from simulations.config import RunConfig, parse_params
+from simulations.config import RunConfig
 from simulations.figures import draw_curve
 from simulations.in_process import InProcessGrid
+from simulations.stationarity import stationarity
+
+SAVE_SECONDS = 10.0
+"""How often a running experiment saves its model and summary."""
+NODES_SECONDS = 30.0
+"""How long a run waits for its nodes."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +50,9 @@ class Summary:
     """What one run came to. Accuracies are shares of the test set; bytes are of all rounds."""
 
     algorithm: str
-    final_accuracy: float
-    best_accuracy: float
-    final_loss: float
+    final_accuracy: float | None
+    best_accuracy: float | None
+    final_loss: float | None
     rounds: int
     rounds_to_target: int | None
     target: float
@@ -54,6 +61,8 @@ class Summary:
     seconds: float
     model_sha256: str
     finished: bool
+    gradient_norm2: float | None = None
+    """||grad f||^2 at the end, where it was measured."""
 
 
 def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Summary:
@@ -62,29 +71,40 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
     ``callbacks`` are called at the end of each round, beside the ones that write the results.
 
     The folder holds ``config.json``, ``history.jsonl`` (a line a round, written as it ends),
-    ``model.safetensors``, ``summary.json`` and ``curve.png``, also when the run is interrupted;
-    of async-cloud FedBCD ``cloud-N.safetensors``, the model of each cloud server, as well.
+    ``model.safetensors``, ``summary.json`` and ``curve.png``, also when the run is interrupted; one
+    that is killed leaves model and summary of the last ``SAVE_SECONDS`` or earlier. Async-cloud
+    FedBCD adds ``cloud-N.safetensors``, the model of each cloud server.
     """
-    folder = results_folder(config)
-    write_atomically(folder / "config.json", json.dumps(asdict(config), indent=2).encode())
+    check_nodes(config, grid)
+    model, folder = prepare(config)
     test = problem(config, "test")
-    model = fresh_model(config)
-    if config.state_dir:
-        DirectoryStore.check(config.state_dir, Owner(config.algorithm, model.layout.signature))
-    history = _Progress(config)
+    write_atomically(folder / "config.json", json.dumps(asdict(config), indent=2).encode())
+    progress = _Progress(config, folder)
+    clients = parts(config) if config.gradient_norm == "true" else []
+    train = [problem(config, "train", rows) for rows, _ in clients]
     if config.stop_at_target:
         callbacks = [*callbacks, EarlyStop(target=config.target)]
+
+    def someone_works(info: RoundInfo) -> None:
+        reasons = list(strategy.faults.values())
+        broken = all(reason.startswith("error ") for reason in reasons)
+        if info.metrics["clients-used"] == 0 and reasons and broken:
+            raise RuntimeError(f"every client failed in round {info.server_round}: {reasons[0]}")
+
     strategy = config.strategy(
         buffers=model.buffers,
-        callbacks=[History(folder / "history.jsonl"), history, *callbacks],
+        callbacks=[History(folder / "history.jsonl"), progress, someone_works, *callbacks],
     )
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        test.model.load([array.numpy() for array in arrays.values()])
+        w = test.model.load([array.numpy() for array in arrays.values()])
         loss, accuracy = test.evaluate()
         if server_round == 0:
-            history.arrays = arrays
-        return MetricRecord({"test-loss": loss, "test-accuracy": accuracy})
+            progress.arrays = arrays
+        metrics = MetricRecord({"test-loss": loss, "test-accuracy": accuracy})
+        if train:
+            metrics["gradient-norm2"] = stationarity(train, w).gradient
+        return metrics
 
     initial = ArrayRecord(model.module.state_dict())
     finished = False
@@ -92,15 +112,36 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
         strategy.start(grid, initial, config.rounds, evaluate_fn=evaluate)
         finished = True
     finally:
-        summary = history.summary(finished)
-        write_atomically(folder / "summary.json", json.dumps(asdict(summary), indent=2).encode())
-        if history.arrays is not None:
-            write_atomically(folder / "model.safetensors", model_bytes(history.arrays))
+        summary = progress.save(finished)
         for n, arrays in enumerate(getattr(strategy, "cloud_models", [])):
             write_atomically(folder / f"cloud-{n}.safetensors", model_bytes(arrays))
         draw_curve(folder / "history.jsonl", folder / "curve.png", config.algorithm)
         print(f"results: {folder}", flush=True)
     return summary
+
+
+def prepare(config: RunConfig) -> tuple[FlatModel, Path]:
+    """Return the initial model and the results folder; raise for what could not run, before it."""
+    parts(config)
+    model = fresh_model(config)
+    if (states := state_folder(config)) is not None:
+        DirectoryStore.check(states, Owner(config.algorithm, model.layout.signature))
+        writable(states, "state directory")
+    return model, results_folder(config)
+
+
+def check_nodes(config: RunConfig, grid: Grid) -> None:
+    """Raise ``ValueError`` unless as many nodes are connected, or soon will be, as clients."""
+    deadline = time.monotonic() + NODES_SECONDS
+    while (nodes := len(list(grid.get_node_ids()))) < config.clients:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    if nodes != config.clients:
+        raise ValueError(
+            f"clients={config.clients}, but {nodes} nodes are connected: flwr run . --stream"
+            f' --federation-config "num-supernodes={config.clients} client-resources-num-cpus=1"'
+        )
 
 
 def run_in_process(config: RunConfig, callbacks: Sequence[Callback] = ()) -> Summary:
@@ -111,10 +152,11 @@ def run_in_process(config: RunConfig, callbacks: Sequence[Callback] = ()) -> Sum
 
 
 class _Progress:
-    """Prints one line a round, and keeps what the summary needs."""
+    """Prints one line a round, and saves summary and model now and then."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config, self.started = config, time.monotonic()
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        self.config, self.folder = config, folder
+        self.started = self.saved = time.monotonic()
         self.arrays: ArrayRecord | None = None
         self.rows: list[dict[str, float]] = []
 
@@ -129,6 +171,17 @@ class _Progress:
             f"  loss {info.metrics['test-loss']:.4f}  {left:.0f} s left",
             flush=True,
         )
+        if time.monotonic() - self.saved > SAVE_SECONDS:
+            self.save(finished=False)
+
+    def save(self, finished: bool) -> Summary:
+        summary = self.summary(finished)
+        text = json.dumps(asdict(summary), indent=2)
+        write_atomically(self.folder / "summary.json", text.encode())
+        if self.arrays is not None:
+            write_atomically(self.folder / "model.safetensors", model_bytes(self.arrays))
+        self.saved = time.monotonic()
+        return summary
 
     def summary(self, finished: bool) -> Summary:
         accuracies = [row["test-accuracy"] for row in self.rows]
@@ -136,9 +189,9 @@ class _Progress:
         reached = (r for r, accuracy in enumerate(accuracies, start=1) if accuracy >= target)
         return Summary(
             algorithm=self.config.algorithm,
-            final_accuracy=accuracies[-1] if accuracies else math.nan,
-            best_accuracy=max(accuracies, default=math.nan),
-            final_loss=self.rows[-1]["test-loss"] if self.rows else math.nan,
+            final_accuracy=accuracies[-1] if accuracies else None,
+            best_accuracy=max(accuracies, default=None),
+            final_loss=finite(self.rows[-1]["test-loss"]) if self.rows else None,
             rounds=len(accuracies),
             rounds_to_target=next(reached, None),
             target=target,
@@ -147,6 +200,7 @@ class _Progress:
             seconds=round(time.monotonic() - self.started, 3),
             model_sha256=model_sha256(self.arrays) if self.arrays is not None else "",
             finished=finished,
+            gradient_norm2=self.rows[-1].get("gradient-norm2") if self.rows else None,
         )
 
 
@@ -165,50 +219,64 @@ def results_folder(config: RunConfig) -> Path:
     name = f"{config.algorithm}-{Path(config.dataset).name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
     default = Path.home() / "fl-strategies-results" / name
     folder = Path(config.output).expanduser().absolute() if config.output else default
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "config.json", b"{}")
-    except OSError as error:
-        raise ValueError(f"the results folder {folder} cannot be written: {error}") from None
+    writable(folder, "results folder")
     return folder
+
+
+def state_folder(config: RunConfig) -> Path | None:
+    """Return where clients keep their state, if the algorithm has any and it is in a directory."""
+    stateful = CLIENTS[config.algorithm].state_type is not None
+    return Path(config.state_dir) / config.algorithm if config.state_dir and stateful else None
+
+
+def writable(folder: Path, what: str) -> None:
+    """Make ``folder``; raise ``ValueError`` if nothing can be written to it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(folder / ".probe", b"")
+        (folder / ".probe").unlink()
+    except OSError as error:
+        raise ValueError(f"the {what} {folder} cannot be written: {error}") from None
 
 
 # ---- data and model, made once per process ----------------------------------------------------
 
 
-@functools.lru_cache(maxsize=4)
 def dataset(config: RunConfig) -> data.Dataset:
-    """Return the run's data set."""
+    """Return the run's data set (``data.load`` keeps it)."""
     options = parse_params(config.dataset_params)
-    if config.dataset == "synthetic":
+    if config.dataset in data.GENERATED:
         options = {"clients": config.clients, "seed": config.seed} | options
     return data.load(config.dataset, normalise=config.normalise, **options)
 
 
 @functools.lru_cache(maxsize=4)
-def tensors(config: RunConfig) -> dict[str, torch.Tensor]:
-    """Return inputs and labels, train and test, on the run's device."""
-    found = dataset(config)
-    device, dtype = config.torch_device, getattr(torch, config.dtype)
-    return {
-        "x": torch.as_tensor(found.x).to(device, dtype),
-        "y": torch.as_tensor(found.y).to(device),
-        "test_x": torch.as_tensor(found.test_x).to(device, dtype),
-        "test_y": torch.as_tensor(found.test_y).to(device),
-    }
+def placed(
+    found: data.Dataset, test: bool, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs and labels of the training or test set, once per process, on ``device``."""
+    x, y = (found.test_x, found.test_y) if test else (found.x, found.y)
+    return torch.as_tensor(x).to(device, dtype), torch.as_tensor(y).to(device)
+
+
+def parts(config: RunConfig) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the rows of each client: (for training, held out for its own tests)."""
+    return _parts(dataset(config), config.partition, config.partition_params, config.clients,
+                  config.seed, config.local_test)  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4)
-def parts(config: RunConfig) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the rows of each client: (for training, held out for its own tests)."""
-    found = dataset(config)
-    options = parse_params(config.partition_params)
-    if config.partition == "natural":
+def _parts(
+    found: data.Dataset, kind: str, params: str, clients: int, seed: int, local_test: float
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    options = parse_params(params)
+    if kind == "natural":
         options["owner"] = found.owner
-    rows = partitions.partition(
-        config.partition, found.y, config.clients, seed=config.seed, **options
-    )
-    return partitions.train_test(rows, config.local_test, config.seed)
+    try:
+        rows = partitions.partition(kind, found.y, clients, seed=seed, **options)
+    except TypeError as error:
+        raise ValueError(f"partition-params {params!r}: {error}") from None
+    return partitions.train_test(rows, local_test, seed)
 
 
 def draw_partition(config: RunConfig, path: Path) -> None:
@@ -220,24 +288,29 @@ def fresh_model(config: RunConfig) -> FlatModel:
     """Return the run's initial model."""
     found = dataset(config)
     module = models.build(config.model, found.x.shape[1:], found.num_classes, seed=config.seed)
-    if len(found.x.shape) == 4 and config.torch_device.type == "cuda":
-        module = module.to(memory_format=torch.channels_last)
     return FlatModel(module, device=config.torch_device, dtype=getattr(torch, config.dtype))
 
 
-worker_model = functools.lru_cache(maxsize=2)(fresh_model)
-"""The model that all clients of a worker process share: each loads what it receives."""
+@functools.lru_cache(maxsize=1)
+def worker_model(config: RunConfig) -> FlatModel:
+    """Return the model that all clients of a process share: each loads what it receives."""
+    return fresh_model(config)
 
 
 def problem(config: RunConfig, which: str, rows: np.ndarray | None = None) -> Problem:
     """Return the problem of the whole ``"test"`` set, or of some ``rows`` of ``"train"``."""
-    prefix = "test_" if which == "test" else ""
-    x, y = (tensors(config)[prefix + name] for name in "xy")
+    device, dtype = config.torch_device, getattr(torch, config.dtype)
+    x, y = placed(dataset(config), which == "test", device, dtype)
     if rows is not None:
-        index = torch.from_numpy(rows).to(x.device)
+        index = torch.from_numpy(rows).to(device)
         x, y = x[index], y[index]
     autocast = getattr(torch, config.autocast) if config.autocast else None
-    return Problem(worker_model(config), cross_entropy, x, y, autocast=autocast)
+
+    def penalty(w: torch.Tensor) -> torch.Tensor:
+        return config.penalty * (w**2 / (1 + w**2)).sum()
+
+    bent = penalty if config.penalty > 0.0 else None
+    return Problem(worker_model(config), cross_entropy, x, y, penalty=bent, autocast=autocast)
 
 
 def client_fn(context: Context) -> AnyAlgorithmClient:
@@ -251,7 +324,8 @@ def client_fn(context: Context) -> AnyAlgorithmClient:
             " SuperNodes as clients (--federation-config num-supernodes=...)"
         )
     train, held_out = parts(config)[me]
-    store = DirectoryStore(config.state_dir, me) if config.state_dir else ContextStore(context)
+    states = state_folder(config)
+    store = DirectoryStore(states, me) if states else ContextStore(context)
     test = problem(config, "train", held_out) if len(held_out) else None
     return AnyAlgorithmClient(problem(config, "train", train), client_id=me, test=test, store=store)
 

@@ -19,7 +19,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from simulations.config import Scalar
 
 FIRST_NODE = 1001
-CLIENT_APP_RAISED = 4
+CLIENT_APP_RAISED = 2
 """Flower's error code for an exception in the ClientApp."""
 
 Fault = Callable[[Message, Message], Message | None]

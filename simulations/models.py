@@ -1,6 +1,8 @@
 """The papers' models, by name, the same for the same seed.
 
 logistic   flatten, linear
+binary     flatten, linear without bias, class 0's logit being 0: for two classes, with one number
+           per feature, cross-entropy is the logistic loss log(1 + exp(-b z)), b = -1, 1 (FedPD)
 mlp        flatten, 128 hidden units, ReLU (FedBC: 784-128-10)
 mlp3       flatten, 128 and 64 hidden units, ReLU (FedBCD: 784-128-64-10)
 cnn1       two 5x5 convolutions (32 and 64 filters, same padding), each with 2x2 max pooling and
@@ -62,6 +64,11 @@ def build(name: str, shape: Shape, classes: int, *, seed: int) -> nn.Module:
 
 def _logistic(shape: Shape, classes: int, *, softmax: bool = False) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(prod(shape), classes), *_when(softmax, _SOFTMAX))
+
+
+def _binary(shape: Shape, classes: int) -> nn.Module:
+    scores = nn.Linear(prod(shape), classes - 1, bias=False)
+    return nn.Sequential(nn.Flatten(), scores, nn.ConstantPad1d((1, 0), 0.0))
 
 
 def _mlp(shape: Shape, classes: int, *, dropout: float = 0.0) -> nn.Module:
@@ -161,6 +168,7 @@ def _image(shape: Shape) -> tuple[int, int, int]:
 MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
     "logistic": _logistic,
     "logistic-authors": partial(_logistic, softmax=True),
+    "binary": _binary,
     "mlp": _mlp,
     "mlp-authors": partial(_mlp, dropout=0.5),
     "mlp3": _mlp3,

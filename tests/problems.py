@@ -118,13 +118,14 @@ def make_client_app(
     client: Callable[..., NumPyClient] = AnyAlgorithmClient,
     store: Callable[[Context], Any] = ContextStore,
     training: LocalTraining | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> ClientApp:
     """Return a ClientApp whose client i has problem i, for training and for evaluation.
 
     All clients share one module, as in a worker process. Full-batch steps of lr 0.1 by default.
     """
     training = training or LocalTraining(solver="gd", lr=0.1)
-    model = FlatModel(Linear())
+    model = FlatModel(Linear(), dtype=dtype)
     made = [q.problem(model) for q in problems]
 
     def client_fn(context: Context) -> NumPyClient:

@@ -257,7 +257,7 @@ def test_the_seed_decides_the_synthetic_data_and_the_type_only_rounds_them() -> 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("nist", {}, "data set 'nist' is neither .* known are digits, synthetic, mnist, fashion"),
+        ("nist", {}, "data set 'nist' is neither .* known are digits, synthetic, fedpd-weak, "),
         ("someone/nist", {}, "data set 'someone/nist' .*: the Hub was asked"),
         ("mnist", {}, "data set 'mnist' .*: the Hub was asked"),
         ("digits", {"normalise": "l2"}, "unknown normalise 'l2', known are own, authors, none"),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Message
+from flwr.app import Array, ArrayRecord, Message
 from problems import DIM, grid, make_client_app, optimum, quadratics, to_record, to_vector
 from test_laws import RATE, START, local, train
 
@@ -21,7 +21,7 @@ from clients.state import ContextStore, Owner, peek
 from fl_strategies import FedADMM, FedAvg, FedProx, fedadmm, fedavg, fedprox
 from fl_strategies.randomness import stream
 from fl_strategies.subproblem import Subproblem
-from simulations.in_process import InProcessGrid
+from simulations.in_process import FIRST_NODE, InProcessGrid
 
 
 def strategy(**knobs: Any) -> FedADMM:
@@ -49,10 +49,6 @@ def invariant_gap(theta: np.ndarray, federation: InProcessGrid, acked: dict[int,
 
 def run(one: FedADMM, federation: InProcessGrid, rounds: int) -> tuple[np.ndarray, dict[int, int]]:
     return train(one, federation, rounds), one._acked
-
-
-PARTIAL = {"fraction_train": 0.4, "eta": {0: 1.0, 2: 0.4}}
-"""Full participation and eta = 1 come first; then 4 of 10 clients with eta = |S|/m."""
 
 
 class FullFirst(FedADMM):
@@ -98,6 +94,18 @@ def test_lost_replies_leave_the_invariant_exact() -> None:
     federation = grid(quadratics(10), fault=drop(0.3))
     theta, acked = run(full_first(), federation, 50)
     assert invariant_gap(theta, federation, acked) < 1e-11
+
+
+def test_the_invariant_holds_in_float32_with_mini_batches_and_lost_replies() -> None:
+    """Rounding: u has entries below 100, rho = 0.5 doubles those of y, 50 rounds add up."""
+    app = make_client_app(quadratics(10), dtype=torch.float32)
+    federation = InProcessGrid(app, 10, fault=drop(0.3))
+    one = full_first(local=local(solver="sgd", **{"batch-size": 3, "random-epochs": True}))
+    start = ArrayRecord(
+        {k: Array(a.numpy().astype(np.float32)) for k, a in to_record(START).items()}
+    )
+    theta = to_vector(one.start(federation, start, 50).arrays)
+    assert invariant_gap(theta, federation, one._acked) < 50 * 100 * 2 * 2**-23
 
 
 def test_without_acknowledgement_lost_replies_break_the_invariant() -> None:
@@ -157,9 +165,30 @@ def test_refuse_leaves_out_a_client_whose_state_is_lost(caplog: pytest.LogCaptur
 
 
 def test_a_newcomer_in_a_later_round_starts_from_the_theta_it_receives() -> None:
-    state = fedadmm.first_state(START, rho=0.5)
-    np.testing.assert_array_equal(state.w, START)
-    np.testing.assert_array_equal(state.y, np.zeros(DIM))
+    """With w = theta, y = 0 it adds (u_new - theta)/|S|: nothing for the rounds it missed."""
+    problems = quadratics(4)
+    federation, one = grid(problems), strategy()
+    absent = federation.contexts.pop(FIRST_NODE + 3)
+    theta, acked = run(one, federation, 3)
+    old = [state.w + state.y / state.rho for state in states(federation, acked)]
+    federation.contexts[FIRST_NODE + 3] = absent
+    after = to_vector(one.start(federation, to_record(theta), 1).arrays)
+    new = [state.w + state.y / state.rho for state in states(federation, one._acked)]
+    deltas = [u - before for u, before in zip(new, [*old, theta], strict=True)]
+    np.testing.assert_allclose(after, theta + np.mean(deltas, axis=0), atol=1e-12)
+
+
+def test_a_second_start_goes_on_where_the_first_ended() -> None:
+    problems = quadratics(6)
+    settings = local(solver="sgd", **{"batch-size": 3, "random-epochs": True})
+    at_once, in_two = grid(problems, fault=drop(0.3)), grid(problems, fault=drop(0.3))
+    whole, acked = run(full_first(local=settings), at_once, 8)
+    one = full_first(local=settings)
+    first = train(one, in_two, 3)
+    rest = to_vector(one.start(in_two, to_record(first), 5).arrays)
+    np.testing.assert_array_equal(rest, whole)
+    assert invariant_gap(rest, in_two, one._acked) < 1e-11
+    assert one._acked == acked
 
 
 def test_with_y_frozen_at_zero_it_is_fedprox_and_without_rho_fedavg() -> None:
@@ -168,7 +197,7 @@ def test_with_y_frozen_at_zero_it_is_fedprox_and_without_rho_fedavg() -> None:
     def exact(start: Any, sub: Subproblem) -> Any:
         return q.argmin(sub.slope, sub.pull, sub.centre)
 
-    state = fedadmm.State(w=START, y=np.zeros(DIM), rho=0.5)
+    state = fedadmm.State(w=START + 1.0, y=np.zeros(DIM), rho=0.5)
     new, _ = fedadmm.client_rule(state, START, exact, rho=0.5)
     np.testing.assert_array_equal(new.w, fedprox.client_rule(START, exact, mu=0.5))
     np.testing.assert_array_equal(
@@ -184,7 +213,7 @@ def test_the_authors_delta_is_twice_the_step() -> None:
     def exact(start: Any, sub: Subproblem) -> Any:
         return q.argmin(sub.slope, sub.pull, sub.centre)
 
-    state = fedadmm.State(w=START, y=0.3 * START, rho=0.5)
+    state = fedadmm.State(w=START, y=0.3 * START, rho=0.2)
     theta = START + 1.0
     new, delta = fedadmm.client_rule(state, theta, exact, rho=0.5, **FedADMM.authors_rule)
     np.testing.assert_allclose(delta, 2 * (new.w - theta), rtol=1e-12)

@@ -1,6 +1,8 @@
 """FedBCD and FedBCD-I: ASPG, the running sum, the penalised problem, offline work.
 
-Mutants tried by hand: see the end of this docstring.
+Mutants tried by hand, each caught here: x uploaded whole by a booked device, its change by a
+newcomer; no pull in (3); the momentum forgotten between rounds; z + eta_z sum; the mean not divided
+by sum gamma; gamma left out of S; a device that lost its state not counted as one more.
 """
 
 from __future__ import annotations
@@ -425,7 +427,7 @@ def test_blocks_and_modulo_tell_which_cloud_server_a_device_has() -> None:
         one = fedbcd_(servers=3, assignment=assignment)
         train(one, grid(quadratics(6)), 1)
         assert [one._cloud_of[i] for i in range(6)] == expected
-    one._known |= {6, 7}
+    one.nodes.known |= {6, 7}
     one.place()
     assert [one._cloud_of[6], one._cloud_of[7]] == [0, 1]  # where the fewest are
     assert one._books[0].weight == 3.0

@@ -89,18 +89,22 @@ def pulled(gamma: float, zeta: float) -> Callable[[list[Quadratic]], np.ndarray]
 
 @dataclass(frozen=True)
 class Row:
-    """One algorithm: its strategy's arguments, its limit, and other values for each knob.
-
-    ``needs`` are the arguments beside which a knob can make a difference.
-    """
+    """One algorithm: its strategy's arguments, its limit, and other values for each knob."""
 
     name: str
     limit: Callable[[list[Quadratic]], np.ndarray]
     knobs: dict[str, Any] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)
-    needs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    beside: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What else must be set for a knob to matter."""
+    policies: frozenset[str] = frozenset()
+    """Knobs that matter only when something fails, tested in the algorithm's own file."""
+    partial: bool = True
+    """Whether a round can do with some of the clients."""
 
     def strategy(self, **options: Any) -> FederatedStrategy:
+        if not self.partial:
+            options.pop("fraction_train", None)
         return STRATEGIES[self.name](**{"fraction_evaluate": 0.0, **self.knobs, **options})
 
 
@@ -128,6 +132,26 @@ TABLE = [
         optimum,
         {"rho": 0.5},
         {"rho": 1.0, "eta": 0.5, "local_start": "global", "tracking": "global"},
+    ),
+    Row(
+        "fedpd",
+        optimum,
+        {"eta": 0.5},
+        {
+            "eta": 1.0,
+            "p": 0.5,
+            "oracle": "II",
+            "x0_rule": "authors",
+            "gamma": 2.0,
+            "inner_steps": 4,
+            "inner_batch": 0,
+            "full_every": 2,
+        },
+        beside={
+            knob: {"oracle": "II"} for knob in ("gamma", "inner_steps", "inner_batch", "full_every")
+        },
+        policies=frozenset({"missing"}),
+        partial=False,
     ),
     Row("fedbcd", penalised(1.0), {"box": None}, CLOUDS, CLOUDS_NEED),
     Row(
@@ -188,10 +212,10 @@ def test_its_limit_is_a_fixed_point(row: Row) -> None:
     ("row", "name"), [(row, name) for row in TABLE for name in row.others], ids=str
 )
 def test_every_knob_matters(row: Row, name: str) -> None:
-    problems, beside = quadratics(4), row.needs.get(name, {})
+    problems, beside = quadratics(4), row.beside.get(name, {})
     usual = train(row.strategy(local=local(), **beside), grid(problems), 3)
-    other = beside | {name: row.others[name]}
-    changed = train(row.strategy(local=local(), **other), grid(problems), 3)
+    knobs = beside | {name: row.others[name]}
+    changed = train(row.strategy(local=local(), **knobs), grid(problems), 3)
     assert np.abs(usual - changed).max() > 1e-3
 
 
@@ -199,7 +223,7 @@ def test_every_knob_matters(row: Row, name: str) -> None:
 def test_every_knob_is_in_the_table(row: Row) -> None:
     from simulations.config import knobs
 
-    assert set(knobs(row.name)) == set(row.others)
+    assert set(knobs(row.name)) == set(row.others) | row.policies
 
 
 class Shuffled(InProcessGrid):

@@ -197,13 +197,12 @@ def test_random_epochs_are_drawn_from_the_stream_and_cover_one_to_the_bound() ->
 def test_training_stops_at_the_first_epoch_that_reaches_the_residual(target: float) -> None:
     lr = 0.2
     w, info = run(LocalTraining(solver="gd", lr=lr, epochs=500, residual=target))
-    expected = START
-    for epoch in range(1, 500):
+    expected, epochs, residual = START, 0, np.inf
+    while residual > target:
         expected = expected - lr * slope_at(expected)
         residual = slope_at(expected) @ slope_at(expected)
-        if residual <= target:
-            break
-    assert info.epochs == info.steps == epoch
+        epochs += 1
+    assert info.epochs == info.steps == epochs
     np.testing.assert_allclose(w, expected, rtol=1e-10)
     assert info.residual == pytest.approx(residual, rel=1e-6)  # a cancelling sum
     assert info.residual <= target

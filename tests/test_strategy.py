@@ -164,11 +164,11 @@ def test_an_error_reply_is_rejected_with_its_reason(caplog: pytest.LogCaptureFix
     def fault(request: Message, reply: Message) -> Message:
         mine = request.metadata.dst_node_id == FIRST_NODE
         if mine and request.metadata.message_type == "train":
-            return Message(Error(4, "out of memory"), reply_to=request)
+            return Message(Error(2, "out of memory"), reply_to=request)
         return reply
 
     averaging().start(grid(quadratics(2), fault=fault), to_record(START), 1)
-    assert "reply of client 0 left out: error 4: out of memory" in caplog.text
+    assert "reply of client 0 left out: error 2: out of memory" in caplog.text
 
 
 def test_a_round_below_min_replies_is_void_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -178,6 +178,19 @@ def test_a_round_below_min_replies_is_void_and_says_so(caplog: pytest.LogCapture
     np.testing.assert_array_equal(to_vector(result.arrays), START)
     assert "round 1 is void: 2 usable replies, at least 3 needed" in caplog.text
     assert one._acked == {}
+
+
+def test_more_replies_than_clients_asked_cannot_be_needed() -> None:
+    with pytest.raises(ValueError, match="min_replies is 3, but only 2 clients are asked"):
+        averaging(min_replies=3).start(grid(quadratics(2)), to_record(START), 1)
+
+
+def test_a_reply_so_large_that_the_sum_overflows_makes_the_round_void(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    huge = put("tail", np.array([1.7e308]))
+    result = averaging().start(tampered(quadratics(2), 1, huge), to_record(START), 1)
+    assert np.isfinite(to_vector(result.arrays)).all()
 
 
 def test_sampling_is_by_fraction_never_below_the_minimum_and_differs_by_round() -> None:
@@ -223,6 +236,44 @@ def test_a_node_that_comes_back_under_a_new_id_is_the_same_client() -> None:
         to_vector(after), to_vector(other.start(usual, to_record(expected), 1).arrays)
     )
     assert one.num_clients == 3
+
+
+def test_a_node_that_takes_over_a_client_replaces_the_one_before(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    federation = grid(quadratics(3))
+    one = averaging()
+    train(one, federation, 1)
+    federation.contexts[9999] = federation.contexts[FIRST_NODE + 1]
+    result = one.start(federation, to_record(START), 2)
+    assert "client 1 is now node 9999 and no longer node 1002" in caplog.text
+    assert result.train_metrics_clientapp[2]["clients-used"] == 3
+
+
+def test_a_query_that_fails_once_does_not_change_who_a_client_is() -> None:
+    failed: set[int] = set()
+
+    def fault(request: Message, reply: Message) -> Message:
+        node = request.metadata.dst_node_id
+        if request.metadata.message_type == "query" and node not in failed:
+            failed.add(node)
+            return Message(Error(2, "starting up"), reply_to=request)
+        return reply
+
+    one = averaging()
+    train(one, grid(quadratics(3), fault=fault), 1)
+    assert one.nodes.known == {0, 1, 2}
+
+
+def test_an_app_without_queries_is_known_by_its_node_ids() -> None:
+    def fault(request: Message, reply: Message) -> Message:
+        if request.metadata.message_type == "query":
+            return Message(Error(2, "no query function"), reply_to=request)
+        return reply
+
+    one = averaging()
+    train(one, grid(quadratics(2), fault=fault), 1)
+    assert one.nodes.known == {FIRST_NODE, FIRST_NODE + 1}
 
 
 def test_metrics_hold_the_mean_by_examples_and_the_spread_over_clients() -> None:
@@ -307,8 +358,12 @@ def test_a_config_may_not_set_what_the_strategy_sends() -> None:
     [
         ({"fraction_train": 1.5}, "fraction_train must be > 0 and <= 1, got 1.5"),
         ({"fraction_evaluate": -0.1}, "fraction_evaluate must be >= 0 and <= 1, got -0.1"),
-        ({"min_replies": 0}, "min_replies must be >= 1, got 0"),
-        ({"seed": -1}, "seed must be >= 0, got -1"),
+        ({"min_replies": 0}, "min_replies must be an integer >= 1, got 0"),
+        ({"min_replies": {0: 3}}, "min_replies must be an integer >= 1, got"),
+        ({"min_train_nodes": 2.5}, "min_train_nodes must be an integer >= 1, got 2.5"),
+        ({"fraction_train": {0: 0.5}}, "fraction_train must be > 0 and <= 1, got"),
+        ({"seed": -1}, "seed must be an integer >= 0, got -1"),
+        ({"seed": 1.5}, "seed must be an integer >= 0, got 1.5"),
         ({"lost_state": "ignore"}, "lost_state must be one of"),
         ({"weights": "size"}, r"weights must be one of \['examples', 'uniform'\], got 'size'"),
     ],

@@ -1,0 +1,114 @@
+"""Delta-SGD: each client finds its own step size, at each local step, from how fast its gradient
+changes; nothing is tuned per client or data set.
+
+Not a strategy but a local solver for every algorithm here. In each round a client starts anew from
+eta_0 and theta_0, and with its k-th mini-batch b (k = 0, 1, ...) does
+
+    moved   = ||x_k - x_{k-1}||,   changed = ||g(x_k; b) - g(x_{k-1}; b)||              (1)
+    eta_k   = min(gamma moved / (2 changed), sqrt(1 + delta theta_{k-1}) eta_{k-1})     (2)
+    theta_k = eta_k / eta_{k-1}                                                         (3)
+    x_{k+1} = x_k - eta_k g(x_k; b)                                                     (4)
+
+where the first step takes eta_0 and theta_0 as they are.
+
+x_k     the point of step k [d]; norms run over all of it
+g(.; b) gradient on mini-batch b, of whatever the algorithm has its clients minimise
+eta_k   step size; moved / changed is one over the curvature felt along the last step
+theta_k how much the step size grew
+gamma   share of that inverse curvature, > 0 (paper's experiments: 2)
+delta   growth, >= 0 (paper's experiments: 0.1)
+
+Both gradients of (1) are taken on the batch at hand, so a step costs two gradients. Where nothing
+moved or nothing changed, no curvature was felt, and (2) leaves its second term.
+
+Options, off by default: each gradient of (1) on the batch that its own step used, which costs one
+gradient a step and a vector of memory (``same_batch=False``: the paper names it and does not use
+it). And the authors' published code: its first step has x_{-1} = x_0, hence eta_0 already grown by
+(2) (``amplify_first``); it adds 1e-8 to every step size (``epsilon``), and has delta = 0.02:
+``AUTHORS_RULE``.
+
+Reference: Kim, Toghani, Uribe, Kyrillidis, "Adaptive Federated Learning with Auto-Tuned Clients",
+ICLR 2024, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from fl_strategies.subproblem import Vector
+
+AUTHORS_RULE: Mapping[str, Any] = MappingProxyType(
+    {"delta": 0.02, "amplify_first": True, "epsilon": 1e-8}
+)
+"""Options by which :func:`step` and ``clients.DeltaSGD`` follow the authors' code."""
+
+
+class State(NamedTuple):
+    """What the next step needs: x_{k-1} and its gradient (None at first), eta, theta.
+
+    eta and theta are numbers, or arrays [1] ([clients, 1] for a stack).
+    """
+
+    x: Vector | None
+    g: Vector | None
+    eta: Vector | float
+    theta: Vector | float
+
+
+def first_state(*, eta_0: float, theta_0: float) -> State:
+    """Return the state before the first step of a round."""
+    return State(None, None, eta_0, theta_0)
+
+
+def step_size(
+    moved: Vector,
+    changed: Vector,
+    eta: Vector | float,
+    theta: Vector | float,
+    *,
+    gamma: float,
+    delta: float,
+    epsilon: float = 0.0,
+) -> tuple[Vector, Vector]:
+    """Return eta_k and theta_k by (2) and (3); ``moved`` and ``changed`` are arrays >= 0."""
+    grown = (1.0 + delta * theta) ** 0.5 * eta
+    # min(a, b) = b / max(1, b/a), where 1/a may be 0: nothing changed, or nothing moved
+    curvature = 2.0 * changed * (moved > 0.0) / (gamma * (moved + (moved == 0.0)))
+    found = grown / (grown * curvature).clip(min=1.0) + epsilon
+    return found, found / eta
+
+
+def step(
+    state: State,
+    x: Vector,
+    gradient: Callable[[Vector], Vector],
+    *,
+    gamma: float,
+    delta: float,
+    epsilon: float = 0.0,
+    amplify_first: bool = False,
+    same_batch: bool = True,
+) -> tuple[State, Vector]:
+    """Return the next state and point, by (1)-(4).
+
+    ``x`` is [d], or [clients, d] for a stack whose clients have a step size each; ``gradient(w)``
+    is the gradient at w on the step's batch.
+    """
+    g = gradient(x)
+    eta, theta = state.eta, state.theta
+    if state.x is None or state.g is None:
+        x_before, g_before = x, g
+    else:
+        x_before, g_before = state.x, gradient(state.x) if same_batch else state.g
+    if state.x is not None or amplify_first:
+        moved, changed = _norm(x - x_before), _norm(g - g_before)
+        eta, theta = step_size(
+            moved, changed, eta, theta, gamma=gamma, delta=delta, epsilon=epsilon
+        )
+    return State(x, g, eta, theta), x - eta * g
+
+
+def _norm(v: Vector) -> Vector:
+    return (v * v).sum(-1, keepdims=True) ** 0.5

@@ -1,0 +1,113 @@
+"""Which clients are connected, through which nodes.
+
+Flower's node ids are random and change when a node restarts, so each node is asked once for the
+stable id of its client. This module and ``strategy`` are those of the server half that use Flower.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from logging import ERROR, WARNING
+from typing import Any
+
+from flwr.app import Message, MessageType, RecordDict
+from flwr.common import log
+from flwr.serverapp import Grid
+
+ATTEMPTS = 2
+"""Failed queries after which a node's own id serves as its client's (an app without queries)."""
+
+
+class Nodes:
+    """The directory of nodes and clients.
+
+    Parameters
+    ----------
+    patience : float > 0, seconds
+        How long a query may take, how long a node that did not answer one is left alone, and how
+        long the first round waits for nodes that the connected ones say exist.
+
+    Attributes
+    ----------
+    known : set of int
+        Ids of all clients ever connected.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self.patience = patience
+        self.known: set[int] = set()
+        self._client_of: dict[int, int] = {}
+        self._replaced: set[int] = set()
+        self._failures: dict[int, int] = {}
+        self._ask_again: dict[int, float] = {}
+        self._expected = 0
+        self._met = False
+
+    def wait(self, grid: Grid, needed: int) -> dict[int, int]:
+        """Return node by client id once ``needed`` clients are connected; the log says who waits.
+
+        The first call also waits, up to ``patience``, until as many are connected as the nodes'
+        ``num-partitions`` says.
+        """
+        started, said = time.monotonic(), 0.0
+        while True:
+            nodes = self.connected(grid)
+            waited = time.monotonic() - started
+            more = not self._met and len(nodes) < self._expected and waited < self.patience
+            if len(nodes) >= needed and not more:
+                self._met = True
+                return nodes
+            if waited - said >= 10:
+                said = waited
+                wanted = max(needed, self._expected if more else 0)
+                log(WARNING, "%d clients connected, waiting for %d", len(nodes), wanted)
+            time.sleep(min(0.05 + waited / 10, 1.0))
+
+    def connected(self, grid: Grid) -> dict[int, int]:
+        """Return node by client id for all clients that are connected, asking new nodes first."""
+        online = set(grid.get_node_ids()) - self._replaced
+        self._client_of = {node: c for node, c in self._client_of.items() if node in online}
+        now = time.monotonic()
+        new = [
+            node
+            for node in sorted(online - self._client_of.keys())
+            if self._ask_again.get(node, now) <= now
+        ]
+        if new:
+            queries = [
+                Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY)
+                for node in new
+            ]
+            self._ask_again |= dict.fromkeys(new, now + 2 * self.patience)
+            for reply in grid.send_and_receive(queries, timeout=self.patience):
+                node = reply.metadata.src_node_id
+                if node in new and not reply.has_error():
+                    self._introduce(node, reply.content.config_records.get("client", {}))
+                elif node in new:
+                    self._fail(node, reply.error.reason)
+        return {client: node for node, client in self._client_of.items()}
+
+    def _fail(self, node: int, reason: str | None) -> None:
+        """A query may fail once for a passing reason; an app that has none always does."""
+        self._failures[node] = self._failures.get(node, 0) + 1
+        self._ask_again[node] = 0.0
+        if self._failures[node] >= ATTEMPTS:
+            log(WARNING, "node %d serves as client %d: %s", node, node, reason)
+            self._introduce(node, {})
+
+    def _introduce(self, node: int, about: Mapping[str, Any]) -> None:
+        client = about.get("client-id", node)
+        if not isinstance(client, int) or client < 0:
+            log(ERROR, "node %d calls itself client %r; its node id is used", node, client)
+            client = node
+        for other, its_client in list(self._client_of.items()):
+            if its_client == client:
+                log(ERROR, "client %d is now node %d and no longer node %d", client, node, other)
+                self._replaced.add(other)
+                del self._client_of[other]
+        self._client_of[node] = client
+        self.known.add(client)
+        partitions = about.get("num-partitions", 0)
+        if isinstance(partitions, int):
+            self._expected = max(self._expected, partitions)

@@ -1,0 +1,89 @@
+"""SPS: stochastic gradient descent with Polyak's step size.
+
+Not a strategy but a local solver for every algorithm here. With the loss f and gradient g of the
+k-th mini-batch at x_k (k = 0, 1, ...),
+
+    eta_k   = (f - f*) / (c ||g||^2)                                            (1)
+    eta_k   <- min(eta_k, growth^(b/n) eta_{k-1}, max_step)                     (2)
+    x_{k+1} = x_k - eta_k g                                                     (3)
+
+f*      lower bound of the losses of all batches (0 for a loss that cannot be negative)
+c       > 0; 1/2 is Polyak's own step for convex losses
+growth  how much the step size may grow in an epoch, >= 1 (the authors' code: 2); 0 for no limit
+b/n     share of the examples in a batch
+eta_-1  the step size that the first is allowed to grow from
+max_step  the paper's gamma_b, > 0; 0 for no limit
+
+A batch with f <= f* or g = 0 takes no step, and leaves eta_{k-1} for the next one to grow from (in
+the authors' code such a batch ends all movement, as a limit of 0 cannot grow). Delta-SGD's
+comparison ran (1) without (2): growth = max_step = 0.
+
+Reference: Loizou, Vaswani, Laradji, Lacoste-Julien, "Stochastic Polyak Step-size for SGD: An
+Adaptive Learning Rate for Fast Convergence", AISTATS 2021, equation (3) and Section 5.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fl_strategies.subproblem import Vector
+
+
+class State(NamedTuple):
+    """What the next step needs: the last step size, a number, [1] or [clients, 1]."""
+
+    eta: Vector | float
+
+
+def step_size(
+    loss: Vector,
+    square: Vector,
+    eta: Vector | float,
+    *,
+    c: float,
+    f_star: float,
+    growth: float,
+    batch_share: float,
+    max_step: float,
+) -> tuple[Vector, Vector]:
+    """Return eta_k by (1) and (2), 0 where no step is taken, and the one to grow from next.
+
+    ``loss`` and ``square`` = ||g||^2 are arrays [1], or [clients, 1].
+    """
+    steps = (loss > f_star) & (square > 0.0)
+    found = (loss - f_star) / (c * (square + (square == 0.0)))
+    if growth:
+        found = found.clip(max=growth**batch_share * eta)
+    if max_step:
+        found = found.clip(max=max_step)
+    last = eta + 0.0 * square  # as an array: a bool times a number would be of single precision
+    return steps * found, steps * found + ~steps * last
+
+
+def step(
+    state: State,
+    x: Vector,
+    loss: Vector,
+    g: Vector,
+    *,
+    c: float,
+    f_star: float,
+    growth: float,
+    batch_share: float,
+    max_step: float,
+) -> tuple[State, Vector]:
+    """Return the next state and point, by (1)-(3).
+
+    ``x`` and its gradient ``g`` are [d] with ``loss`` [1], or [clients, d] with [clients, 1].
+    """
+    eta, state_eta = step_size(
+        loss,
+        (g * g).sum(-1, keepdims=True),
+        state.eta,
+        c=c,
+        f_star=f_star,
+        growth=growth,
+        batch_share=batch_share,
+        max_step=max_step,
+    )
+    return State(state_eta), x - eta * g

@@ -1,0 +1,49 @@
+"""How far a model is from a stationary point of f = (1/N) sum f_i, and its clients from agreeing.
+
+Reference: Zhang et al., "FedPD", IEEE Transactions on Signal Processing 2021, (4) and (6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from clients import Problem
+
+
+class Stationarity(NamedTuple):
+    """``gradient`` is ||grad f(x0)||^2, ``consensus`` (1/N) sum_i ||x_i - x0||^2 (0 for no x_i)."""
+
+    gradient: float
+    consensus: float
+
+    @property
+    def gap(self) -> float:
+        """Their sum, 0 at stationary points alone."""
+        return self.gradient + self.consensus
+
+
+def stationarity(
+    problems: Sequence[Problem], x0: Tensor, own: Sequence[Tensor] = ()
+) -> Stationarity:
+    """Return how stationary ``x0`` [d] is for the mean of ``problems``, one per client.
+
+    ``own`` holds the clients' models x_i [d], if there are any. Gradients are those of training
+    mode. The problems' models are left with ``x0`` as parameters. Raises ``ValueError`` where
+    there is no problem, or a number of models other than that of problems.
+    """
+    if not problems or (own and len(own) != len(problems)):
+        raise ValueError(f"problems must be >= 1, got {len(problems)}; models: {len(own)}")
+    total = torch.zeros_like(x0)
+    for problem in problems:
+        problem.model.vector.copy_(x0)
+        problem.model.module.train()
+        problem.model.attach_gradients()
+        problem.full_gradient()
+        total += problem.model.gradient
+    mean = total / len(problems)
+    apart = [float((x - x0).dot(x - x0)) for x in own]
+    return Stationarity(float(mean.dot(mean)), sum(apart) / len(problems))

@@ -1,0 +1,272 @@
+"""The Flower App: its run-config, its results folder, its command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from clients import client_app
+from fl_strategies import STRATEGIES, RoundInfo
+from fl_strategies.params import format_params, parse_params
+from simulations.compare import configs_for, main
+from simulations.config import RunConfig, knobs
+from simulations.experiment import Summary, app, run, run_in_process
+from simulations.in_process import InProcessGrid
+
+ROOT = Path(__file__).parents[1]
+SMALL: dict[str, Any] = {"clients": 20, "rounds": 3, "fraction": 0.25}
+
+
+def small(tmp_path: Path, **others: Any) -> RunConfig:
+    return RunConfig.parse(SMALL | {"output": str(tmp_path / "run")} | others)
+
+
+def test_the_apps_run_config_has_every_key_with_its_default() -> None:
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    assert config == RunConfig().to_run_config()
+
+
+@pytest.mark.parametrize("algorithm", STRATEGIES)
+def test_the_same_seed_gives_the_same_model_twice_and_another_seed_another(
+    algorithm: str, tmp_path: Path
+) -> None:
+    config = small(tmp_path, algorithm=algorithm, fraction=0.0)  # the default of each
+    first, again = run_in_process(config), run_in_process(config)
+    other = run_in_process(replace(config, seed=2))
+    assert first.model_sha256 == again.model_sha256 != other.model_sha256
+
+
+def test_a_run_writes_its_results_and_prints_their_absolute_path_last(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small(tmp_path, target=0.3)
+    summary = run_in_process(config)
+    folder = tmp_path / "run"
+    assert capsys.readouterr().out.splitlines()[-1] == f"results: {folder}"
+    assert RunConfig(**json.loads((folder / "config.json").read_text())) == config
+    assert Summary(**json.loads((folder / "summary.json").read_text())) == summary
+    rows = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    assert [row["round"] for row in rows] == [1, 2, 3]
+    accuracies = [row["test-accuracy"] for row in rows]
+    assert summary.final_accuracy == accuracies[-1]
+    assert summary.best_accuracy == max(accuracies)
+    reached = [r for r, accuracy in enumerate(accuracies, 1) if accuracy >= 0.3]
+    assert summary.rounds_to_target == (reached[0] if reached else None)
+    assert summary.bytes_up == sum(row["bytes-up"] for row in rows)
+    assert sum(array.size for array in load_file(folder / "model.safetensors").values()) == 650
+    assert (folder / "curve.png").stat().st_size > 0
+
+
+def test_an_interrupted_run_leaves_what_was_computed_so_far(tmp_path: Path) -> None:
+    def interrupt(info: RoundInfo) -> None:
+        if info.server_round == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_in_process(small(tmp_path), [interrupt])
+    folder = tmp_path / "run"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["rounds"], summary["finished"]) == (2, False)
+    assert len((folder / "history.jsonl").read_text().splitlines()) == 2
+    assert load_file(folder / "model.safetensors")
+
+
+def test_a_run_may_stop_at_its_target(tmp_path: Path) -> None:
+    summary = run_in_process(small(tmp_path, target=0.01, **{"stop-at-target": True}))
+    assert (summary.rounds, summary.rounds_to_target) == (1, 1)
+
+
+def test_clients_may_evaluate_on_data_of_their_own(tmp_path: Path) -> None:
+    config = small(tmp_path, **{"local-test": 0.2, "fraction-evaluate": 0.5})
+    run_in_process(config)
+    row = json.loads((tmp_path / "run/history.jsonl").read_text().splitlines()[0])
+    assert row["eval-clients-used"] == 10
+    assert 0.0 <= row["own-accuracy"] <= 1.0
+    assert row["eval-accuracy-min"] <= row["eval-accuracy"] <= row["eval-accuracy-max"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"algoritm": "fedavg"}, r"unknown run-config keys \['algoritm'\]; known: \['algorithm', "),
+        ({"algorithm": "fedsvrg"}, r"unknown algorithm 'fedsvrg'; known: .*'fedavg'"),
+        ({"dataset": "no-such-set"}, "no-such-set"),
+        ({"model": "resnet-1000"}, r"unknown model 'resnet-1000', known are logistic, "),
+        ({"partition": "sorted"}, r"unknown partition 'sorted', known are iid, "),
+        ({"solver": "newton"}, r"unknown solver 'newton'; known: "),
+        ({"params": "rho=0"}, r"rho must be > 0, got 0"),
+        ({"params": "mu=1"}, r"fedadmm has no knob \['mu'\]; it has \['rho', 'eta', "),
+        ({"params": "rho"}, r"a knob is given as name=value, got 'rho'"),
+        ({"fraction": 1.5}, r"fraction must be > 0 and <= 1, got 1.5"),
+        ({"clients": 5000}, r"clients must be from 1 to 1437 \(samples\), got 5000"),
+        ({"clients": 1000}, r"shards must be at most 1437 \(samples\), got 2000"),
+        ({"rounds": 0}, r"rounds must be >= 1, got 0"),
+        ({"rounds": "three"}, r"rounds must be of type int, got 'three'"),
+        ({"momentum": True}, r"momentum must be of type float, got True"),
+        ({"state-dir": "here"}, r"state-dir must be an absolute path, got 'here'"),
+        ({"fraction-evaluate": 0.5}, r"fraction-evaluate > 0 needs local-test > 0"),
+        ({"dtype": "int8"}, r"dtype must be one of \['float32', 'float64'\], got 'int8'"),
+        ({"output": "/proc/results"}, r"the results folder /proc/results cannot be written"),
+        ({"solver": "adagrad", "momentum": 0.9}, r"solver 'adagrad' has no momentum"),
+    ],
+)
+def test_bad_input_is_refused_before_any_round(
+    keys: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    rounds: list[RoundInfo] = []
+    with pytest.raises(ValueError, match=message):
+        run_in_process(RunConfig.parse({"output": str(tmp_path / "run")} | keys), [rounds.append])
+    assert rounds == []
+
+
+def test_a_state_directory_of_another_algorithm_or_model_is_refused(tmp_path: Path) -> None:
+    from clients import StateError
+
+    state = {"state-dir": str(tmp_path / "state")}
+    run_in_process(small(tmp_path, **state))
+    with pytest.raises(StateError, match="not of 'fedadmm'"):
+        run_in_process(small(tmp_path, model="mlp", **state))
+
+
+@pytest.mark.parametrize("dataset", ["synthetic", "mnist", "fashion_mnist", "cifar10"])
+@pytest.mark.parametrize("algorithm", STRATEGIES)
+def test_every_default_is_a_setting_that_runs(
+    algorithm: str, dataset: str, datasets_folder: Path, tmp_path: Path
+) -> None:
+    config = small(tmp_path, algorithm=algorithm, dataset=dataset, rounds=1, steps=1)
+    if config.fraction < 1.0:
+        config = replace(config, fraction=0.1)
+    assert run_in_process(config).finished
+
+
+def test_params_survive_the_way_to_the_apps_and_back() -> None:
+    params = {"rho": {0: 0.01, 40: 0.1}, "eta": "fraction", "tracking": "global"}
+    assert parse_params(format_params(params)) == params
+
+
+def test_compare_gives_each_knob_to_the_algorithms_that_have_it(tmp_path: Path) -> None:
+    params = ["mu=0.3", "fedadmm.rho=0.2", "weights=uniform"]
+    avg, prox, admm = configs_for(["fedavg", "fedprox", "fedadmm"], params, {}, tmp_path)
+    assert parse_params(avg.params) == {"weights": "uniform"}
+    assert parse_params(prox.params) == {"mu": 0.3, "weights": "uniform"}
+    assert parse_params(admm.params)["rho"] == 0.2
+    with pytest.raises(ValueError, match="no algorithm here has the knob 'sigma'"):
+        configs_for(["fedavg"], ["sigma=1"], {}, tmp_path)
+    assert all("rho" not in knobs(name) for name in ("fedavg", "fedprox"))
+
+
+def test_compare_writes_a_summary_a_table_and_figures(tmp_path: Path) -> None:
+    line = "--dataset digits --partition shards --clients 20 --rounds 2 --seed 1"
+    names = list(STRATEGIES)
+    arguments = [*line.split(), "--algorithms", ",".join(names), "--output", str(tmp_path)]
+    summaries = main(arguments)
+    assert json.loads((tmp_path / "summary.json").read_text()) == summaries
+    assert [summary["algorithm"] for summary in summaries] == names
+    wanted = {
+        "algorithm",
+        "final_accuracy",
+        "best_accuracy",
+        "rounds_to_target",
+        "bytes_up",
+        "bytes_down",
+        "seconds",
+        "model_sha256",
+    }
+    assert wanted <= summaries[0].keys()
+    assert len((tmp_path / "table.md").read_text().splitlines()) == 2 + len(names)
+    for name in ("curves.png", "partition.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_takes_zeros_as_they_are(tmp_path: Path) -> None:
+    line = f"--algorithms fedavg --output {tmp_path} --rounds 1 --clients 20"
+    line += " --seed 0 --batch-size 0 --momentum 0 --random-epochs false"
+    main(line.split())
+    config = json.loads((tmp_path / "fedavg/config.json").read_text())
+    assert (config["seed"], config["batch_size"], config["momentum"]) == (0, 0, 0.0)
+    assert config["random_epochs"] == "false"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--algorithms fedavg,fedsvrg",
+        "--algorithms fedavg,fedavg",
+        "--algorithms fedavg --fraction 0",
+        "--algorithms fedavg --lr 0",
+        "--algorithms fedavg --model resnet-1000",
+        "--algorithms fedavg --dataset no-such-set",
+        "--algorithms fedavg --partition dirichlet --partition-params alpha=x",
+        "--algorithms fedadmm --param eta=a:b",
+    ],
+)
+def test_compare_refuses_bad_arguments_with_usage_and_exit_code_2(
+    arguments: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*arguments.split(), "--output", str(tmp_path)])
+    assert stop.value.code == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_the_number_of_nodes_must_be_that_of_clients(tmp_path: Path) -> None:
+    config = small(tmp_path)
+    with pytest.raises(ValueError, match=r"clients=20, but 21 nodes are connected: flwr run "):
+        run(config, InProcessGrid(app, 21, run_config=config.to_run_config()))
+
+
+def test_a_run_in_which_every_client_fails_says_why(tmp_path: Path) -> None:
+    config = small(tmp_path)
+
+    def broken(context: Any) -> Any:
+        raise OSError("no data here")
+
+    with pytest.raises(RuntimeError, match="every client failed in round 1: error 2: OSError: no"):
+        run(config, InProcessGrid(client_app(broken), 20, run_config=config.to_run_config()))
+
+
+def test_one_state_directory_serves_several_algorithms(tmp_path: Path) -> None:
+    state = {"state-dir": str(tmp_path / "state")}
+    for algorithm in ("fedadmm", "fedavg"):
+        run_in_process(small(tmp_path, algorithm=algorithm, **state))
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["fedadmm"]
+
+
+def test_compare_refuses_bad_input_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "simulations.compare", "--algorithms", "fedavg,fedsvrg"]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "unknown algorithms ['fedsvrg']; known: ['fed" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_mnist_is_learned(datasets_folder: Path, tmp_path: Path) -> None:
+    config = RunConfig.parse(
+        {
+            "dataset": "mnist",
+            "algorithm": "fedavg",
+            "partition": "iid",
+            "model": "mlp",
+            "clients": 100,
+            "rounds": 2,
+            "output": str(tmp_path / "run"),
+        }
+    )
+    assert run_in_process(config).final_accuracy > 0.8
+
+
+def test_numbers_of_a_run_config_may_be_integers_where_floats_are_due() -> None:
+    assert RunConfig.parse({"lr": 1}).lr == 1.0
+    assert isinstance(RunConfig.parse({"lr": 1}).lr, float)
+    assert np.isclose(RunConfig.parse({"fraction": 1}).fraction, 1.0)
