@@ -6,6 +6,7 @@ from clients.bridge import client_app, client_id
 from clients.delta_sgd import DeltaSGD
 from clients.fedadmm import FedADMMClient
 from clients.fedavg import FedAvgClient
+from clients.fedbcd import FedBCDAsyncClient, FedBCDClient, FedBCDIClient
 from clients.fedpd import FedPDClient
 from clients.fedprox import FedProxClient
 from clients.problem import FlatModel, Metrics, Problem
@@ -23,6 +24,9 @@ __all__ = [
     "DirectoryStore",
     "FedADMMClient",
     "FedAvgClient",
+    "FedBCDAsyncClient",
+    "FedBCDClient",
+    "FedBCDIClient",
     "FedPDClient",
     "FedProxClient",
     "FederatedClient",

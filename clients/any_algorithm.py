@@ -9,11 +9,21 @@ from flwr.client import NumPyClient
 from clients.base import Arrays, Config, FederatedClient
 from clients.fedadmm import FedADMMClient
 from clients.fedavg import FedAvgClient
+from clients.fedbcd import FedBCDAsyncClient, FedBCDClient, FedBCDIClient
 from clients.fedpd import FedPDClient
 from clients.fedprox import FedProxClient
 
 CLIENTS: dict[str, type[FederatedClient]] = {
-    client.algorithm: client for client in (FedAvgClient, FedProxClient, FedADMMClient, FedPDClient)
+    client.algorithm: client
+    for client in (
+        FedAvgClient,
+        FedProxClient,
+        FedADMMClient,
+        FedPDClient,
+        FedBCDClient,
+        FedBCDIClient,
+        FedBCDAsyncClient,
+    )
 }
 """Every client by the name of its algorithm."""
 

@@ -64,6 +64,8 @@ class FederatedClient(NumPyClient):
     algorithm: ClassVar[str]
     state_type: ClassVar[type | None] = None
     """The named tuple that the client keeps, if any."""
+    infos: list[Info]
+    """What the solver did in this request, one for each time it was called."""
 
     def __init__(
         self,
@@ -76,6 +78,7 @@ class FederatedClient(NumPyClient):
     ) -> None:
         self.problem, self.client_id, self.test = problem, client_id, test
         self.store, self.training = store, training or LocalTraining()
+        self.infos: list[Info] = []
 
     # ---- what an algorithm adds -------------------------------------------------------------
 
@@ -118,8 +121,9 @@ class FederatedClient(NumPyClient):
         server_round = int(config.get("server-round", 0))
         training = self.training.updated(config)
         infos: list[Info] = []
+        self.infos = infos
 
-        def solve_here(start: Tensor, subproblem: Subproblem) -> Tensor:
+        def solve_here(start: Any, subproblem: Subproblem) -> Any:
             w, info = solve(self.problem, start, subproblem, training, rng)
             infos.append(info)
             return w

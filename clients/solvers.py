@@ -12,7 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from clients.problem import Problem
 from clients.sps import SPS
 from fl_strategies.params import parse_params
 from fl_strategies.schedules import check
-from fl_strategies.subproblem import Subproblem
+from fl_strategies.subproblem import Iterates, Subproblem
 
 MakeOptimizer: TypeAlias = Callable[..., Optimizer]
 """``make([parameter], lr=...)``: an optimizer class, or a function that builds one. If it has
@@ -68,11 +68,18 @@ class LocalTraining:
         Draw the number of epochs from U{1, ..., ``epochs``} by the client's own stream.
     steps : int >= 0 (default 0: by epochs)
         Mini-batch steps to take instead of epochs.
+    random_steps : bool (default False)
+        Draw the number of steps from U{1, ..., ``steps``} by the client's own stream.
     batch_size : int >= 0 (default 32; 0: the full batch)
         Examples in a mini-batch.
     momentum, weight_decay : float >= 0 (default 0)
     nesterov : bool (default False)
         Handed to the optimizer, which must know them where they are not 0.
+    extrapolation : float >= 0 (default 0)
+        Each step is taken at e = w + extrapolation (w - w_previous) in place of w.
+    box : float >= 0 (default 0: no bound)
+        Each step ends with the projection onto [-box, box]^d. With ``sgd`` and an extrapolation
+        this is FedBCD's ASPG (accelerated stochastic projected gradient).
     residual : float >= 0 or -1 (default -1: not measured)
         Stop after the first epoch that ends with a squared norm of the subproblem's full gradient
         of at most this; ``residual`` is then reported. 0 only measures.
@@ -89,10 +96,13 @@ class LocalTraining:
     epochs: int = 1
     random_epochs: bool = False
     steps: int = 0
+    random_steps: bool = False
     batch_size: int = 32
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
+    extrapolation: float = 0.0
+    box: float = 0.0
     residual: float = -1.0
 
     def __post_init__(self) -> None:
@@ -102,10 +112,12 @@ class LocalTraining:
         check("batch_size", self.batch_size, low=0)
         check("momentum", self.momentum, low=0.0)
         check("weight_decay", self.weight_decay, low=0.0)
+        check("extrapolation", self.extrapolation, low=0.0)
+        check("box", self.box, low=0.0)
         if self.residual != -1.0:
             check("residual", self.residual, low=0.0)
         kinds = {"epochs": int, "steps": int, "batch_size": int, "random_epochs": bool,
-                 "nesterov": bool, "solver_params": str}  # fmt: skip
+                 "random_steps": bool, "nesterov": bool, "solver_params": str}  # fmt: skip
         for name, kind in kinds.items():
             if not isinstance(value := getattr(self, name), kind):
                 raise ValueError(f"{name} must be {kind.__name__}, got {value!r}")
@@ -158,17 +170,41 @@ class Info(NamedTuple):
     residual: float
 
 
+@overload
 def solve(
     problem: Problem,
     start: Tensor,
     subproblem: Subproblem,
     training: LocalTraining,
     rng: np.random.Generator,
-) -> tuple[Tensor, Info]:
-    """Return an approximate minimiser [d] of (0), found from ``start`` [d], and what was done."""
+) -> tuple[Tensor, Info]: ...
+
+
+@overload
+def solve(
+    problem: Problem,
+    start: Iterates,
+    subproblem: Subproblem,
+    training: LocalTraining,
+    rng: np.random.Generator,
+) -> tuple[Iterates, Info]: ...
+
+
+def solve(
+    problem: Problem,
+    start: Tensor | Iterates,
+    subproblem: Subproblem,
+    training: LocalTraining,
+    rng: np.random.Generator,
+) -> tuple[Tensor | Iterates, Info]:
+    """Return an approximate minimiser [d] of (0), found from ``start`` [d], and what was done.
+
+    From :class:`Iterates` (whose difference is the first step's momentum) to the last two iterates.
+    """
     model = problem.model
     slope, pull, centre = subproblem
-    model.vector.copy_(start)
+    w, previous = start if isinstance(start, Iterates) else (start, start)
+    model.vector.copy_(w)
     model.module.train()
     model.attach_gradients()
     parameter = torch.nn.Parameter(model.vector)
@@ -177,12 +213,15 @@ def solve(
     share = min(1.0, batch_size / len(problem)) if batch_size else 1.0
     optimizer = training.optimizer([parameter], module=model.module, batch_share=share)
     needs_loss = training.solver not in GRADIENT_ONLY
-    floor = _floor(subproblem, start) if needs_loss else 0.0
+    floor = _floor(subproblem, w) if needs_loss else 0.0
     epochs = training.epochs
     if training.random_epochs:
         epochs = int(rng.integers(1, training.epochs, endpoint=True))
-    if training.steps:
-        epochs = math.ceil(training.steps / _batches(len(problem), batch_size))
+    limit = training.steps
+    if training.random_steps and limit:
+        limit = int(rng.integers(1, limit, endpoint=True))
+    if limit:
+        epochs = math.ceil(limit / _batches(len(problem), batch_size))
 
     def bent(loss: Tensor) -> Tensor:
         """Turn f's gradient, in place, and loss into the subproblem's."""
@@ -197,6 +236,7 @@ def solve(
                 loss = loss + (pull / 2) * apart.dot(apart)
         return loss - floor
 
+    keeps_previous = training.extrapolation > 0.0 or isinstance(start, Iterates)
     steps = done = 0
     residual = float("nan")
     while done < epochs:
@@ -209,10 +249,16 @@ def solve(
                 first.append((loss, outputs))
                 return bent(loss)
 
+            before = model.vector.clone() if keeps_previous else previous
+            if training.extrapolation:
+                model.vector.add_(before - previous, alpha=training.extrapolation)
             optimizer.step(closure)  # type: ignore[arg-type]
+            if training.box:
+                model.vector.clamp_(-training.box, training.box)
+            previous = before
             seen.append((*first[0], y))
             steps += 1
-            if steps == training.steps:
+            if steps == limit:
                 break
         done += 1
         if training.residual >= 0.0:
@@ -226,7 +272,9 @@ def solve(
     if problem.classifies:
         outputs, targets = (torch.cat([batch[i] for batch in seen]) for i in (1, 2))
         accuracy = float(problem.right(outputs, targets)) / examples
-    return model.vector.clone(), Info(steps, done, loss, accuracy, residual)
+    info = Info(steps, done, loss, accuracy, residual)
+    last = model.vector.clone()
+    return (Iterates(last, previous) if isinstance(start, Iterates) else last), info
 
 
 def _floor(subproblem: Subproblem, start: Tensor) -> Tensor | float:

@@ -42,6 +42,8 @@ def _value(text: str) -> Any:
             return {int(first): float(number) for first, _, number in pairs}
         except ValueError:
             raise ValueError(f"a schedule is given as 0:1.0;60:0.5, got {text!r}") from None
+    if text in ("None", "none"):
+        return None
     if text in ("True", "true", "False", "false"):
         return text.lower() == "true"
     for kind in (int, float):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from logging import INFO, WARNING
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypedDict
 
@@ -103,12 +103,14 @@ class Options(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class _Asked:
+class Asked:
     """The requests of one phase: which node was asked, as which client, from when on."""
 
     clients: dict[int, int]
     bytes_down: int
     started: float
+    rounds: Mapping[int, int] = field(default_factory=dict)
+    """By client, the round of its request where it is not the present one."""
 
 
 class _Stop(Exception):
@@ -227,7 +229,7 @@ class FederatedStrategy(FlowerFedAvg):
         self._nonces: dict[int, str] = {}
         self._layout: Layout | None = None
         self._model: Arrays = {}
-        self._asked = _Asked({}, 0, 0.0)
+        self._asked = Asked({}, 0, 0.0)
         self._result = Result()
 
     @property
@@ -249,6 +251,12 @@ class FederatedStrategy(FlowerFedAvg):
         ``uploads`` can be read once: each is decoded when its turn comes.
         """
         raise TypeError(f"{type(self).__name__} must define aggregate")
+
+    def begin(self, theta: Vector) -> None:
+        """Take note of the initial model [d] before anything is sent; raise if it cannot do."""
+
+    def check_clients(self, clients: int) -> None:
+        """Raise ``ValueError`` if the algorithm cannot run with that many clients."""
 
     def replies_needed(self) -> int:
         """Return the number of usable replies below which the round is void."""
@@ -276,6 +284,8 @@ class FederatedStrategy(FlowerFedAvg):
         """
         self._layout = None
         self._read_model(initial_arrays)
+        assert self._layout is not None
+        self.begin(self._layout.pack(self._model))
         ours = self.request(1, 0).keys()
         for name, config in (("train_config", train_config), ("evaluate_config", evaluate_config)):
             if clash := sorted(ours & set(config or ())):
@@ -292,13 +302,13 @@ class FederatedStrategy(FlowerFedAvg):
 
         self._result.arrays = initial_arrays
         try:
-            super().start(
+            self._rounds(
                 grid,
                 initial_arrays,
                 num_rounds,
                 timeout,
-                train_config,
-                evaluate_config,
+                train_config or ConfigRecord(),
+                evaluate_config or ConfigRecord(),
                 evaluate_and_call,
             )
         except _Stop:
@@ -307,6 +317,19 @@ class FederatedStrategy(FlowerFedAvg):
             self._rounds_before += self._round
             self._round = 0
         return self._result
+
+    def _rounds(
+        self,
+        grid: Grid,
+        arrays: ArrayRecord,
+        num_rounds: int,
+        timeout: float,
+        train_config: ConfigRecord,
+        evaluate_config: ConfigRecord,
+        evaluate_fn: EvaluateFn,
+    ) -> None:
+        """Run the rounds one after another, as Flower does."""
+        super().start(grid, arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
 
     def _end_round(self, server_round: int, num_rounds: int, arrays: ArrayRecord) -> None:
         self._result.arrays = arrays
@@ -371,7 +394,7 @@ class FederatedStrategy(FlowerFedAvg):
             arrays = self._next_model(number, good)
         if arrays is not None:
             for client, content in good.items():
-                self._acked[client] = number
+                self._acked[client] = self._asked.rounds.get(client, number)
                 if nonce := _nonce(content):
                     self._nonces[client] = nonce
         metrics["seconds"] = time.monotonic() - self._asked.started
@@ -397,6 +420,12 @@ class FederatedStrategy(FlowerFedAvg):
         if not all(np.isfinite(model[name]).all() for name in layout.trainable):
             self._void(server_round, "the aggregated model is not finite")
             return None
+        return ArrayRecord({name: Array(array) for name, array in model.items()})
+
+    def model_record(self, vector: Vector) -> ArrayRecord:
+        """Return the model with its trainable arrays out of ``vector`` [d]."""
+        assert self._layout is not None
+        model = self._layout.unpack(vector, self._model)
         return ArrayRecord({name: Array(array) for name, array in model.items()})
 
     def _void(self, server_round: int, reason: str) -> None:
@@ -432,7 +461,7 @@ class FederatedStrategy(FlowerFedAvg):
     ) -> Iterable[Message]:
         """Return the requests to the clients sampled to evaluate; none if the fraction is 0."""
         if self.fraction_evaluate == 0.0:
-            self._asked = _Asked({}, 0, time.monotonic())
+            self._asked = Asked({}, 0, time.monotonic())
             return []
         nodes = self.nodes.wait(grid, max(self.min_available_nodes, self.min_evaluate_nodes))
         number = self._rounds_before + server_round
@@ -488,7 +517,7 @@ class FederatedStrategy(FlowerFedAvg):
         message_type: str,
     ) -> list[Message]:
         size = sum(len(array.data) for array in arrays.values())
-        self._asked = _Asked(
+        self._asked = Asked(
             {nodes[client]: client for client in chosen}, size * len(chosen), time.monotonic()
         )
         return [

@@ -32,8 +32,18 @@ class Subproblem(NamedTuple):
         return g + self.slope + self.pull * (w - self.centre)
 
 
+class Iterates(NamedTuple):
+    """The present iterate of a solver and the one before it: what its momentum needs to go on."""
+
+    x: Vector
+    previous: Vector
+
+
 Solve: TypeAlias = Callable[[Vector, Subproblem], Vector]
-"""``solve(start, subproblem)`` returns an approximate minimiser of (0), as a new vector."""
+"""``solve(start, subproblem)`` returns an approximate minimiser of (0), as a new vector.
+
+Started from :class:`Iterates`, it goes on with their momentum and returns its last two iterates.
+"""
 
 
 def weighted_mean(weighted: Iterable[tuple[Vector, float]]) -> Vector:

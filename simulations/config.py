@@ -51,9 +51,12 @@ class RunConfig:
     momentum: float = key(-1.0, "momentum of the solver")
     nesterov: bool = key(False, "Nesterov's momentum")
     weight_decay: float = key(0.0, "weight decay of the solver")
+    extrapolation: float = key(0.0, "each step is taken at w + this * (w - previous w)")
+    box: float = key(0.0, "each step ends with the projection onto [-box, box]^d; 0: none")
     epochs: int = key(-1, "local epochs")
     random_epochs: str = key("", "`true`: draw the epochs from U{1..epochs}; `false`")
     steps: int = key(0, "mini-batch steps instead of epochs")
+    random_steps: bool = key(False, "draw the steps from U{1..steps} per client and round")
     batch_size: int = key(-1, "mini-batch size; 0 is the full batch")
     penalty: float = key(-1.0, "weight of sum_j w_j^2/(1 + w_j^2), added to every client's loss")
     residual: float = key(-1.0, "stop at this squared norm of the subproblem's gradient")
@@ -128,7 +131,7 @@ class RunConfig:
         if self.state_dir and not os.path.isabs(self.state_dir):
             raise ValueError(f"state-dir must be an absolute path, got {self.state_dir!r}")
         LocalTraining().updated(self.local())
-        self.strategy()
+        self.strategy().check_clients(self.clients)
 
     def to_run_config(self) -> dict[str, Scalar]:
         """Return the keys and values as ``flwr run`` takes them."""
@@ -169,5 +172,9 @@ class RunConfig:
 
 def knobs(algorithm: str) -> list[str]:
     """Return the names of the algorithm's own knobs."""
-    names = inspect.signature(STRATEGIES[algorithm]).parameters
-    return [name for name in names if name not in Options.__annotations__ and name != "options"]
+    strategy = STRATEGIES[algorithm]
+    bases = strategy.__mro__[: strategy.__mro__.index(FederatedStrategy)]
+    names = [name for base in bases for name in inspect.signature(base).parameters]
+    return [
+        name for name in dict.fromkeys(names) if name not in (*Options.__annotations__, "options")
+    ]

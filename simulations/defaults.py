@@ -48,6 +48,12 @@ ALGORITHMS: dict[tuple[str, str], dict[str, Any]] = {
     ("fedpd", "fedpd-weak"): {"params": "eta=0.08"},
     ("fedpd", "fedpd-strong"): {"params": "eta=0.08"},
     ("fedadmm", "digits"): {"params": "rho=0.1"},
+    ("fedbcd", ""): {"fraction": 0.3, "lr": 0.01},
+    ("fedbcd-i", ""): {"fraction": 0.3, "lr": 0.01},
+    ("fedbcd-async", ""): {"fraction": 0.3, "lr": 0.01, "params": "servers=10 first=5"},
+    ("fedbcd", "digits"): {"lr": 0.5, "params": "gamma=0.1 eta_z=1.0"},
+    ("fedbcd-i", "digits"): {"lr": 0.2, "params": "eta_z=1.0"},
+    ("fedbcd-async", "digits"): {"lr": 0.5, "params": "servers=5 first=3 gamma=0.1 eta_z=1.0"},
 }
 """Over those, for (algorithm, data set), and for (algorithm, "") on any."""
 

@@ -72,7 +72,8 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
 
     The folder holds ``config.json``, ``history.jsonl`` (a line a round, written as it ends),
     ``model.safetensors``, ``summary.json`` and ``curve.png``, also when the run is interrupted; one
-    that is killed leaves model and summary of the last ``SAVE_SECONDS`` or earlier.
+    that is killed leaves model and summary of the last ``SAVE_SECONDS`` or earlier. Async-cloud
+    FedBCD adds ``cloud-N.safetensors``, the model of each cloud server.
     """
     check_nodes(config, grid)
     model, folder = prepare(config)
@@ -112,6 +113,8 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
         finished = True
     finally:
         summary = progress.save(finished)
+        for n, arrays in enumerate(getattr(strategy, "cloud_models", [])):
+            write_atomically(folder / f"cloud-{n}.safetensors", model_bytes(arrays))
         draw_curve(folder / "history.jsonl", folder / "curve.png", config.algorithm)
         print(f"results: {folder}", flush=True)
     return summary

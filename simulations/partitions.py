@@ -11,6 +11,9 @@ dirichlet   each class is spread over the clients by a draw of Dirichlet(``alpha
             (0.5), drawn again, up to ten times, while it leaves a client empty
 power-law   client k holds a share proportional to ``exponent``^-k of the rows (1.1), of
             ``classes_per_client`` classes where given (FedBC): :func:`power_law`
+diversity   every client has rows of ``labels_per_client`` classes (3), drawn so that each class
+            goes to as many clients as any other, give or take one, which share its rows evenly
+            (FedBCD); with few clients a class may go to none, and its rows stay unused
 imbalanced  FedADMM, Table VI: clients in groups of two, a member of group j = 1, 2, ... gets j of
             ``shards`` label-sorted shards, the last group what is left, evenly. By default
             (clients/2)^2 shards: the paper's 10,000 for its 200 clients
@@ -217,6 +220,28 @@ def _take(pools: list[Rows], size: int, classes: int, rng: Draw) -> Rows:
     return np.concatenate(taken)
 
 
+def _diversity(
+    labels: NDArray[Any], clients: int, rng: Draw, *, labels_per_client: int = 3
+) -> list[Rows]:
+    classes = np.unique(labels)
+    if not 1 <= labels_per_client <= len(classes):
+        raise ValueError(
+            f"labels_per_client must be from 1 to {len(classes)} (classes), got {labels_per_client}"
+        )
+    takers: list[list[int]] = [[] for _ in classes]
+    for client in range(clients):  # the classes with the fewest takers so far, ties at random
+        taken = np.array([len(taker) for taker in takers])
+        for c in np.lexsort((rng.random(len(classes)), taken))[:labels_per_client]:
+            takers[c].append(client)
+    parts: list[list[Rows]] = [[] for _ in range(clients)]
+    for c, taker in zip(classes, takers, strict=True):
+        if taker:
+            rows = rng.permutation(np.flatnonzero(labels == c))
+            for client, share in zip(taker, np.array_split(rows, len(taker)), strict=True):
+                parts[client].append(share)
+    return [np.concatenate(part) for part in parts]
+
+
 def _imbalanced(
     labels: NDArray[Any], clients: int, rng: Draw, *, shards: int | None = None
 ) -> list[Rows]:
@@ -270,6 +295,7 @@ KINDS: dict[str, Callable[..., list[Rows]]] = {
     "shards": _shards,
     "dirichlet": _dirichlet,
     "power-law": _power_law,
+    "diversity": _diversity,
     "imbalanced": _imbalanced,
     "natural": _natural,
 }

@@ -51,6 +51,42 @@ def biased(mu: float) -> Callable[[list[Quadratic]], np.ndarray]:
     return limit
 
 
+def penalised(gamma: float) -> Callable[[list[Quadratic]], np.ndarray]:
+    """The z of min sum_i f_i(x_i) + (gamma/2) ||x_i - z||^2: the mean of its x_i."""
+
+    def limit(problems: list[Quadratic]) -> np.ndarray:
+        left, right = np.zeros((DIM, DIM)), np.zeros(DIM)
+        for q in problems:
+            # x_i = R (A b + gamma z), so that z - x_i = R A (z - b)
+            R = np.linalg.inv(q.A + gamma * np.eye(DIM))
+            left, right = left + R @ q.A, right + R @ q.A @ q.b
+        return np.linalg.solve(left, right)
+
+    return limit
+
+
+def pulled(gamma: float, zeta: float) -> Callable[[list[Quadratic]], np.ndarray]:
+    """FedBCD-I's fixed point: z is the mean of the x_i that STEPS of (1) and of (2) reproduce."""
+
+    def limit(problems: list[Quadratic]) -> np.ndarray:
+        unit, none, flat = np.eye(DIM), np.zeros((DIM, DIM)), np.zeros((DIM, 1))
+        left, right = np.zeros((DIM, DIM)), np.zeros(DIM)
+        for q in problems:
+            # both steps as matrices on (x, x_prev, z, 1)
+            step = unit - RATE * q.A
+            rest = [[none, none, unit, flat], [flat.T, flat.T, flat.T, np.ones((1, 1))]]
+            train = [(1 + zeta) * step, -zeta * step, none, (RATE * q.A @ q.b)[:, None]]
+            pull = [(1 - gamma) * unit, none, gamma * unit, flat]
+            both = [np.block([row, [unit, none, none, flat], *rest]) for row in (train, pull)]
+            cycle = np.linalg.matrix_power(both[1], STEPS) @ np.linalg.matrix_power(both[0], STEPS)
+            n = 2 * DIM
+            stays = np.linalg.solve(np.eye(n) - cycle[:n, :n], cycle[:n, n:])[:DIM]
+            left, right = left + unit - stays[:, :DIM], right + stays[:, DIM]
+        return np.linalg.solve(left, right)
+
+    return limit
+
+
 @dataclass(frozen=True)
 class Row:
     """One algorithm: its strategy's arguments, its limit, and other values for each knob."""
@@ -71,6 +107,22 @@ class Row:
             options.pop("fraction_train", None)
         return STRATEGIES[self.name](**{"fraction_evaluate": 0.0, **self.knobs, **options})
 
+
+CLOUDS: dict[str, Any] = {
+    "gamma": 0.4,
+    "eta_z": 0.2,
+    "zeta": 0.3,
+    "box": 3.0,
+    "reduce": "sum",
+    "repeats": 2,
+    "servers": 2,
+    "assignment": "blocks",
+}
+CLOUDS_NEED: dict[str, dict[str, Any]] = {
+    "reduce": {"eta_z": 0.2},
+    "servers": {"fraction_train": 0.25},
+    "assignment": {"servers": 2, "fraction_train": 0.5},
+}
 
 TABLE = [
     Row("fedavg", biased(0.0), others={"weights": "uniform"}),
@@ -100,6 +152,27 @@ TABLE = [
         },
         policies=frozenset({"missing"}),
         partial=False,
+    ),
+    Row("fedbcd", penalised(1.0), {"box": None}, CLOUDS, CLOUDS_NEED),
+    Row(
+        "fedbcd-i",
+        pulled(0.2, 0.9),
+        {"box": None},
+        CLOUDS | {"fraction_available": 1.0, "offline_rounds": 1},
+        CLOUDS_NEED
+        | {
+            "fraction_available": {"fraction_train": 0.25},
+            "offline_rounds": {"fraction_train": 0.25},
+        },
+    ),
+    Row(
+        "fedbcd-async",
+        penalised(1.0),
+        {"box": None},
+        CLOUDS | {"first": 1, "rigorous": True, "staleness": 1, "order": "arrival"},
+        CLOUDS_NEED
+        | {"first": {"servers": 4}}
+        | {name: {"servers": 4, "first": 1} for name in ("rigorous", "staleness", "order")},
     ),
 ]
 
@@ -139,8 +212,7 @@ def test_its_limit_is_a_fixed_point(row: Row) -> None:
     ("row", "name"), [(row, name) for row in TABLE for name in row.others], ids=str
 )
 def test_every_knob_matters(row: Row, name: str) -> None:
-    problems = quadratics(3)
-    beside = row.beside.get(name, {})
+    problems, beside = quadratics(4), row.beside.get(name, {})
     usual = train(row.strategy(local=local(), **beside), grid(problems), 3)
     knobs = beside | {name: row.others[name]}
     changed = train(row.strategy(local=local(), **knobs), grid(problems), 3)

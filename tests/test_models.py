@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -40,6 +41,31 @@ def test_the_cnns_have_as_many_parameters_as_fedadmm_says(variant: str) -> None:
 def test_the_dense_models_have_a_weight_per_pair_and_a_bias_per_unit() -> None:
     assert size(build("logistic", (60,), 10, seed=1)) == 60 * 10 + 10
     assert size(build("mlp", MNIST, 10, seed=1)) == 784 * 128 + 128 + 128 * 10 + 10
+    sizes = (784, 128, 64, 10)
+    expected = sum(a * b + b for a, b in pairwise(sizes))
+    assert size(build("mlp3", MNIST, 10, seed=1)) == expected
+
+
+def test_resnet20_has_nineteen_convolutions_one_dense_layer_and_two_halvings() -> None:
+    model = build("resnet20", CIFAR, 10, seed=1)
+    widths = [3] + [16] * 7 + [32] * 6 + [64] * 6
+    convolutions = sum(9 * a * b + 2 * b for a, b in pairwise(widths))  # and two numbers a norm
+    assert size(model) == convolutions + 64 * 10 + 10 == 269_722
+    shapes = []
+    for block in list(model)[3:12]:
+        block.register_forward_hook(lambda m, x, y: shapes.append(tuple(y.shape[1:])))
+    model(images(CIFAR))
+    assert shapes == [(16, 32, 32)] * 3 + [(32, 16, 16)] * 3 + [(64, 8, 8)] * 3
+
+
+def test_a_block_of_resnet20_without_its_convolutions_is_its_shortcut() -> None:
+    block = list(build("resnet20", CIFAR, 10, seed=1))[6]  # 16 filters to 32
+    nn.init.zeros_(block.norm2.weight)
+    x = torch.rand((2, 16, 8, 8), generator=torch.Generator().manual_seed(3))
+    y = block(x)
+    torch.testing.assert_close(y[:, 8:24], x[:, :, ::2, ::2])
+    assert y.shape == (2, 32, 4, 4)
+    assert y[:, :8].abs().max() == y[:, 24:].abs().max() == 0
 
 
 @pytest.mark.parametrize("shape", [DIGITS, (1, 9, 13), MNIST, CIFAR])

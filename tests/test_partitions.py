@@ -21,6 +21,7 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
     ("dirichlet", {"alpha": 0.3}),
     ("power-law", {"exponent": 1.2}),
     ("power-law", {"exponent": 1.2, "classes_per_client": 2}),
+    ("diversity", {"labels_per_client": 7}),
     ("imbalanced", {}),
     ("natural", {"owner": OWNER}),
 ]
@@ -56,6 +57,33 @@ def test_one_client_can_hold_the_data(kind: str, options: dict[str, Any]) -> Non
         pytest.skip("their number of clients is not free")
     (part,) = partition(kind, LABELS, 1, seed=1, **options)
     assert len(part) == len(LABELS) - len(LABELS) % options.get("shards_per_client", 1)
+
+
+@pytest.mark.parametrize(("clients", "labels"), [(100, 1), (100, 3), (100, 6), (30, 7), (7, 3)])
+def test_clients_of_a_diversity_hold_so_many_labels_and_classes_go_round(
+    clients: int, labels: int
+) -> None:
+    equal = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 600))
+    counts = describe(
+        partition("diversity", equal, clients, seed=3, labels_per_client=labels), equal
+    )
+    assert np.all((counts > 0).sum(axis=1) == labels)
+    takers = (counts > 0).sum(axis=0)
+    assert takers.max() - takers.min() <= 1
+    for c in range(10):
+        shares = counts[counts[:, c] > 0, c]
+        assert shares.sum() == 600
+        assert shares.max() - shares.min() <= 1
+    if clients * labels % 10 == 0:
+        assert np.ptp(counts.sum(axis=1)) <= labels
+
+
+def test_a_diversity_of_more_labels_than_there_are_is_refused() -> None:
+    for labels in (0, 8):
+        with pytest.raises(
+            ValueError, match=f"labels_per_client must be from 1 to 7 .*, got {labels}"
+        ):
+            partition("diversity", LABELS, 20, seed=1, labels_per_client=labels)
 
 
 def test_iid_sizes_differ_by_at_most_one() -> None:

@@ -1,0 +1,284 @@
+"""Async-cloud FedBCD: against a twin in NumPy, against sync-cloud, late replies, staleness."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Message
+from problems import DIM, grid, make_client_app, quadratics, to_record, to_vector
+from test_fedbcd import aspg, devices, drop, fedbcd_, sum_of_last_models
+from test_laws import START, STEPS, Shuffled, local, train
+
+from fl_strategies import FedBCDAsync, RoundInfo, fedbcd_async
+from simulations.in_process import InProcessGrid
+
+
+def async_(**knobs: Any) -> FedBCDAsync:
+    return FedBCDAsync(**{"box": None, "fraction_evaluate": 0.0, "local": local(), **knobs})
+
+
+def test_one_cloud_server_is_sync_cloud_to_the_bit() -> None:
+    problems = quadratics(4)
+    for knobs in ({}, {"fraction_train": 0.5, "repeats": 2, "eta_z": 0.3, "gamma": 0.6}):
+        np.testing.assert_array_equal(
+            train(async_(**knobs), grid(problems), 5), train(fedbcd_(**knobs), grid(problems), 5)
+        )
+
+
+def test_when_all_cloud_servers_mix_their_mean_takes_sync_clouds_first_step() -> None:
+    """From the second round on each device is pulled to its own cloud server's model."""
+    problems = quadratics(6)
+    together = train(async_(servers=3, first=3), grid(problems), 1)
+    np.testing.assert_allclose(together, train(fedbcd_(), grid(problems), 1), rtol=1e-12)
+
+
+def test_when_all_cloud_servers_mix_it_rests_where_each_reproduces_its_model() -> None:
+    """z_n = w - eta (w - mean of x_i(z_n)), w = mean of z_n, x_i(z) = argmin of f_i + pull."""
+    problems, gamma, eta = quadratics(4), 0.8, 0.5
+    one = async_(servers=2, first=2, gamma=gamma, eta_z=eta, zeta=0.5)
+    z = train(one, grid(problems), 80)
+    n = 2 * DIM
+    matrix, right = np.eye(n), np.zeros(n)
+    for cloud in range(2):
+        rows = slice(cloud * DIM, (cloud + 1) * DIM)
+        for other in range(2):
+            matrix[rows, other * DIM : (other + 1) * DIM] -= (1 - eta) / 2 * np.eye(DIM)
+        for q in problems[cloud::2]:
+            R = np.linalg.inv(q.A + gamma * np.eye(DIM))
+            matrix[rows, rows] -= eta / 2 * gamma * R
+            right[rows] += eta / 2 * R @ q.A @ q.b
+    clouds = np.linalg.solve(matrix, right).reshape(2, DIM)
+    np.testing.assert_allclose(z, clouds.mean(axis=0), atol=1e-7)
+    for model, expected in zip(one.cloud_models, clouds, strict=True):
+        np.testing.assert_allclose(to_vector(model), expected, atol=1e-7)
+    assert np.abs(clouds[0] - clouds[1]).max() > 1e-2
+
+
+@pytest.mark.parametrize("rigorous", [False, True])
+@pytest.mark.parametrize(("first", "repeats"), [(1, 1), (2, 1), (2, 3)])
+def test_a_run_is_that_of_the_protocol_played_out_event_by_event(
+    first: int, repeats: int, rigorous: bool
+) -> None:
+    problems, servers, eta, gamma = quadratics(6), 3, 0.4, 0.6
+    seen: list[RoundInfo] = []
+    one = async_(
+        servers=servers, first=first, repeats=repeats, rigorous=rigorous, eta_z=eta, gamma=gamma,
+        fraction_train=0.5, callbacks=[seen.append], seed=3,
+    )  # fmt: skip
+    found = train(one, grid(problems), 8)
+
+    z = [START] * servers
+    x: list[Any] = [START] * 6
+    kept: list[Any] = [None] * 6
+    ready_at: list[float | None] = [None] * servers
+    free_at, work, times = [0.0] * servers, [{}] * servers, []
+    for t in range(1, 9):
+        for n in range(servers):
+            if ready_at[n] is None:
+                i = min((n, n + 3), key=lambda i: one.clock.arrival(3, t, i))
+                start = kept[i] or (z[n], z[n])
+                work[n] = {i: aspg(problems[i], *start, STEPS, zeta=0.9, gamma=gamma, z=z[n])}
+                ready_at[n] = free_at[n] + one.clock.latency(3, t, i, STEPS)
+        queue = sorted(range(servers), key=lambda n: ready_at[n])
+        mixing, rest = queue[:first], queue[first:]
+        now = max(ready_at[n] for n in mixing)
+        for n in mixing + (rest if rigorous else []):
+            for i, pair in work[n].items():
+                kept[i], x[i] = pair, pair[0]
+            free_at[n] = now if n in mixing else ready_at[n]
+            ready_at[n] = None
+        for _ in range(repeats):
+            w = {n: np.mean([z[m] for m in mixing], axis=0) for n in mixing}
+            if rigorous:
+                w |= {n: z[n] for n in rest}
+            for n, mean in w.items():
+                z[n] = mean - eta * (mean - (x[n] + x[n + 3]) / 2)
+        times.append(now)
+    np.testing.assert_allclose(found, np.mean(z, axis=0), rtol=1e-10)
+    for model, expected in zip(one.cloud_models, z, strict=True):
+        np.testing.assert_allclose(to_vector(model), expected, rtol=1e-10)
+    np.testing.assert_allclose([info.metrics["virtual-seconds"] for info in seen], times)
+    assert times == sorted(times)
+
+
+def test_a_seed_fixes_an_asynchronous_run_whatever_the_order_of_replies() -> None:
+    problems = quadratics(6)
+
+    def run(seed: int, kind: Any = InProcessGrid) -> np.ndarray:
+        settings = local(solver="sgd", **{"batch-size": 3, "random-epochs": True})
+        one = async_(servers=3, first=1, local=settings, fraction_train=0.5, seed=seed)
+        return train(one, kind(make_client_app(problems), 6), 6)
+
+    np.testing.assert_array_equal(run(1), run(1))
+    np.testing.assert_array_equal(run(1), run(1, Shuffled))
+    assert np.abs(run(1) - run(2)).max() > 1e-6
+
+
+@pytest.mark.parametrize("rounds", [1, 9])
+def test_the_sums_hold_after_lost_replies_also_with_work_that_waits(rounds: int) -> None:
+    federation = grid(quadratics(8), fault=drop(0.3))
+    one = async_(servers=4, first=2)
+    train(one, federation, rounds)
+    total = sum(book.total for book in one._books)
+    np.testing.assert_allclose(total, sum_of_last_models(federation, one._acked, 8), rtol=1e-12)
+
+
+def test_waiting_for_fewer_cloud_servers_takes_less_virtual_time() -> None:
+    seen: list[RoundInfo] = []
+    for first in (1, 2, 4):
+        train(async_(servers=4, first=first, callbacks=[seen.append]), grid(quadratics(4)), 5)
+    one, two, four = (info.metrics["virtual-seconds"] for info in seen[4::5])
+    assert one < two < four
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+def test_no_cloud_server_goes_longer_without_a_mix_than_staleness_allows(staleness: int) -> None:
+    mixes: list[set[int]] = []
+    one = async_(servers=4, first=1, staleness=staleness, seed=2)
+    one.callbacks = (lambda info: mixes.append(set(one._ready)),)
+    train(one, grid(quadratics(4)), 12)
+    for t in range(len(mixes) - staleness + 1):
+        assert set().union(*mixes[t : t + staleness]) == {0, 1, 2, 3}
+    if staleness == 4:
+        assert min(len(mixed) for mixed in mixes) == 1
+
+
+# ---- by arrival ---------------------------------------------------------------------------------
+
+
+class Slow(InProcessGrid):
+    """Replies of some nodes come only when so many looks for replies have been made."""
+
+    def __init__(self, problems: Any, looks: dict[int, int], **options: Any) -> None:
+        super().__init__(make_client_app(problems), len(problems), **options)
+        self.looks, self.due, self.now = looks, {}, 0
+        self.pushed: list[tuple[int, int]] = []
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        ids = list(super().push_messages(messages))
+        for message_id, message in zip(ids, messages, strict=True):
+            client = message.metadata.dst_node_id - 1001
+            if message.metadata.message_type == "train":
+                config = message.content.config_records["config"]
+                self.pushed.append((int(config["server-round"]), client))
+                self.due[message_id] = self.now + self.looks.get(client, 0)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        self.now += 1
+        ready = [key for key in message_ids if self.due.get(key, 0) < self.now]
+        return super().pull_messages(ready)
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fedbcd_async, "PAUSE", 0.0)
+
+
+def test_by_arrival_a_slow_cloud_server_is_not_waited_for_and_its_work_is_not_lost() -> None:
+    mixes: list[list[int]] = []
+    federation = Slow(quadratics(6), {0: 3, 3: 3})  # both devices of cloud server 0 of 3
+    one = async_(servers=3, first=1, order="arrival")
+    one.callbacks = (lambda info: mixes.append(list(one._ready)),)
+    train(one, federation, 6)
+    assert [0] in mixes
+    assert mixes[0] != [0]
+    first = mixes.index([0]) + 1  # its devices were asked in round 1 and used now
+    asked = [t for t, client in federation.pushed if client == 0]
+    assert asked[:2] == [1, first + 1] if first < 6 else asked == [1]
+    kept = devices(federation, one._acked)
+    assert set(kept) >= {0, 3}
+    total = sum(book.total for book in one._books)
+    np.testing.assert_allclose(total, sum_of_last_models(federation, one._acked, 6), rtol=1e-12)
+
+
+def test_the_round_of_a_reply_used_late_is_that_of_its_request() -> None:
+    federation = Slow(quadratics(4), {0: 5, 2: 5})
+    one = async_(servers=2, first=1, order="arrival", staleness=4)
+    train(one, federation, 4)
+    assert one._acked[0] == one._acked[2] == 1
+    assert one._acked[1] > 1
+
+
+def test_a_device_too_late_for_its_phase_counts_in_the_next_and_is_not_asked_before() -> None:
+    federation = Slow(quadratics(4), {3: 10**9})
+    seen: list[RoundInfo] = []
+    acked: list[dict[int, int]] = []
+    one = async_(order="arrival")
+
+    def let_it_come_after_round_1(info: RoundInfo) -> None:
+        seen.append(info)
+        acked.append(dict(one._acked))
+        federation.looks, federation.due = {}, {}
+
+    one.callbacks = (let_it_come_after_round_1,)
+    one.start(federation, to_record(START), 3, timeout=0.05)
+    assert acked[0] == {0: 1, 1: 1, 2: 1}
+    assert acked[1] == {0: 2, 1: 2, 2: 2, 3: 1}  # asked in round 1, used in round 2
+    assert acked[2] == {0: 3, 1: 3, 2: 3, 3: 3}
+    assert [t for t, client in federation.pushed if client == 3] == [1, 3]
+    assert [info.metrics["clients-used"] for info in seen] == [3, 4, 4]
+    total = one._books[0].total
+    np.testing.assert_allclose(total, sum_of_last_models(federation, one._acked, 4), rtol=1e-12)
+
+
+def test_by_arrival_an_error_reply_ends_the_wait_for_its_device() -> None:
+    def broken(request: Message, reply: Message) -> Message:
+        if request.metadata.message_type == "train" and request.metadata.dst_node_id == 1002:
+            from flwr.app import Error
+
+            return Message(Error(3, "the node died"), reply_to=request)
+        return reply
+
+    one = async_(order="arrival")
+    train(one, grid(quadratics(3), fault=broken), 3)
+    assert one._acked == {0: 3, 2: 3}
+    assert one._underway == {}
+
+
+class Lossy(Slow):
+    """Requests to some clients cannot be sent in the first round: their ids are None."""
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        first = not self.pushed and messages[0].metadata.message_type == "train"
+        ids = list(super().push_messages(messages))
+        return [None if first and i in (1, 2) else key for i, key in enumerate(ids)]  # type: ignore
+
+
+def test_by_arrival_a_request_that_could_not_be_sent_is_not_waited_for() -> None:
+    federation = Lossy(quadratics(3), {})
+    acked: list[dict[int, int]] = []
+    one = async_(order="arrival")
+    one.callbacks = (lambda info: acked.append(dict(one._acked)),)
+    train(one, federation, 2)
+    assert acked == [{0: 1}, {0: 2, 1: 2, 2: 2}]
+    total = one._books[0].total
+    np.testing.assert_allclose(total, sum_of_last_models(federation, one._acked, 3), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"servers": 4, "first": 5}, r"first must be >= 1 and <= 4, got 5"),
+        ({"servers": 4, "first": 0}, r"first must be >= 1 and <= 4, got 0"),
+        ({"servers": 4, "first": 1.5}, r"first must be a whole number, got 1.5"),
+        ({"staleness": 0}, r"staleness must be >= 1, got 0"),
+        ({"order": "random"}, r"order must be one of \['virtual', 'arrival'\], got 'random'"),
+        ({"rigorous": True, "order": "arrival"}, r'rigorous needs order="virtual"'),
+    ],
+)
+def test_bad_knobs_are_refused_with_bound_and_value(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FedBCDAsync(**knobs)
+
+
+def test_the_bound_of_a_summed_step_is_on_one_cloud_servers_devices() -> None:
+    knobs: dict[str, Any] = {"reduce": "sum", "eta_z": 0.3, "gamma": 1.5}
+    async_(servers=2, min_available_nodes=4, **knobs)
+    with pytest.raises(ValueError, match=r"got 1.8 for \|Q\| = 4 devices"):
+        fedbcd_(servers=2, min_available_nodes=4, **knobs)
