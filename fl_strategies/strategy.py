@@ -59,10 +59,13 @@ LOCAL_KEYS = frozenset(
         "epochs",
         "random-epochs",
         "steps",
+        "random-steps",
         "batch-size",
         "momentum",
         "nesterov",
         "weight-decay",
+        "extrapolation",
+        "box",
         "residual",
     }
 )
@@ -217,7 +220,7 @@ class FederatedStrategy(FlowerFedAvg):
         if unknown := sorted(self.local.keys() - LOCAL_KEYS):
             raise ValueError(f"unknown local settings {unknown}; known: {sorted(LOCAL_KEYS)}")
         for name in ("lr", "epochs"):
-            check(name, self.local.get(name, 1), above=0.0)
+            check(name, self.local.get(name, 1), above=0.0)  # type: ignore[arg-type]  # no text
         for name, value in self.local.items():
             if isinstance(value, Mapping):
                 check(name, value)

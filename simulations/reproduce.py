@@ -57,6 +57,7 @@ def fedadmm_mnist() -> list[Cell]:
         "seed": 1,
         "autocast": "bfloat16",
     }
+    authors: dict[str, Any] = dict(FedADMM.authors_rule)
     rules: dict[str, tuple[str, dict[str, Any]]] = {
         "fedadmm-paper": ("fedadmm", {"rho": 0.01}),
         "fedadmm-authors": ("fedadmm", {"rho": 0.01, **FedADMM.authors_rule}),
@@ -70,23 +71,46 @@ def fedadmm_mnist() -> list[Cell]:
         for momentum in (0.5, 0.0)
         for lr in rates
     ]
-    return [
-        Cell(
-            f"{rule}-{partition}-{model}-momentum{momentum}-lr{lr}",
-            base
-            | {
-                "algorithm": algorithm,
-                "params": format_params(params),
-                "partition": partition,
-                "model": model,
-                "momentum": momentum,
-                "lr": lr,
-            },
-        )
-        for rule, (algorithm, params) in rules.items()
-        for partition, model, momentum, lr in grid
-        if algorithm == "fedadmm" or model == "cnn1"
+
+    def cell(
+        rule: str, partition: str, model: str, momentum: float, lr: float, **others: Any
+    ) -> Cell:
+        algorithm, params = rules[rule]
+        name = f"{rule}-{partition}-{model}-momentum{momentum}-lr{lr}"
+        name += "".join(f"-{key}{value}" for key, value in others.items())
+        settings = {"algorithm": algorithm, "params": format_params(params)}
+        where = {"partition": partition, "model": model, "momentum": momentum, "lr": lr}
+        return Cell(name, base | settings | where | others)
+
+    cells = [
+        cell(rule, *setting)
+        for rule, (algorithm, _) in rules.items()
+        for setting in grid
+        if algorithm == "fedadmm" or setting[1] == "cnn1"
     ]
+    # other server steps and penalties, at the settings that did best or could not be made to
+    rules |= {
+        "fedadmm-authors-eta0.5": ("fedadmm", {"rho": 0.01, "eta": 0.5, **authors}),
+        "fedadmm-authors-rho0.1": ("fedadmm", {"rho": 0.1, **authors}),
+        "fedadmm-paper-rho0.1": ("fedadmm", {"rho": 0.1}),
+        "fedadmm-paper-fraction": ("fedadmm", {"rho": 0.01, "eta": "fraction"}),
+    }
+    cells += [
+        cell("fedadmm-authors-eta0.5", "iid", "cnn1", 0.5, 0.2),
+        cell("fedadmm-authors-rho0.1", "iid", "cnn1", 0.5, 0.1),
+        cell("fedadmm-paper-rho0.1", "iid", "cnn1", 0.5, 0.1),
+        cell("fedadmm-paper-fraction", "iid", "cnn1", 0.5, 0.1),
+    ]
+    # three seeds, in full precision, for the best of each rule
+    for rule, momentum, lr in (
+        ("fedadmm-authors", 0.5, 0.1),
+        ("fedadmm-paper", 0.5, 0.1),
+        ("fedavg", 0.5, 0.1),
+    ):
+        cells += [
+            cell(rule, "iid", "cnn1", momentum, lr, autocast="", seed=seed) for seed in (1, 2, 3)
+        ]
+    return cells
 
 
 def fedbcd_mnist() -> list[Cell]:

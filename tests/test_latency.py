@@ -1,9 +1,4 @@
-"""Latency: eqs. 7-8 of FedBCD and the Weibull case against Monte Carlo and closed forms; the clock.
-
-Mutants tried by hand, each caught here: n - k for n - k + 1 in the density; Q(1/N) for Q(1 - 1/N);
-the exponent k for 1/k in (4); log(1 - u) without its minus sign; K left out of (1); the two means
-of the clock exchanged; the round left out of the clock's stream.
-"""
+"""Latency: FedBCD's eqs. 7-8 and the Weibull case against Monte Carlo; the clock."""
 
 from __future__ import annotations
 
