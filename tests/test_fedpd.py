@@ -592,6 +592,13 @@ def test_a_round_reports_loss_steps_and_consensus(knobs: dict[str, Any]) -> None
     assert result.train_metrics_clientapp[1]["train-loss"] > 0
 
 
+def test_oracle_two_measures_no_residual_and_its_replies_are_used_all_the_same() -> None:
+    one = strategy(local=SGD | {"residual": 0.0}, **VR)
+    metrics = one.start(grid(quadratics(2)), to_record(START), 1).train_metrics_clientapp[1]
+    assert metrics["clients-used"] == 2
+    assert "residual" not in metrics
+
+
 def test_the_clients_own_model_is_measured_beside_the_global_one() -> None:
     problems = quadratics(3)
     federation, one = grid(problems), strategy(fraction_evaluate=1.0)
