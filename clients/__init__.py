@@ -5,7 +5,9 @@ from clients.base import FederatedClient, Step
 from clients.bridge import client_app, client_id
 from clients.fedadmm import FedADMMClient
 from clients.fedavg import FedAvgClient
+from clients.fedbc import FedBCClient
 from clients.fedprox import FedProxClient
+from clients.per_fedbc import PerFedBCClient
 from clients.problem import FlatModel, Metrics, Problem
 from clients.solvers import SOLVERS, LocalTraining, solve
 from clients.state import ContextStore, DirectoryStore, Owner, StateError
@@ -18,12 +20,14 @@ __all__ = [
     "DirectoryStore",
     "FedADMMClient",
     "FedAvgClient",
+    "FedBCClient",
     "FedProxClient",
     "FederatedClient",
     "FlatModel",
     "LocalTraining",
     "Metrics",
     "Owner",
+    "PerFedBCClient",
     "Problem",
     "StateError",
     "Step",

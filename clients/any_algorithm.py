@@ -9,10 +9,13 @@ from flwr.client import NumPyClient
 from clients.base import Arrays, Config, FederatedClient
 from clients.fedadmm import FedADMMClient
 from clients.fedavg import FedAvgClient
+from clients.fedbc import FedBCClient
 from clients.fedprox import FedProxClient
+from clients.per_fedbc import PerFedBCClient
 
 CLIENTS: dict[str, type[FederatedClient]] = {
-    client.algorithm: client for client in (FedAvgClient, FedProxClient, FedADMMClient)
+    client.algorithm: client
+    for client in (FedAvgClient, FedProxClient, FedADMMClient, FedBCClient, PerFedBCClient)
 }
 """Every client by the name of its algorithm."""
 

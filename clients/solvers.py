@@ -40,6 +40,8 @@ FULL_BATCH = ("gd", "lbfgs")
 GRADIENT_ONLY = ("gd", "sgd", "adam", "adagrad")
 """Solvers that do not look at the loss, so that the subproblem's need not be worked out."""
 
+FINE_TUNE = ["", "train", "test-batch"]
+
 
 @dataclass(frozen=True)
 class LocalTraining:
@@ -65,6 +67,12 @@ class LocalTraining:
     residual : float >= 0 or -1 (default -1: not measured)
         Stop after the first epoch that ends with a squared norm of the subproblem's full gradient
         of at most this; ``residual`` is then reported. 0 only measures.
+    fine_tune : "", "train" or "test-batch" (default "": not)
+        Measure models also after one gradient step on one mini-batch of the client's training
+        examples, or of the very examples that they are then tested on: the latter only to reproduce
+        tables that were made so (FedBC-FineTune and Per-FedAvg in FedBC's Table 3).
+    fine_tune_lr : float >= 0 (default 0: ``lr``)
+        Rate of that step.
 
     Raises
     ------
@@ -82,6 +90,8 @@ class LocalTraining:
     nesterov: bool = False
     weight_decay: float = 0.0
     residual: float = -1.0
+    fine_tune: str = ""
+    fine_tune_lr: float = 0.0
 
     def __post_init__(self) -> None:
         check("lr", self.lr, above=0.0)
@@ -90,6 +100,9 @@ class LocalTraining:
         check("batch_size", self.batch_size, low=0)
         check("momentum", self.momentum, low=0.0)
         check("weight_decay", self.weight_decay, low=0.0)
+        check("fine_tune_lr", self.fine_tune_lr, low=0.0)
+        if self.fine_tune not in FINE_TUNE:
+            raise ValueError(f"fine_tune must be one of {FINE_TUNE}, got {self.fine_tune!r}")
         if self.residual != -1.0:
             check("residual", self.residual, low=0.0)
         for name in ("epochs", "steps", "batch_size", "random_epochs", "nesterov"):

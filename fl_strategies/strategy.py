@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from logging import ERROR, INFO, WARNING
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
@@ -139,7 +140,7 @@ class FederatedStrategy(FlowerFedAvg):
 
     algorithm: ClassVar[str]
     """Name by which clients know the algorithm."""
-    scalar_bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}
+    scalar_bounds: Mapping[str, tuple[float, float]] = MappingProxyType({})
     """Metrics that each reply must carry, with the range that each must be in."""
 
     def __init__(
@@ -202,6 +203,7 @@ class FederatedStrategy(FlowerFedAvg):
         self._model: Arrays = {}
         self._asked = _Asked({}, 0, 0.0)
         self._result = Result()
+        self._clients: dict[int, dict[str, float]] = {}
 
     # ---- what an algorithm adds -------------------------------------------------------------
 
@@ -217,6 +219,15 @@ class FederatedStrategy(FlowerFedAvg):
         ``uploads`` can be read once: each is decoded when its turn comes.
         """
         raise TypeError(f"{type(self).__name__} must define aggregate")
+
+    def weight(self, upload: Upload) -> float:
+        """Return what ``upload`` weighs among the others in :meth:`aggregate`, for the history."""
+        return 1.0
+
+    @property
+    def asked(self) -> list[int]:
+        """The clients asked in the present phase of the round, ascending."""
+        return list(self._asked.clients.values())
 
     # ---- the run ------------------------------------------------------------------------------
 
@@ -276,7 +287,7 @@ class FederatedStrategy(FlowerFedAvg):
             for name, value in phase.get(server_round, {}).items():
                 if not isinstance(value, list):
                     metrics[name] = value
-        info = RoundInfo(server_round, num_rounds, arrays, metrics)
+        info = RoundInfo(server_round, num_rounds, arrays, metrics, self._clients)
         # every callback sees the round, also when an earlier one wants to stop
         if True in [callback(info) for callback in self.callbacks]:
             raise _Stop
@@ -317,6 +328,7 @@ class FederatedStrategy(FlowerFedAvg):
         """Return the next model and the round's metrics; no model when the round is void."""
         good, metrics = self._sift(replies, self._check_train, self.train_metrics_aggr_fn)
         arrays = None
+        self._clients = self._by_client(good, "examples", {})
         if len(good) < self.min_replies:
             self._void(
                 server_round, f"{len(good)} usable replies, at least {self.min_replies} needed"
@@ -328,6 +340,12 @@ class FederatedStrategy(FlowerFedAvg):
                 self._acked[client] = server_round
                 if nonce := _nonce(content):
                     self._nonces[client] = nonce
+            by_size = sorted(self._clients.values(), key=lambda row: row["examples"])
+            for name in ("weight-share", "data-share"):
+                metrics[f"{name}-smallest"], metrics[f"{name}-largest"] = (
+                    by_size[0][name],
+                    by_size[-1][name],
+                )
         metrics["seconds"] = time.monotonic() - self._asked.started
         self._result.train_metrics_clientapp[server_round] = metrics
         return arrays, metrics
@@ -335,6 +353,7 @@ class FederatedStrategy(FlowerFedAvg):
     def _next_model(self, server_round: int, good: dict[int, RecordDict]) -> ArrayRecord | None:
         assert self._layout is not None
         layout, merged = self._layout, BufferMean()
+        weights: dict[int, float] = {}
 
         def uploads() -> Iterator[Upload]:
             for client, content in good.items():
@@ -342,13 +361,19 @@ class FederatedStrategy(FlowerFedAvg):
                 arrays = decode_model(_only(content.array_records), layout)
                 examples = int(scalars[self.weighted_by_key])
                 merged.add({name: arrays[name] for name in layout.buffers}, examples)
-                yield Upload(client, layout.pack(arrays), examples, scalars)
+                upload = Upload(client, layout.pack(arrays), examples, scalars)
+                weights[client] = self.weight(upload)
+                yield upload
 
         theta = layout.pack(self._model)
         vector = np.asarray(self.aggregate(server_round, theta, uploads(), len(good)))
         if not np.isfinite(vector).all():
             self._void(server_round, "the aggregated model is not finite")
             return None
+        total, examples = sum(weights.values()), sum(r["examples"] for r in self._clients.values())
+        for client, row in self._clients.items():
+            row["weight-share"] = weights.get(client, 0.0) / total if total else 1 / len(weights)
+            row["data-share"] = row["examples"] / examples
         model = layout.unpack(vector, merged.value())
         return ArrayRecord({name: Array(array) for name, array in model.items()})
 
@@ -400,7 +425,8 @@ class FederatedStrategy(FlowerFedAvg):
         def check_reply(client: int, content: RecordDict) -> None:
             self._check_metrics(content, {})
 
-        _, metrics = self._sift(replies, check_reply, self.evaluate_metrics_aggr_fn)
+        good, metrics = self._sift(replies, check_reply, self.evaluate_metrics_aggr_fn)
+        self._clients = self._by_client(good, "eval-examples", self._clients)
         metrics = MetricRecord(
             {
                 f"eval-{n}" if n.startswith(("clients-", "bytes-")) else n: v
@@ -504,9 +530,22 @@ class FederatedStrategy(FlowerFedAvg):
             log(WARNING, "no reply from %d clients: %s", len(lost), lost[:20])
         return good, record
 
+    def _by_client(
+        self, good: Mapping[int, RecordDict], examples: str, known: Mapping[int, dict[str, float]]
+    ) -> dict[int, dict[str, float]]:
+        """Return ``known`` with each reply's numbers added, its ``examples`` under that name."""
+        rows = {client: dict(row) for client, row in known.items()}
+        for client, content in good.items():
+            for name, value in _only(content.metric_records).items():
+                if not isinstance(value, list):
+                    name = examples if name == self.weighted_by_key else name
+                    rows.setdefault(client, {})[name] = value
+        return rows
+
     @staticmethod
     def _metrics(contents: list[RecordDict], weighted_by: str) -> MetricRecord:
-        """Each metric's mean by examples, and its mean, variance, min and max over clients."""
+        """Each metric's mean by examples, and over clients its mean, variance, min and max, and
+        its value at the client with the fewest examples and at the one with the most."""
         values: dict[str, list[tuple[float, float]]] = {}
         for content in contents:
             record = _only(content.metric_records)
@@ -521,6 +560,8 @@ class FederatedStrategy(FlowerFedAvg):
             metrics[f"{name}-variance"] = float(each.var())
             metrics[f"{name}-min"] = float(each.min())
             metrics[f"{name}-max"] = float(each.max())
+            metrics[f"{name}-smallest"] = min(pairs, key=lambda pair: pair[1])[0]
+            metrics[f"{name}-largest"] = max(pairs, key=lambda pair: pair[1])[0]
         return metrics
 
     def _wait_for_nodes(self, grid: Grid, needed: int) -> dict[int, int]:

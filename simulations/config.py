@@ -56,6 +56,9 @@ class RunConfig:
     residual: float = key(-1.0, "stop at this squared norm of the subproblem's gradient")
     fraction_evaluate: float = key(0.0, "share of the clients that evaluate on data of their own")
     local_test: float = key(0.0, "share of each client's data held out for that")
+    pooled: bool = key(False, "merge training and test data; test on all that clients hold out")
+    fine_tune: str = key("", "measure models after a step on `train` or `test-batch` as well")
+    fine_tune_lr: float = key(0.0, "rate of that step; 0 is `lr`")
     target: float = key(0.0, "test accuracy whose first round is reported")
     stop_at_target: bool = key(False, "end the run there")
     min_replies: int = key(1, "usable replies below which a round is void")
@@ -107,8 +110,11 @@ class RunConfig:
         check("fraction_evaluate", self.fraction_evaluate, low=0.0, high=1.0)
         check("seed", self.seed, low=0)
         check("target", self.target, low=0.0, high=1.0)
-        if self.fraction_evaluate > 0.0 and self.local_test == 0.0:
-            raise ValueError("fraction-evaluate > 0 needs local-test > 0: clients need test data")
+        check("local_test", self.local_test, low=0.0)
+        if self.local_test == 0.0 and (self.fraction_evaluate > 0.0 or self.pooled):
+            needs = "fraction-evaluate > 0" if self.fraction_evaluate > 0.0 else "pooled"
+            if self.pooled or self.partition != "natural":
+                raise ValueError(f"{needs} needs local-test > 0: clients need test data")
         for name, value, known in (
             ("dtype", self.dtype, ("float32", "float64")),
             ("autocast", self.autocast, ("", "bfloat16", "float16")),
@@ -130,7 +136,7 @@ class RunConfig:
     def local(self) -> dict[str, Any]:
         """Return how clients train, as strategies send it."""
         names = ("solver", "lr", "momentum", "nesterov", "weight_decay", "epochs", "random_epochs",
-                 "steps", "batch_size", "residual")  # fmt: skip
+                 "steps", "batch_size", "residual", "fine_tune", "fine_tune_lr")  # fmt: skip
         return {name.replace("_", "-"): getattr(self, name) for name in names}
 
     def strategy(self, **options: Any) -> FederatedStrategy:
@@ -163,8 +169,10 @@ class RunConfig:
 
 def knobs(algorithm: str) -> list[str]:
     """Return the names of the algorithm's own knobs."""
-    names = inspect.signature(STRATEGIES[algorithm]).parameters
-    return [name for name in names if name not in Options.__annotations__ and name != "options"]
+    bases = STRATEGIES[algorithm].mro()
+    mine = bases[: bases.index(FederatedStrategy)]
+    names = [name for cls in mine for name in inspect.signature(cls).parameters]
+    return [name for name in names if name not in (*Options.__annotations__, "options")]
 
 
 def parse_params(text: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ DATASETS: dict[str, dict[str, Any]] = {
 
 ALGORITHMS: dict[tuple[str, str], dict[str, Any]] = {
     ("fedadmm", "digits"): {"params": "rho=0.1"},
+    ("fedbc", "digits"): {"params": "alpha=0.1"},
 }
 """Over those, for (algorithm, data set)."""
 

@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from clients import (
     client_app,
     client_id,
 )
-from fl_strategies import EarlyStop, History, RoundInfo
+from fl_strategies import ClientHistory, EarlyStop, History, RoundInfo
 from fl_strategies.callbacks import Callback, model_bytes
 from fl_strategies.files import write_atomically
 from simulations import data, models, partitions
@@ -62,6 +62,7 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
     ``callbacks`` are called at the end of each round, beside the ones that write the results.
 
     The folder holds ``config.json``, ``history.jsonl`` (a line a round, written as it ends),
+    ``clients.jsonl`` (a line for each client that took part in a round),
     ``model.safetensors``, ``summary.json`` and ``curve.png``, also when the run is interrupted.
     """
     parts(config)  # a split that cannot be made is an error here, not in every client
@@ -76,7 +77,12 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
         callbacks = [*callbacks, EarlyStop(target=config.target)]
     strategy = config.strategy(
         buffers=model.buffers,
-        callbacks=[History(folder / "history.jsonl"), history, *callbacks],
+        callbacks=[
+            History(folder / "history.jsonl"),
+            ClientHistory(folder / "clients.jsonl"),
+            history,
+            *callbacks,
+        ],
     )
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
@@ -180,13 +186,23 @@ def dataset(config: RunConfig) -> data.Dataset:
     options = parse_params(config.dataset_params)
     if config.dataset == "synthetic":
         options = {"clients": config.clients, "seed": config.seed} | options
-    return data.load(config.dataset, normalise=config.normalise, **options)
+    found = data.load(config.dataset, normalise=config.normalise, **options)
+    if config.pooled:
+        owner = None
+        if found.owner is not None and found.test_owner is not None:
+            owner = np.concatenate([found.owner, found.test_owner])
+        x, y = np.concatenate([found.x, found.test_x]), np.concatenate([found.y, found.test_y])
+        found = replace(found, x=x, y=y, owner=owner, test_owner=None)
+    return found
 
 
 @functools.lru_cache(maxsize=4)
 def tensors(config: RunConfig) -> dict[str, torch.Tensor]:
     """Return inputs and labels, train and test, on the run's device."""
     found = dataset(config)
+    if config.pooled:
+        held_out = np.concatenate([test for _, test in parts(config)])
+        found = replace(found, test_x=found.x[held_out], test_y=found.y[held_out])
     device, dtype = config.torch_device, getattr(torch, config.dtype)
     return {
         "x": torch.as_tensor(found.x).to(device, dtype),
@@ -228,7 +244,7 @@ worker_model = functools.lru_cache(maxsize=2)(fresh_model)
 
 
 def problem(config: RunConfig, which: str, rows: np.ndarray | None = None) -> Problem:
-    """Return the problem of the whole ``"test"`` set, or of some ``rows`` of ``"train"``."""
+    """Return the problem of all, or of some ``rows``, of the ``"train"`` or ``"test"`` set."""
     prefix = "test_" if which == "test" else ""
     x, y = (tensors(config)[prefix + name] for name in "xy")
     if rows is not None:
@@ -251,6 +267,10 @@ def client_fn(context: Context) -> AnyAlgorithmClient:
     train, held_out = parts(config)[me]
     store = DirectoryStore(config.state_dir, me) if config.state_dir else ContextStore(context)
     test = problem(config, "train", held_out) if len(held_out) else None
+    found = dataset(config)
+    if config.partition == "natural" and config.local_test == 0.0 and found.test_owner is not None:
+        assert found.owner is not None
+        test = problem(config, "test", np.flatnonzero(found.test_owner == found.owner[train[0]]))
     return AnyAlgorithmClient(problem(config, "train", train), client_id=me, test=test, store=store)
 
 

@@ -51,6 +51,26 @@ def biased(mu: float) -> Callable[[list[Quadratic]], np.ndarray]:
     return limit
 
 
+def mean_of_minimisers(problems: list[Quadratic]) -> np.ndarray:
+    """Where every lambda has come down to 0, each client is at its own minimiser."""
+    return np.mean([q.b for q in problems], axis=0)
+
+
+def meta_biased(inner_rate: float) -> Callable[[list[Quadratic]], np.ndarray]:
+    """The fixed point of plain averaging after K outer steps of first-order MAML."""
+
+    def limit(problems: list[Quadratic]) -> np.ndarray:
+        left, right, one = np.zeros((DIM, DIM)), np.zeros(DIM), np.eye(DIM)
+        for q in problems:
+            # w - b = (I - RATE A (I - inner_rate A)) (w - b) in each outer step
+            moved = one - np.linalg.matrix_power(one - RATE * q.A @ (one - inner_rate * q.A), STEPS)
+            left += moved
+            right += moved @ q.b
+        return np.linalg.solve(left, right)
+
+    return limit
+
+
 @dataclass(frozen=True)
 class Row:
     """One algorithm: its strategy's arguments, its limit, and other values for each knob."""
@@ -59,10 +79,22 @@ class Row:
     limit: Callable[[list[Quadratic]], np.ndarray]
     knobs: dict[str, Any] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)
+    updates: int = 2
+    """Of running statistics, by a client with batches of 4, 4 and 1 examples in an epoch."""
 
     def strategy(self, **options: Any) -> FederatedStrategy:
         return STRATEGIES[self.name](**{"fraction_evaluate": 0.0, **self.knobs, **options})
 
+
+DUAL = {"alpha": 0.02, "alpha_gamma": 0.5, "lambda_max": 2.0, "dual_momentum": 0.5}
+OTHER_DUAL = {
+    "alpha": 0.01,
+    "alpha_gamma": 5.0,
+    "gamma": 5.0,
+    "lambda_min": 0.5,
+    "lambda_max": 0.1,
+    "dual_momentum": 0.0,
+}
 
 TABLE = [
     Row("fedavg", biased(0.0), others={"weights": "uniform"}),
@@ -72,6 +104,14 @@ TABLE = [
         optimum,
         {"rho": 0.5},
         {"rho": 1.0, "eta": 0.5, "local_start": "global", "tracking": "global"},
+    ),
+    Row("fedbc", mean_of_minimisers, DUAL, OTHER_DUAL | {"local_start": "global"}),
+    Row(
+        "per-fedbc",
+        meta_biased(0.05),
+        DUAL | {"inner_rate": 0.05},
+        OTHER_DUAL | {"inner_rate": 0.1, "inner_steps": 2},
+        updates=4,
     ),
 ]
 
@@ -219,7 +259,9 @@ def test_a_model_with_batch_norm_trains_and_its_buffers_are_merged(row: Row) -> 
     strategy = row.strategy(local=settings, buffers=model.buffers)
     result = strategy.start(federation, initial, 1).arrays
     counter = next(name for name in model.buffers if name.endswith("num_batches_tracked"))
-    assert result[counter].numpy() == 2  # one example has no variance: it updates no statistics
+    assert (
+        result[counter].numpy() == row.updates
+    )  # one example has no variance: it updates no statistics
     mean = next(name for name in model.buffers if name.endswith("running_mean"))
     apart = [
         row.strategy(local=settings, buffers=model.buffers)
