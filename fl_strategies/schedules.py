@@ -36,8 +36,11 @@ def check(
         values = list(knob.values())
     else:
         values = [knob]
-    bounds = [f"{sign} {bound:g}" for sign, bound in ((">", above), (">=", low), ("<=", high))
-              if math.isfinite(bound)]  # fmt: skip
+    bounds = [
+        f"{sign} {bound:g}"
+        for sign, bound in ((">", above), (">=", low), ("<=", high))
+        if math.isfinite(bound)
+    ]
     for value in values:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (number and math.isfinite(value) and above < value and low <= value <= high):

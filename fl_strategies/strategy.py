@@ -575,8 +575,12 @@ class FederatedStrategy(FlowerFedAvg):
                 return nodes
             if waited - said >= 10:
                 said = waited
-                log(INFO, "%d clients connected, waiting for %d", len(nodes),
-                    max(needed, self._expected if first else 0))  # fmt: skip
+                log(
+                    INFO,
+                    "%d clients connected, waiting for %d",
+                    len(nodes),
+                    max(needed, self._expected if first else 0),
+                )
             time.sleep(min(0.05 + waited / 10, 1.0))
 
     def _connected(self, grid: Grid) -> dict[int, int]:

@@ -135,8 +135,20 @@ class RunConfig:
 
     def local(self) -> dict[str, Any]:
         """Return how clients train, as strategies send it."""
-        names = ("solver", "lr", "momentum", "nesterov", "weight_decay", "epochs", "random_epochs",
-                 "steps", "batch_size", "residual", "fine_tune", "fine_tune_lr")  # fmt: skip
+        names = (
+            "solver",
+            "lr",
+            "momentum",
+            "nesterov",
+            "weight_decay",
+            "epochs",
+            "random_epochs",
+            "steps",
+            "batch_size",
+            "residual",
+            "fine_tune",
+            "fine_tune_lr",
+        )
         return {name.replace("_", "-"): getattr(self, name) for name in names}
 
     def strategy(self, **options: Any) -> FederatedStrategy:

@@ -38,6 +38,10 @@ from simulations.figures import draw_curve
 from simulations.in_process import InProcessGrid
 
 
+SAVE_SECONDS = 10.0
+"""How often a running experiment saves its model and summary."""
+
+
 @dataclass(frozen=True)
 class Summary:
     """What one run came to. Accuracies are shares of the test set; bytes are of all rounds."""
@@ -63,7 +67,8 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
 
     The folder holds ``config.json``, ``history.jsonl`` (a line a round, written as it ends),
     ``clients.jsonl`` (a line for each client that took part in a round),
-    ``model.safetensors``, ``summary.json`` and ``curve.png``, also when the run is interrupted.
+    ``model.safetensors``, ``summary.json`` and ``curve.png``, also when the run is interrupted; one
+    that is killed leaves model and summary of the last ``SAVE_SECONDS`` or earlier.
     """
     parts(config)  # a split that cannot be made is an error here, not in every client
     test = problem(config, "test")
@@ -72,7 +77,7 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
         DirectoryStore.check(config.state_dir, Owner(config.algorithm, model.layout.signature))
     folder = results_folder(config)
     write_atomically(folder / "config.json", json.dumps(asdict(config), indent=2).encode())
-    history = _Progress(config)
+    progress = _Progress(config, folder)
     if config.stop_at_target:
         callbacks = [*callbacks, EarlyStop(target=config.target)]
     strategy = config.strategy(
@@ -80,7 +85,7 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
         callbacks=[
             History(folder / "history.jsonl"),
             ClientHistory(folder / "clients.jsonl"),
-            history,
+            progress,
             *callbacks,
         ],
     )
@@ -89,7 +94,7 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
         test.model.load([array.numpy() for array in arrays.values()])
         loss, accuracy = test.evaluate()
         if server_round == 0:
-            history.arrays = arrays
+            progress.arrays = arrays
         return MetricRecord({"test-loss": loss, "test-accuracy": accuracy})
 
     initial = ArrayRecord(model.module.state_dict())
@@ -98,10 +103,7 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
         strategy.start(grid, initial, config.rounds, evaluate_fn=evaluate)
         finished = True
     finally:
-        summary = history.summary(finished)
-        write_atomically(folder / "summary.json", json.dumps(asdict(summary), indent=2).encode())
-        if history.arrays is not None:
-            write_atomically(folder / "model.safetensors", model_bytes(history.arrays))
+        summary = progress.save(finished)
         draw_curve(folder / "history.jsonl", folder / "curve.png", config.algorithm)
         print(f"results: {folder}", flush=True)
     return summary
@@ -115,10 +117,11 @@ def run_in_process(config: RunConfig, callbacks: Sequence[Callback] = ()) -> Sum
 
 
 class _Progress:
-    """Prints one line a round, and keeps what the summary needs."""
+    """Prints one line a round, and saves summary and model now and then."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config, self.started = config, time.monotonic()
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        self.config, self.folder = config, folder
+        self.started = self.saved = time.monotonic()
         self.arrays: ArrayRecord | None = None
         self.rows: list[dict[str, float]] = []
 
@@ -133,6 +136,17 @@ class _Progress:
             f"  loss {info.metrics['test-loss']:.4f}  {left:.0f} s left",
             flush=True,
         )
+        if time.monotonic() - self.saved > SAVE_SECONDS:
+            self.save(finished=False)
+
+    def save(self, finished: bool) -> Summary:
+        summary = self.summary(finished)
+        text = json.dumps(asdict(summary), indent=2)
+        write_atomically(self.folder / "summary.json", text.encode())
+        if self.arrays is not None:
+            write_atomically(self.folder / "model.safetensors", model_bytes(self.arrays))
+        self.saved = time.monotonic()
+        return summary
 
     def summary(self, finished: bool) -> Summary:
         accuracies = [row["test-accuracy"] for row in self.rows]

@@ -24,7 +24,7 @@ def test_ray_and_in_process_give_the_same_model(tmp_path: Path) -> None:
             "momentum": 0.5,
             "lr": 0.05,
             "output": str(tmp_path / "ray"),
-        }  # fmt: skip
+        }
     )
     lines: list[str] = []
     flwr_run(config.to_run_config(), num_supernodes=8, workers=2, on_line=lines.append)

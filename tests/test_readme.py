@@ -8,12 +8,14 @@ import pkgutil
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import clients
 import fl_strategies
 import simulations
+from simulations.config import RunConfig
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,6 +44,15 @@ def test_the_readmes_comparison_runs(tmp_path: Path) -> None:
 def test_the_readmes_table_names_every_algorithm() -> None:
     names = re.findall(r"^\| [^|]+ \| `([a-z-]+)` \|", (ROOT / "README.md").read_text(), re.M)
     assert names == list(fl_strategies.STRATEGIES) == list(clients.CLIENTS)
+
+
+def test_the_run_configs_table_is_that_of_the_code() -> None:
+    text = (ROOT / "simulations/README.md").read_text()
+    for key in fields(RunConfig):
+        default = str(key.default).lower() if isinstance(key.default, bool) else key.default
+        shown = f"`{default}`" if default != "" else '`""`'
+        name = key.name.replace("_", "-")
+        assert f"| `{name}` | {shown} | {key.metadata['about']} |" in text
 
 
 def test_every_docstring_example_is_true() -> None:

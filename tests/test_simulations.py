@@ -163,8 +163,16 @@ def test_compare_writes_a_summary_a_table_and_figures(tmp_path: Path) -> None:
     summaries = main(arguments)
     assert json.loads((tmp_path / "summary.json").read_text()) == summaries
     assert [summary["algorithm"] for summary in summaries] == names
-    wanted = {"algorithm", "final_accuracy", "best_accuracy", "rounds_to_target", "bytes_up",
-              "bytes_down", "seconds", "model_sha256"}  # fmt: skip
+    wanted = {
+        "algorithm",
+        "final_accuracy",
+        "best_accuracy",
+        "rounds_to_target",
+        "bytes_up",
+        "bytes_down",
+        "seconds",
+        "model_sha256",
+    }
     assert wanted <= summaries[0].keys()
     assert len((tmp_path / "table.md").read_text().splitlines()) == 2 + len(names)
     for name in ("curves.png", "partition.png"):
@@ -191,7 +199,7 @@ def test_mnist_is_learned_by_the_cnn(datasets_folder: Path, tmp_path: Path) -> N
             "clients": 100,
             "rounds": 2,
             "output": str(tmp_path / "run"),
-        }  # fmt: skip
+        }
     )
     assert run_in_process(config).final_accuracy > 0.8
 

@@ -1,0 +1,242 @@
+"""What the engines cost, against plain PyTorch doing the same gradient steps.
+
+    python -m simulations.benchmark cnn | small | startup | memory
+
+Each prints one Markdown table. Run them on an idle machine; MNIST is found as ``simulations.data``
+says (``FL_DATA``). Times are of the rounds after the first, the first one loading data and code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+
+from fl_strategies.randomness import stream
+from simulations import data, models
+from simulations.config import RunConfig
+from simulations.experiment import run_in_process
+from simulations.superlink import flwr_run
+
+CNN: dict[str, Any] = {
+    "dataset": "mnist",
+    "model": "cnn1",
+    "partition": "iid",
+    "lr": 0.1,
+    "epochs": 5,
+    "random-epochs": True,
+    "batch-size": 200,
+    "rounds": 7,
+}
+SMALL: dict[str, Any] = {
+    "dataset": "mnist",
+    "model": "mlp",
+    "partition": "iid",
+    "lr": 0.1,
+    "epochs": 1,
+    "random-epochs": False,
+    "batch-size": 20,
+    "rounds": 21,
+}
+
+
+def plain_loop(config: RunConfig, steps: list[int]) -> float:
+    """Return the seconds of ``steps[i]`` SGD steps for client i, one client after the other.
+
+    One thread, channels-last, a fresh optimizer a client, as an experienced user writes it.
+    """
+    torch.set_num_threads(1)
+    found = data.load(config.dataset)
+    model = models.build(config.model, found.x.shape[1:], found.num_classes, seed=1)
+    model = model.to(memory_format=torch.channels_last)
+    x = torch.from_numpy(found.x[:600]).contiguous(memory_format=torch.channels_last)
+    y = torch.from_numpy(found.y[:600])
+    rng = np.random.default_rng(0)
+
+    def client(count: int) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        while count > 0:
+            for batch in torch.split(torch.from_numpy(rng.permutation(600)), config.batch_size):
+                optimizer.zero_grad()
+                cross_entropy(model(x[batch]), y[batch]).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                count -= 1
+                if count == 0:
+                    return
+
+    client(3)  # warm
+    started = time.perf_counter()
+    for count in steps:
+        client(count)
+    return time.perf_counter() - started
+
+
+def plain_on_two(config: RunConfig, steps: list[int]) -> float:
+    """Return the seconds of the same on two processes, each with every other client."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(2) as pool:
+        return max(pool.starmap(plain_loop, [(config, steps[0::2]), (config, steps[1::2])]))
+
+
+def steps_of(config: RunConfig) -> list[int]:
+    """Return the local steps of every client asked in rounds 2, 3, ..., as the engine's draws."""
+    batches = -(-600 // config.batch_size)
+    steps = []
+    for server_round in range(2, config.rounds + 1):
+        clients = stream(config.seed, "sample", server_round).choice(
+            range(config.clients), int(config.fraction * config.clients), replace=False
+        )
+        for client in sorted(int(c) for c in clients):
+            epochs = config.epochs
+            if config.random_epochs:
+                rng = stream(config.seed, "local", server_round, client)
+                rng.integers(2**63)  # the draw that seeds dropout comes first
+                epochs = int(rng.integers(1, config.epochs, endpoint=True))
+            steps.append(epochs * batches)
+    return steps
+
+
+def history(folder: Path) -> list[dict[str, float]]:
+    """Return the rows of a run's history after the first round."""
+    return [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()][1:]
+
+
+def on_engine(config: RunConfig, engine: str, folder: Path) -> tuple[float, int]:
+    """Return the seconds of the training phases after round 1, and the local steps in them."""
+    config = replace(config, output=str(folder))
+    if engine == "ray":
+        flwr_run(config.to_run_config(), num_supernodes=100, workers=2, on_line=lambda line: None)
+    else:
+        run_in_process(config)
+    rows = history(folder)
+    steps = sum(row["steps-mean"] * row["clients-used"] for row in rows)
+    return sum(row["seconds"] for row in rows), round(steps)
+
+
+def cnn(folder: Path) -> list[list[str]]:
+    """MNIST, CNN1, 10 of 100 clients, E ~ U{1..5}, B = 200: Ray with two workers."""
+    config = RunConfig.parse(CNN | {"algorithm": "fedavg"})
+    plain = plain_on_two(config, steps_of(config))
+    rows = [["seconds", "local steps", "against plain"]]
+    rows.append([f"plain loop, two processes: {plain:.1f}", f"{sum(steps_of(config))}", "1"])
+    seconds = {}
+    for algorithm in ("fedavg", "fedadmm"):
+        config = RunConfig.parse(CNN | {"algorithm": algorithm})
+        seconds[algorithm], steps = on_engine(config, "ray", folder / algorithm)
+        ratio = seconds[algorithm] / plain
+        rows.append([f"{algorithm} on Ray: {seconds[algorithm]:.1f}", str(steps), f"{ratio:.2f}"])
+    rows.append(["FedADMM / FedAvg", "", f"{seconds['fedadmm'] / seconds['fedavg']:.2f}"])
+    return rows
+
+
+def small(folder: Path) -> list[list[str]]:
+    """MNIST, MLP 784-128-10, 10 of 100 clients, E = 1, B = 20: where overhead is everything."""
+    config = RunConfig.parse(SMALL | {"algorithm": "fedavg"})
+    steps = steps_of(config)
+    plain = plain_loop(config, steps)
+    rows = [["ms a round", "local steps", "against plain"]]
+    per_round = 1000 / (config.rounds - 1)
+    rows.append([f"plain loop, one thread: {plain * per_round:.1f}", f"{sum(steps)}", "1"])
+    for engine, share in (("in-process", 1.0), ("ray", 0.5)):
+        seconds, count = on_engine(config, engine, folder / engine)
+        ratio = f"{seconds / (plain * share):.2f}" + (" of its half" if share < 1 else "")
+        rows.append([f"{engine}: {seconds * per_round:.1f}", str(count), ratio])
+    return rows
+
+
+def startup(folder: Path) -> list[list[str]]:
+    """Digits, logistic model, 100 clients, 20 rounds, in-process, with imports."""
+    command = [sys.executable, "-m", "simulations.compare", "--algorithms", "fedadmm"]
+    started = time.perf_counter()
+    subprocess.run(
+        [*command, "--rounds", "20", "--output", str(folder)],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    return [["seconds"], [f"{time.perf_counter() - started:.1f}"]]
+
+
+def memory(folder: Path) -> list[list[str]]:
+    """1,000 clients x CNN1, 100 a round, 10 rounds, state in a directory, one step each, on Ray."""
+    config = RunConfig.parse(
+        CNN
+        | {
+            "algorithm": "fedadmm",
+            "clients": 1000,
+            "rounds": 10,
+            "random-epochs": False,
+            "steps": 1,
+            "batch-size": 20,
+            "state-dir": str(folder / "state"),
+            "output": str(folder / "run"),
+        }
+    )
+    rows = [["round", "server process, MB resident", "its peak, MB"]]
+
+    def look(line: str) -> None:
+        if found := re.search(r" round (\d+)/", line):
+            resident, peak = server_memory()
+            rows.append([found[1], f"{resident:.0f}", f"{peak:.0f}"])
+            print(line, rows[-1], file=sys.stderr, flush=True)
+
+    flwr_run(config.to_run_config(), num_supernodes=1000, workers=2, on_line=look)
+    return rows
+
+
+def server_memory() -> tuple[float, float]:
+    """Return resident and peak memory of the youngest process that runs a ServerApp, in MB."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"flwr-simulation" in (process / "cmdline").read_bytes():
+                status = (process / "status").read_text()
+                kb = dict(re.findall(r"(VmRSS|VmHWM):\s+(\d+)", status))
+                found.append((int(process.name), int(kb["VmRSS"]) / 1024, int(kb["VmHWM"]) / 1024))
+        except (OSError, KeyError):
+            continue
+    _, resident, peak = max(found)
+    return resident, peak
+
+
+BENCHMARKS: dict[str, Callable[[Path], list[list[str]]]] = {
+    "cnn": cnn,
+    "small": small,
+    "startup": startup,
+    "memory": memory,
+}
+
+
+def main() -> None:
+    """Run one benchmark from the command line and print its table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("benchmark", choices=BENCHMARKS)
+    args = parser.parse_args()
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    benchmark = BENCHMARKS[args.benchmark]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = benchmark(Path(folder))
+    print(f"\n{benchmark.__doc__}\n")
+    header, *body = rows
+    for row in (header, ["---"] * len(header), *body):
+        print("| " + " | ".join(row) + " |")
+    print(f"\n({os.cpu_count()} cores, torch {torch.__version__})")
+
+
+if __name__ == "__main__":
+    main()
