@@ -111,11 +111,11 @@ def dual_step(state: State, x: Vector, z: Vector, dual: Dual, turn: Turn) -> Sta
         distance = float(distance)
     v = dual.dual_momentum * state.v + distance - state.gamma
     u = dual.dual_momentum * state.u + state.lam
-    lam, gamma = _clip(state.lam + dual.alpha * v, dual), state.gamma
+    lam, gamma = state.lam + dual.alpha * v, state.gamma
     if dual.gamma == "heuristic":
         gamma = gamma + dual.alpha_gamma * u
     stepped = State(x, lam, gamma, v, u, turn.clock + 1 + turn.after)
-    return idle_steps(stepped, dual, turn.after)
+    return idle_steps(stepped, dual, turn.after)  # which clips lambda, also after no step
 
 
 def server_rule(weighted: Iterable[tuple[Vector, float]]) -> tuple[Vector, float]:

@@ -37,7 +37,6 @@ from simulations.config import RunConfig, parse_params
 from simulations.figures import draw_curve
 from simulations.in_process import InProcessGrid
 
-
 SAVE_SECONDS = 10.0
 """How often a running experiment saves its model and summary."""
 
