@@ -6,9 +6,11 @@ from clients.bridge import client_app, client_id
 from clients.delta_sgd import DeltaSGD
 from clients.fedadmm import FedADMMClient
 from clients.fedavg import FedAvgClient
+from clients.fedbc import FedBCClient
 from clients.fedbcd import FedBCDAsyncClient, FedBCDClient, FedBCDIClient
 from clients.fedpd import FedPDClient
 from clients.fedprox import FedProxClient
+from clients.per_fedbc import PerFedBCClient
 from clients.problem import FlatModel, Metrics, Problem
 from clients.solvers import SOLVERS, LocalTraining, solve
 from clients.sps import SPS
@@ -24,6 +26,7 @@ __all__ = [
     "DirectoryStore",
     "FedADMMClient",
     "FedAvgClient",
+    "FedBCClient",
     "FedBCDAsyncClient",
     "FedBCDClient",
     "FedBCDIClient",
@@ -34,6 +37,7 @@ __all__ = [
     "LocalTraining",
     "Metrics",
     "Owner",
+    "PerFedBCClient",
     "Problem",
     "StateError",
     "Step",

@@ -9,9 +9,11 @@ from flwr.client import NumPyClient
 from clients.base import Arrays, Config, FederatedClient
 from clients.fedadmm import FedADMMClient
 from clients.fedavg import FedAvgClient
+from clients.fedbc import FedBCClient
 from clients.fedbcd import FedBCDAsyncClient, FedBCDClient, FedBCDIClient
 from clients.fedpd import FedPDClient
 from clients.fedprox import FedProxClient
+from clients.per_fedbc import PerFedBCClient
 
 CLIENTS: dict[str, type[FederatedClient]] = {
     client.algorithm: client
@@ -20,6 +22,8 @@ CLIENTS: dict[str, type[FederatedClient]] = {
         FedProxClient,
         FedADMMClient,
         FedPDClient,
+        FedBCClient,
+        PerFedBCClient,
         FedBCDClient,
         FedBCDIClient,
         FedBCDAsyncClient,

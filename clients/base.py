@@ -13,7 +13,7 @@ from flwr.client import NumPyClient
 from torch import Tensor
 
 from clients.problem import Problem
-from clients.solvers import Info, LocalTraining, solve
+from clients.solvers import FULL_BATCH, Info, LocalTraining, solve
 from clients.state import Fields, Owner, Store, fresh_nonce, peek, settle
 from fl_strategies.randomness import stream
 from fl_strategies.subproblem import Solve, Subproblem
@@ -161,7 +161,9 @@ class FederatedClient(NumPyClient):
         """Measure the received model on the test examples, and the client's own if it has one.
 
         Metrics: ``eval-accuracy`` and, where there is an own model, ``own-loss``, ``own-accuracy``
-        (a newcomer's is the received one). Buffers are the received model's in both cases.
+        (a newcomer's is the received one). With ``fine-tune`` (:class:`LocalTraining`) also
+        ``tuned-accuracy`` and ``own-tuned-accuracy``, of the two after one gradient step, and
+        their losses. Buffers are the received model's in all cases.
         """
         if self.test is None:
             raise ValueError(
@@ -177,13 +179,39 @@ class FederatedClient(NumPyClient):
         if self.state_type is not None:
             _, fields = peek(self._need_store(), self._owner(), config.get("acked-round"))
             state = self._from_fields(fields, theta) if fields else self.first_state(theta, config)
-        if state is not None and (own := self.own_model(state)) is not None:
-            self.test.model.vector.copy_(own)
-            mine = self.test.evaluate()
-            metrics["own-loss"] = mine.loss
+        own = None if state is None else self.own_model(state)
+        models = {} if own is None else {"own": own}
+        if self.training.updated(config).fine_tune:
+            models["tuned"] = self._fine_tuned(theta, parameters, config)
+            if own is not None:
+                models["own-tuned"] = self._fine_tuned(own, parameters, config)
+        for name, w in models.items():
+            self.test.model.load(parameters)
+            self.test.model.vector.copy_(w)
+            measured = self.test.evaluate()
+            metrics[f"{name}-loss"] = measured.loss
             if self.test.classifies:
-                metrics["own-accuracy"] = mine.accuracy
+                metrics[f"{name}-accuracy"] = measured.accuracy
         return result.loss, len(self.test), metrics
+
+    def _fine_tuned(self, w: Tensor, parameters: Arrays, config: Config) -> Tensor:
+        """Return ``w`` after one gradient step, with the buffers of ``parameters``."""
+        training = self.training.updated(config)
+        assert self.test is not None
+        problem = self.problem if training.fine_tune == "train" else self.test
+        server_round = int(config.get("server-round", 0))
+        rng = stream(int(config.get("seed", 0)), "fine-tune", server_round, self.client_id)
+        batch_size = 0 if training.solver in FULL_BATCH else training.batch_size
+        problem.model.load(parameters)
+        problem.model.vector.copy_(w)
+        problem.model.module.train()
+        problem.model.attach_gradients()
+        cuda = [w.device] if w.is_cuda else []
+        with torch.random.fork_rng(devices=cuda):
+            torch.manual_seed(int(rng.integers(2**63)))
+            problem.gradient(*next(problem.batches(rng, batch_size)))
+        rate = training.lr if training.fine_tune_lr == -1.0 else training.fine_tune_lr
+        return w - rate * problem.model.gradient
 
     # ---- state --------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from clients.delta_sgd import DeltaSGD
 from clients.problem import Problem
 from clients.sps import SPS
 from fl_strategies.params import parse_params
-from fl_strategies.schedules import check
+from fl_strategies.schedules import check, one_of
 from fl_strategies.subproblem import Iterates, Subproblem
 
 MakeOptimizer: TypeAlias = Callable[..., Optimizer]
@@ -47,6 +47,9 @@ OWN_KEY = ("lr", "momentum", "nesterov", "weight_decay")
 """Arguments of optimizers that are fields of their own."""
 GRADIENT_ONLY = ("gd", "sgd", "adam", "adagrad", "delta-sgd")
 """Solvers that do not look at the loss, so that the subproblem's need not be worked out."""
+
+FINE_TUNE = ("", "train", "test-batch")
+"""What ``fine_tune`` may be."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,12 @@ class LocalTraining:
     residual : float >= 0 or -1 (default -1: not measured)
         Stop after the first epoch that ends with a squared norm of the subproblem's full gradient
         of at most this; ``residual`` is then reported. 0 only measures.
+    fine_tune : "", "train" or "test-batch" (default "": not)
+        Measure models also after one gradient step on one mini-batch of the client's training
+        examples, or of the very examples that they are then tested on: the latter only to reproduce
+        tables that were made so (FedBC-FineTune and Per-FedAvg in FedBC's Table 3).
+    fine_tune_lr : float >= 0 or -1 (default -1: ``lr``)
+        Rate of that step.
 
     Raises
     ------
@@ -104,6 +113,8 @@ class LocalTraining:
     extrapolation: float = 0.0
     box: float = 0.0
     residual: float = -1.0
+    fine_tune: str = ""
+    fine_tune_lr: float = -1.0
 
     def __post_init__(self) -> None:
         check("lr", self.lr, above=0.0)
@@ -114,6 +125,9 @@ class LocalTraining:
         check("weight_decay", self.weight_decay, low=0.0)
         check("extrapolation", self.extrapolation, low=0.0)
         check("box", self.box, low=0.0)
+        if self.fine_tune_lr != -1.0:
+            check("fine_tune_lr", self.fine_tune_lr, low=0.0)
+        one_of("fine_tune", self.fine_tune, FINE_TUNE)
         if self.residual != -1.0:
             check("residual", self.residual, low=0.0)
         kinds = {"epochs": int, "steps": int, "batch_size": int, "random_epochs": bool,

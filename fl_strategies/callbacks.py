@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -26,12 +26,16 @@ class RoundInfo:
 
     ``metrics`` holds the round's numbers: training (``train-loss`` ...), clients' evaluation
     (``eval-accuracy`` ...), the server's (``test-accuracy`` ...), bytes, clients and seconds.
+    ``clients`` holds, by client id, the numbers of each reply that was used: ``examples``,
+    ``data-share`` and ``weight-share`` (of the round's examples, and in the next model) of those
+    that trained, and what they measured.
     """
 
     server_round: int
     num_rounds: int
     arrays: ArrayRecord
     metrics: Mapping[str, float]
+    clients: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
 
 
 Callback: TypeAlias = Callable[[RoundInfo], bool | None]
@@ -48,6 +52,25 @@ class History:
         with self.path.open("a") as file:
             row = {name: finite(value) for name, value in info.metrics.items()}
             file.write(json.dumps({"round": info.server_round, **row}) + "\n")
+
+
+class ClientHistory:
+    """Appends one JSON line per client and round to ``path``: ``RoundInfo.clients``.
+
+    A round's lines are written out at once, in one piece; null is "not finite".
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self.path.write_text("")
+
+    def __call__(self, info: RoundInfo) -> None:
+        lines = []
+        for client, numbers in sorted(info.clients.items()):
+            row = {name: finite(value) for name, value in numbers.items()}
+            lines.append(json.dumps({"round": info.server_round, "client": client, **row}) + "\n")
+        with self.path.open("a") as file:
+            file.write("".join(lines))
 
 
 class BestModel:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, Unpack
 
 import numpy as np
@@ -71,10 +72,9 @@ class CloudStrategy(FederatedStrategy):
         divide, or a summed step above its bound.
     """
 
-    scalar_bounds: ClassVar[Mapping[str, tuple[float, float]]] = {
-        "work": (1.0, 2.0**53),
-        "fresh": (0.0, 1.0),
-    }
+    scalar_bounds: Mapping[str, tuple[float, float]] = MappingProxyType(
+        {"work": (1.0, 2.0**53), "fresh": (0.0, 1.0)}
+    )
     clock: Clock = Clock()
     """The virtual clock; assign another to a strategy before it starts."""
     step_per_cloud: ClassVar[bool] = False

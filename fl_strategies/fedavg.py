@@ -51,6 +51,9 @@ class FedAvg(FederatedStrategy):
         super().__init__(**options)
         self.weights = weights
 
+    def weight(self, upload: Upload) -> float:
+        return upload.num_examples if self.weights == "examples" else 1.0
+
     def aggregate(
         self, server_round: int, theta: Vector, uploads: Iterable[Upload], used: int
     ) -> Vector:

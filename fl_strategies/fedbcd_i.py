@@ -34,7 +34,8 @@ Personalized Models", AAAI 2021, Algorithm 2.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import ClassVar, NamedTuple, Unpack
+from types import MappingProxyType
+from typing import NamedTuple, Unpack
 
 from fl_strategies.clouds import CloudOptions, CloudStrategy, whole
 from fl_strategies.fedbcd import Sum, booked, server_rule
@@ -86,7 +87,7 @@ class FedBCDI(CloudStrategy):
     """
 
     algorithm = "fedbcd-i"
-    scalar_bounds: ClassVar[Mapping[str, tuple[float, float]]] = {"work": (1.0, 2.0**53)}
+    scalar_bounds: Mapping[str, tuple[float, float]] = MappingProxyType({"work": (1.0, 2.0**53)})
 
     def __init__(
         self,

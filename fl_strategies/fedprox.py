@@ -52,6 +52,9 @@ class FedProx(FederatedStrategy):
     def client_knobs(self, server_round: int) -> dict[str, Scalar]:
         return {"proximal-mu": at(self.mu, server_round)}
 
+    def weight(self, upload: Upload) -> float:
+        return upload.num_examples if self.weights == "examples" else 1.0
+
     def aggregate(
         self, server_round: int, theta: Vector, uploads: Iterable[Upload], used: int
     ) -> Vector:

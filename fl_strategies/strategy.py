@@ -21,7 +21,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import INFO, WARNING
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypedDict
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypedDict, cast
 
 import numpy as np
 from flwr.app import (
@@ -42,7 +43,7 @@ from fl_strategies.callbacks import Callback, RoundInfo
 from fl_strategies.layout import Arrays, BufferMean, Layout
 from fl_strategies.nodes import Nodes
 from fl_strategies.randomness import stream
-from fl_strategies.schedules import at, check, one_of
+from fl_strategies.schedules import Knob, at, check, one_of
 from fl_strategies.subproblem import Vector
 from fl_strategies.wire import BadReply, check_scalars, decode, decode_model
 
@@ -67,6 +68,8 @@ LOCAL_KEYS = frozenset(
         "extrapolation",
         "box",
         "residual",
+        "fine-tune",
+        "fine-tune-lr",
     }
 )
 """What ``local`` may set: the fields of ``clients.LocalTraining``. A client of your own is told
@@ -166,7 +169,7 @@ class FederatedStrategy(FlowerFedAvg):
 
     algorithm: ClassVar[str]
     """Name by which clients know the algorithm."""
-    scalar_bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}
+    scalar_bounds: Mapping[str, tuple[float, float]] = MappingProxyType({})
     """Metrics that each reply must carry, with the range that each must be in."""
 
     def __init__(
@@ -220,7 +223,7 @@ class FederatedStrategy(FlowerFedAvg):
         if unknown := sorted(self.local.keys() - LOCAL_KEYS):
             raise ValueError(f"unknown local settings {unknown}; known: {sorted(LOCAL_KEYS)}")
         for name in ("lr", "epochs"):
-            check(name, self.local.get(name, 1), above=0.0)  # type: ignore[arg-type]  # no text
+            check(name, cast(Knob, self.local.get(name, 1)), above=0.0)  # which refuses text
         for name, value in self.local.items():
             if isinstance(value, Mapping):
                 check(name, value)
@@ -234,6 +237,7 @@ class FederatedStrategy(FlowerFedAvg):
         self._model: Arrays = {}
         self._asked = Asked({}, 0, 0.0)
         self._result = Result()
+        self._clients: dict[int, dict[str, float]] = {}
 
     @property
     def num_clients(self) -> int:
@@ -254,6 +258,15 @@ class FederatedStrategy(FlowerFedAvg):
         ``uploads`` can be read once: each is decoded when its turn comes.
         """
         raise TypeError(f"{type(self).__name__} must define aggregate")
+
+    def weight(self, upload: Upload) -> float:
+        """Return what ``upload`` weighs among the others in :meth:`aggregate`, for the history."""
+        return 1.0
+
+    @property
+    def asked(self) -> list[int]:
+        """The clients asked in the present phase of the round, ascending."""
+        return list(self._asked.clients.values())
 
     def begin(self, theta: Vector) -> None:
         """Take note of the initial model [d] before anything is sent; raise if it cannot do."""
@@ -345,7 +358,7 @@ class FederatedStrategy(FlowerFedAvg):
             for name, value in phase.get(server_round, {}).items():
                 if not isinstance(value, list):
                     metrics[name] = value
-        info = RoundInfo(server_round, num_rounds, arrays, metrics)
+        info = RoundInfo(server_round, num_rounds, arrays, metrics, self._clients)
         # every callback sees the round, also when an earlier one wants to stop
         if True in [callback(info) for callback in self.callbacks]:
             raise _Stop
@@ -391,6 +404,7 @@ class FederatedStrategy(FlowerFedAvg):
         good, metrics = self._sift(replies, self._check_train, self.train_metrics_aggr_fn)
         number = self._rounds_before + server_round
         arrays = None
+        self._clients = self._by_client(good, "examples", {})
         if len(good) < (needed := self.replies_needed()):
             self._void(server_round, f"{len(good)} usable replies, at least {needed} needed")
         else:
@@ -400,6 +414,12 @@ class FederatedStrategy(FlowerFedAvg):
                 self._acked[client] = self._asked.rounds.get(client, number)
                 if nonce := _nonce(content):
                     self._nonces[client] = nonce
+            by_size = sorted(self._clients.values(), key=lambda row: row["examples"])
+            for name in ("weight-share", "data-share"):
+                metrics[f"{name}-smallest"], metrics[f"{name}-largest"] = (
+                    by_size[0][name],
+                    by_size[-1][name],
+                )
         metrics["seconds"] = time.monotonic() - self._asked.started
         self._result.train_metrics_clientapp[server_round] = metrics
         return arrays, metrics
@@ -407,6 +427,7 @@ class FederatedStrategy(FlowerFedAvg):
     def _next_model(self, server_round: int, good: dict[int, RecordDict]) -> ArrayRecord | None:
         assert self._layout is not None
         layout, merged = self._layout, BufferMean()
+        weights: dict[int, float] = {}
 
         def uploads() -> Iterator[Upload]:
             for client, content in good.items():
@@ -414,7 +435,9 @@ class FederatedStrategy(FlowerFedAvg):
                 arrays = decode_model(_only(content.array_records), layout)
                 examples = int(scalars[self.weighted_by_key])
                 merged.add({name: arrays[name] for name in layout.buffers}, examples)
-                yield Upload(client, layout.pack(arrays), examples, scalars)
+                upload = Upload(client, layout.pack(arrays), examples, scalars)
+                weights[client] = self.weight(upload)
+                yield upload
 
         theta = layout.pack(self._model)
         with np.errstate(over="ignore", invalid="ignore"):  # what overflows is found just below
@@ -423,6 +446,10 @@ class FederatedStrategy(FlowerFedAvg):
         if not all(np.isfinite(model[name]).all() for name in layout.trainable):
             self._void(server_round, "the aggregated model is not finite")
             return None
+        total, examples = sum(weights.values()), sum(r["examples"] for r in self._clients.values())
+        for client, row in self._clients.items():
+            row["weight-share"] = weights.get(client, 0.0) / total if total else 1 / len(good)
+            row["data-share"] = row["examples"] / examples
         return ArrayRecord({name: Array(array) for name, array in model.items()})
 
     def model_record(self, vector: Vector) -> ArrayRecord:
@@ -483,7 +510,8 @@ class FederatedStrategy(FlowerFedAvg):
         def check_reply(client: int, content: RecordDict) -> None:
             self._check_metrics(content, {})
 
-        _, metrics = self._sift(replies, check_reply, self.evaluate_metrics_aggr_fn)
+        good, metrics = self._sift(replies, check_reply, self.evaluate_metrics_aggr_fn)
+        self._clients = self._by_client(good, "eval-examples", self._clients)
         metrics = MetricRecord(
             {
                 f"eval-{n}" if n.startswith(("clients-", "bytes-")) else n: v
@@ -589,9 +617,22 @@ class FederatedStrategy(FlowerFedAvg):
             log(WARNING, "no reply from %d clients: %s", len(lost), lost[:20])
         return good, record
 
+    def _by_client(
+        self, good: Mapping[int, RecordDict], examples: str, known: Mapping[int, dict[str, float]]
+    ) -> dict[int, dict[str, float]]:
+        """Return ``known`` with each reply's numbers added, its ``examples`` under that name."""
+        rows = {client: dict(row) for client, row in known.items()}
+        for client, content in good.items():
+            for name, value in _only(content.metric_records).items():
+                if not isinstance(value, list):
+                    name = examples if name == self.weighted_by_key else name
+                    rows.setdefault(client, {})[name] = value
+        return rows
+
     @staticmethod
     def _metrics(contents: list[RecordDict], weighted_by: str) -> MetricRecord:
-        """Each metric's mean by examples, and its mean, variance, min and max over clients."""
+        """Each metric's mean by examples, and over clients its mean, variance, min and max, and
+        its value at the client with the fewest examples and at the one with the most."""
         values: dict[str, list[tuple[float, float]]] = {}
         for content in contents:
             record = _only(content.metric_records)
@@ -606,6 +647,8 @@ class FederatedStrategy(FlowerFedAvg):
             metrics[f"{name}-variance"] = float(each.var())
             metrics[f"{name}-min"] = float(each.min())
             metrics[f"{name}-max"] = float(each.max())
+            metrics[f"{name}-smallest"] = min(pairs, key=lambda pair: pair[1])[0]
+            metrics[f"{name}-largest"] = max(pairs, key=lambda pair: pair[1])[0]
         return metrics
 
 

@@ -4,7 +4,8 @@
         --algorithms fedavg,fedprox,fedadmm --seed 1 --engine in-process --output DIR
 
 DIR gets ``summary.json`` (a list with one object per algorithm), ``table.md``, ``curves.png`` and
-``partition.png``, and one results folder per algorithm.
+``partition.png``, and one results folder per algorithm; where clients evaluate also the tables and
+the figure of ``simulations.fairness``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from fl_strategies.files import write_atomically
 from fl_strategies.params import format_params, parse_params
 from simulations.config import RunConfig, knobs
 from simulations.experiment import draw_partition, prepare, run_in_process
+from simulations.fairness import fairness
 from simulations.figures import draw_curves
 from simulations.superlink import flwr_run
 
@@ -57,6 +59,8 @@ def compare(
     (folder / "table.md").write_text(table(summaries, configs))
     histories = {config.algorithm: Path(config.output) / "history.jsonl" for config in configs}
     draw_curves(histories, folder / "curves.png")
+    if configs[0].fraction_evaluate > 0.0:
+        fairness({config.algorithm: Path(config.output) for config in configs}, folder)
     return summaries
 
 

@@ -62,6 +62,9 @@ class RunConfig:
     residual: float = key(-1.0, "stop at this squared norm of the subproblem's gradient")
     fraction_evaluate: float = key(0.0, "share of the clients that evaluate on data of their own")
     local_test: float = key(0.0, "share of each client's data held out for that")
+    pooled: bool = key(False, "merge training and test data; test on all that clients hold out")
+    fine_tune: str = key("", "measure models after a step on `train` or `test-batch` as well")
+    fine_tune_lr: float = key(-1.0, "rate of that step; -1 is `lr`")
     gradient_norm: str = key("", "`true`: report the squared norm of grad f, f the clients' mean")
     target: float = key(-1.0, "test accuracy whose first round is reported")
     stop_at_target: bool = key(False, "end the run there")
@@ -115,8 +118,11 @@ class RunConfig:
         check("seed", self.seed, low=0)
         check("target", self.target, low=0.0, high=1.0)
         check("penalty", self.penalty, low=0.0)
-        if self.fraction_evaluate > 0.0 and self.local_test == 0.0:
-            raise ValueError("fraction-evaluate > 0 needs local-test > 0: clients need test data")
+        check("local_test", self.local_test, low=0.0)
+        if self.local_test == 0.0 and (self.fraction_evaluate > 0.0 or self.pooled):
+            needs = "fraction-evaluate > 0" if self.fraction_evaluate > 0.0 else "pooled"
+            if self.pooled or self.partition != "natural":
+                raise ValueError(f"{needs} needs local-test > 0: clients need test data")
         for name, value, known in (
             ("dtype", self.dtype, ("float32", "float64")),
             ("autocast", self.autocast, ("", "bfloat16")),

@@ -48,6 +48,7 @@ ALGORITHMS: dict[tuple[str, str], dict[str, Any]] = {
     ("fedpd", "fedpd-weak"): {"params": "eta=0.08"},
     ("fedpd", "fedpd-strong"): {"params": "eta=0.08"},
     ("fedadmm", "digits"): {"params": "rho=0.1"},
+    ("fedbc", "digits"): {"params": "alpha=0.1"},
     ("fedbcd", ""): {"fraction": 0.3, "lr": 0.01},
     ("fedbcd-i", ""): {"fraction": 0.3, "lr": 0.01},
     ("fedbcd-async", ""): {"fraction": 0.3, "lr": 0.01, "params": "servers=10 first=5"},

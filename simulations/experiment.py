@@ -7,7 +7,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from clients import (
     client_app,
     client_id,
 )
-from fl_strategies import EarlyStop, History, RoundInfo
+from fl_strategies import ClientHistory, EarlyStop, History, RoundInfo
 from fl_strategies.callbacks import Callback, finite, model_bytes
 from fl_strategies.files import write_atomically
 from fl_strategies.params import parse_params
@@ -71,6 +71,7 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
     ``callbacks`` are called at the end of each round, beside the ones that write the results.
 
     The folder holds ``config.json``, ``history.jsonl`` (a line a round, written as it ends),
+    ``clients.jsonl`` (a line for each client that took part in a round),
     ``model.safetensors``, ``summary.json`` and ``curve.png``, also when the run is interrupted; one
     that is killed leaves model and summary of the last ``SAVE_SECONDS`` or earlier. Async-cloud
     FedBCD adds ``cloud-N.safetensors``, the model of each cloud server.
@@ -93,7 +94,13 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
 
     strategy = config.strategy(
         buffers=model.buffers,
-        callbacks=[History(folder / "history.jsonl"), progress, someone_works, *callbacks],
+        callbacks=[
+            History(folder / "history.jsonl"),
+            ClientHistory(folder / "clients.jsonl"),
+            progress,
+            someone_works,
+            *callbacks,
+        ],
     )
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
@@ -247,7 +254,18 @@ def dataset(config: RunConfig) -> data.Dataset:
     options = parse_params(config.dataset_params)
     if config.dataset in data.GENERATED:
         options = {"clients": config.clients, "seed": config.seed} | options
-    return data.load(config.dataset, normalise=config.normalise, **options)
+    found = data.load(config.dataset, normalise=config.normalise, **options)
+    return _pooled(found) if config.pooled else found
+
+
+@functools.lru_cache(maxsize=4)
+def _pooled(found: data.Dataset) -> data.Dataset:
+    """Return the data set with its test rows put behind its training rows."""
+    owner = None
+    if found.owner is not None and found.test_owner is not None:
+        owner = np.concatenate([found.owner, found.test_owner])
+    x, y = np.concatenate([found.x, found.test_x]), np.concatenate([found.y, found.test_y])
+    return replace(found, x=x, y=y, owner=owner, test_owner=None)
 
 
 @functools.lru_cache(maxsize=4)
@@ -298,9 +316,15 @@ def worker_model(config: RunConfig) -> FlatModel:
 
 
 def problem(config: RunConfig, which: str, rows: np.ndarray | None = None) -> Problem:
-    """Return the problem of the whole ``"test"`` set, or of some ``rows`` of ``"train"``."""
+    """Return the problem of the ``"train"`` or ``"test"`` set, or of some ``rows`` of it.
+
+    Of pooled data, the test set is all that the clients hold out.
+    """
+    found, test = dataset(config), which == "test"
+    if test and config.pooled:
+        rows, test = np.concatenate([held_out for _, held_out in parts(config)]), False
     device, dtype = config.torch_device, getattr(torch, config.dtype)
-    x, y = placed(dataset(config), which == "test", device, dtype)
+    x, y = placed(found, test, device, dtype)
     if rows is not None:
         index = torch.from_numpy(rows).to(device)
         x, y = x[index], y[index]
@@ -327,6 +351,11 @@ def client_fn(context: Context) -> AnyAlgorithmClient:
     states = state_folder(config)
     store = DirectoryStore(states, me) if states else ContextStore(context)
     test = problem(config, "train", held_out) if len(held_out) else None
+    found = dataset(config)
+    if config.partition == "natural" and config.local_test == 0.0 and found.test_owner is not None:
+        assert found.owner is not None
+        own = np.flatnonzero(found.test_owner == found.owner[train[0]])
+        test = problem(config, "test", own) if len(own) else None
     return AnyAlgorithmClient(problem(config, "train", train), client_id=me, test=test, store=store)
 
 

@@ -198,25 +198,26 @@ def _power_law(
     if classes_per_client < 1:
         raise ValueError(f"classes_per_client must be >= 1, got {classes_per_client}")
     pools = [rows[labels[rows] == c] for c in np.unique(labels)]
-    return [_take(pools, size, classes_per_client, rng) for size in sizes.tolist()]
+    smallest_first = [_take(pools, size, classes_per_client, rng) for size in sizes[::-1].tolist()]
+    return smallest_first[::-1]
 
 
 def _take(pools: list[Rows], size: int, classes: int, rng: Draw) -> Rows:
-    """Move ``size`` rows out of ``pools``, evenly from ``classes`` of them drawn at random.
+    """Move ``size`` rows out of ``pools``: even shares of ``classes`` of them, drawn at random.
 
-    A client larger than its classes takes from more, the fullest first, as FedBC lets it "to
-    preserve the power law"; the last ones take what is left.
+    Where a class runs out further ones make it up, so that a client may hold more classes: mostly
+    the largest, which choose last ("to preserve the power law", FedBC). These partitions are draws
+    like those of its Table 4: {1x6, 1x4, 1x3, 17x2} and so on.
     """
-    left = np.array([len(pool) for pool in pools])
-    full = left * classes >= size
+    even = -(-size // classes)
     taken: list[Rows] = []
-    order = np.lexsort((np.where(full, rng.random(len(pools)), -left), ~full))
-    for place, pool in enumerate(order.tolist()):
-        even, rest = -(-size // max(1, classes - place)), int(left[order[place + 1 :]].sum())
-        count = min(max(even, size - rest), len(pools[pool]))
-        taken.append(pools[pool][:count])
-        pools[pool] = pools[pool][count:]
-        size -= count
+    for _ in range(2):  # again: a large client may need more than even shares of all the classes
+        for pool in rng.permutation(len(pools)).tolist():
+            count = min(even, size, len(pools[pool]))
+            taken.append(pools[pool][:count])
+            pools[pool] = pools[pool][count:]
+            size -= count
+        even = size
     return np.concatenate(taken)
 
 

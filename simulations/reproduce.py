@@ -15,12 +15,13 @@ import json
 import logging
 import math
 import multiprocessing
+import statistics
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fl_strategies import EarlyStop, FedADMM, FedBCD, RoundInfo
+from fl_strategies import EarlyStop, FedADMM, FedBC, FedBCD, RoundInfo
 from fl_strategies.params import format_params
 from simulations.config import RunConfig
 from simulations.experiment import run_in_process
@@ -211,8 +212,60 @@ def fedpd_fig2() -> list[Cell]:
     ]
 
 
+FEDBC_RULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "fedavg-by-size": ("fedavg", {}),
+    "fedavg-uniform": ("fedavg", {"weights": "uniform"}),
+    "fedprox": ("fedprox", {"mu": 1.0}),
+    "fedbc": ("fedbc", {"alpha": 1e-3}),
+    "fedbc-authors": ("fedbc", {"alpha": 1e-3, **FedBC.authors_rule}),
+}
+"""mu and alpha are those of the authors' script for this data set."""
+
+FEDBC_RATES = (0.001, 0.01, 0.1, 0.5, 1.0)
+
+
+def fedbc_synthetic() -> list[Cell]:
+    """FedBC, Table 1: synthetic(0.5, 0.5), 30 devices, 10 a round, E = 1 and 5, 50 rounds.
+
+    Every rule at each rate of the paper's grid on data set 0 with seed 1; ``fedbc_table`` chooses
+    the rates. Then four more seeds on data set 0, and one on data sets 1 and 2, at all rates that
+    lie within a factor 10 of what is usual for it (0.01 and 0.1).
+    """
+    base = {
+        "dataset": "synthetic",
+        "clients": 30,
+        "fraction": 1 / 3,
+        "rounds": 50,
+        "batch-size": 20,
+        "momentum": 0.5,
+        "fraction-evaluate": 1.0,
+    }
+    runs = [(0, 1, lr) for lr in FEDBC_RATES]
+    runs += [(0, seed, lr) for seed in (2, 3, 4, 5) for lr in (0.01, 0.1)]
+    runs += [(data, 1, lr) for data in (1, 2) for lr in (0.01, 0.1)]
+    return [
+        Cell(
+            f"{rule}-E{epochs}-data{data}-seed{seed}-lr{lr}",
+            base
+            | {
+                "algorithm": algorithm,
+                "params": format_params(params),
+                "epochs": epochs,
+                "lr": lr,
+                "seed": seed,
+                "dataset-params": f"sizes=lognormal seed={data}",
+            },
+            patience=None,
+        )
+        for epochs in (1, 5)
+        for data, seed, lr in runs
+        for rule, (algorithm, params) in FEDBC_RULES.items()
+    ]
+
+
 STUDIES: dict[str, Callable[[], list[Cell]]] = {
     "fedadmm-mnist": fedadmm_mnist,
+    "fedbc-synthetic": fedbc_synthetic,
     "fedbcd-mnist": fedbcd_mnist,
     "fedpd-fig2": fedpd_fig2,
 }
@@ -260,6 +313,71 @@ def table(cells: list[Cell], folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+FEDBC_FIGURES = {
+    "test-accuracy": "accuracy",
+    "eval-accuracy-variance": "variance over clients",
+    "eval-accuracy-smallest": "smallest client",
+    "eval-accuracy-largest": "largest client",
+    "own-accuracy-mean": "own models",
+    "weight-share-smallest": "smallest's weight",
+    "weight-share-largest": "largest's weight",
+}
+
+LAST = 10
+"""Last rounds of a run that ``fedbc_table`` averages: partial participation is noisy."""
+
+
+def fedbc_table(cells: list[Cell], folder: Path) -> str:
+    """Return a row per rule, E and data set, at the rule's best rate on data set 0 with seed 1.
+
+    Figures are means over the last ten rounds, then mean and standard deviation over seeds.
+    """
+    found: dict[tuple[str, int, int], dict[float, list[dict[str, float]]]] = {}
+    for cell in cells:
+        path = folder / cell.name / "summary.json"
+        if path.exists() and json.loads(path.read_text())["finished"]:
+            rows = read_history(folder / cell.name / "history.jsonl")[-LAST:]
+            figures = {n: _mean_of_rows(rows, n) for n in FEDBC_FIGURES}
+            rule, *_ = cell.name.partition("-E")
+            data = int(cell.config["dataset-params"][-1])
+            key = (rule, cell.config["epochs"], data)
+            found.setdefault(key, {}).setdefault(cell.config["lr"], []).append(figures)
+    lines = [
+        "| E | data set | rule | lr | " + " | ".join(FEDBC_FIGURES.values()) + " | seeds |",
+        "|---" * (5 + len(FEDBC_FIGURES)) + "|",
+    ]
+    for epochs in (1, 5):
+        for data in (0, 1, 2):
+            for rule in FEDBC_RULES:
+                tuned = found.get((rule, epochs, 0), {})
+                if not tuned:
+                    continue
+                lr = max(tuned, key=lambda rate: tuned[rate][0]["test-accuracy"])
+                runs = found.get((rule, epochs, data), {}).get(lr, [])
+                if runs:
+                    shown = [_mean_and_deviation([r[name] for r in runs]) for name in FEDBC_FIGURES]
+                    cells_of_row = [str(epochs), str(data), rule, f"{lr:g}", *shown, str(len(runs))]
+                    lines.append("| " + " | ".join(cells_of_row) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _mean_of_rows(rows: list[dict[str, float]], name: str) -> float:
+    """Return the mean of a column; NaN where a row lacks it or has null."""
+    values = [row.get(name) for row in rows]
+    return sum(math.nan if value is None else value for value in values) / len(rows)
+
+
+def _mean_and_deviation(values: list[float]) -> str:
+    if math.isnan(values[0]):
+        return "-"
+    mean = f"{100 * statistics.mean(values):.1f}"
+    return mean if len(values) == 1 else f"{mean} ± {100 * statistics.stdev(values):.1f}"
+
+
+TABLES: dict[str, Callable[[list[Cell], Path], str]] = {"fedbc-synthetic": fedbc_table}
+"""Tables of studies for which a row per cell would not do."""
+
+
 def main() -> None:
     """Run a study from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -277,15 +395,16 @@ def main() -> None:
         return path.exists() and json.loads(path.read_text())["finished"]
 
     todo = [cell for cell in cells if args.only in cell.name and not finished(cell)]
+    make_table = TABLES.get(args.study, table)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.jobs, context, max_tasks_per_child=1) as pool:
         futures = [pool.submit(run_cell, cell, folder) for cell in todo]
         for done, future in enumerate(as_completed(futures), start=1):
             if (error := future.exception()) is not None:
                 print(f"a cell failed: {error}", flush=True)
-            (folder / "table.md").write_text(table(cells, folder))
+            (folder / "table.md").write_text(make_table(cells, folder))
             print(f"{done} of {len(todo)} cells done", flush=True)
-    print(table(cells, folder))
+    print(make_table(cells, folder))
 
 
 if __name__ == "__main__":

@@ -87,6 +87,26 @@ def pulled(gamma: float, zeta: float) -> Callable[[list[Quadratic]], np.ndarray]
     return limit
 
 
+def mean_of_minimisers(problems: list[Quadratic]) -> np.ndarray:
+    """Where every lambda has come down to 0, each client is at its own minimiser."""
+    return np.mean([q.b for q in problems], axis=0)
+
+
+def meta_biased(inner_rate: float) -> Callable[[list[Quadratic]], np.ndarray]:
+    """The fixed point of plain averaging after K outer steps of first-order MAML."""
+
+    def limit(problems: list[Quadratic]) -> np.ndarray:
+        left, right, one = np.zeros((DIM, DIM)), np.zeros(DIM), np.eye(DIM)
+        for q in problems:
+            # w - b = (I - RATE A (I - inner_rate A)) (w - b) in each outer step
+            moved = one - np.linalg.matrix_power(one - RATE * q.A @ (one - inner_rate * q.A), STEPS)
+            left += moved
+            right += moved @ q.b
+        return np.linalg.solve(left, right)
+
+    return limit
+
+
 @dataclass(frozen=True)
 class Row:
     """One algorithm: its strategy's arguments, its limit, and other values for each knob."""
@@ -101,6 +121,8 @@ class Row:
     """Knobs that matter only when something fails, tested in the algorithm's own file."""
     partial: bool = True
     """Whether a round can do with some of the clients."""
+    updates: int = 2
+    """Of running statistics, by a client with batches of 4, 4 and 1 examples in an epoch."""
 
     def strategy(self, **options: Any) -> FederatedStrategy:
         if not self.partial:
@@ -122,6 +144,15 @@ CLOUDS_NEED: dict[str, dict[str, Any]] = {
     "reduce": {"eta_z": 0.2},
     "servers": {"fraction_train": 0.25},
     "assignment": {"servers": 2, "fraction_train": 0.5},
+}
+DUAL = {"alpha": 0.02, "alpha_gamma": 0.5, "lambda_max": 2.0, "dual_momentum": 0.5}
+OTHER_DUAL = {
+    "alpha": 0.01,
+    "alpha_gamma": 5.0,
+    "gamma": 5.0,
+    "lambda_min": 0.5,
+    "lambda_max": 0.1,
+    "dual_momentum": 0.0,
 }
 
 TABLE = [
@@ -152,6 +183,14 @@ TABLE = [
         },
         policies=frozenset({"missing"}),
         partial=False,
+    ),
+    Row("fedbc", mean_of_minimisers, DUAL, OTHER_DUAL | {"local_start": "global"}),
+    Row(
+        "per-fedbc",
+        meta_biased(0.05),
+        DUAL | {"inner_rate": 0.05},
+        OTHER_DUAL | {"inner_rate": 0.1, "inner_steps": 2},
+        updates=4,
     ),
     Row("fedbcd", penalised(1.0), {"box": None}, CLOUDS, CLOUDS_NEED),
     Row(
@@ -321,7 +360,9 @@ def test_a_model_with_batch_norm_trains_and_its_buffers_are_merged(row: Row) -> 
     strategy = row.strategy(local=settings, buffers=model.buffers)
     result = strategy.start(federation, initial, 1).arrays
     counter = next(name for name in model.buffers if name.endswith("num_batches_tracked"))
-    assert result[counter].numpy() == 2  # one example has no variance: it updates no statistics
+    assert (
+        result[counter].numpy() == row.updates
+    )  # one example has no variance: it updates no statistics
     mean = next(name for name in model.buffers if name.endswith("running_mean"))
     apart = [
         row.strategy(local=settings, buffers=model.buffers)

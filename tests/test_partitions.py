@@ -142,15 +142,36 @@ def test_power_law_sizes_are_those_of_fedbc(
     assert sizes.min() == pytest.approx(smallest, abs=2, rel=0.01)
 
 
-def test_power_law_clients_hold_the_classes_asked_for_but_where_a_class_runs_out() -> None:
+# FedBC, Table 4, CIFAR-10: how many of the 20 devices hold how many classes, by C and exponent.
+TABLE_4 = {
+    (1, 1.1): {3: 2, 2: 5, 1: 13},
+    (1, 1.5): {6: 1, 3: 1, 2: 2, 1: 16},
+    (2, 1.1): {5: 1, 4: 1, 3: 3, 2: 15},
+    (2, 1.5): {6: 1, 4: 1, 3: 1, 2: 17},
+    (3, 1.1): {5: 2, 4: 1, 3: 17},
+    (3, 1.5): {9: 1, 4: 1, 3: 18},
+}
+
+
+@pytest.mark.parametrize(("wanted", "exponent"), TABLE_4)
+def test_power_law_clients_hold_classes_as_in_fedbc(wanted: int, exponent: float) -> None:
+    """Draws like the paper's: C classes on most devices, never fewer, more on the largest ones."""
     labels = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 6000))
-    for wanted in (1, 2, 3):
-        parts = partition("power-law", labels, 20, seed=1, exponent=1.2, classes_per_client=wanted)
-        classes = (describe(parts, labels) > 0).sum(axis=1)
-        sizes = power_law(60_000, 20, 1.2)
+    sizes = power_law(60_000, 20, exponent)
+    paper = np.repeat(*map(list, zip(*TABLE_4[wanted, exponent].items(), strict=True)))
+    draws = []
+    for seed in range(10):
+        parts = partition(
+            "power-law", labels, 20, seed=seed, exponent=exponent, classes_per_client=wanted
+        )
         assert [len(part) for part in parts] == sizes.tolist()
-        assert np.median(classes) == wanted
-        assert classes[0] == max(wanted, np.ceil(sizes[0] / 6000))
+        classes = (describe(parts, labels) > 0).sum(axis=1)
+        assert classes.min() == np.median(classes) == wanted
+        assert np.all(classes[:3] >= np.ceil(sizes[:3] / 6000))
+        draws.append(np.sort(classes)[::-1])
+    mean = np.mean(draws, axis=0)
+    assert np.abs(mean - paper).max() <= (3 if exponent == 1.5 else 1.5)
+    assert mean.sum() == pytest.approx(paper.sum(), rel=0.08)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,101 @@
+"""FedBC: clients may stay apart from the common model, and weigh as much as they do.
+
+Each client keeps a model of its own within a squared distance gamma of the common one; the dual
+variable lambda of that constraint both pulls the client's model towards the common one and is its
+weight at the server. The problem is  min sum_i f_i(x_i)  such that  ||x_i - z||^2 <= gamma_i.
+Round with the model z received, for each client i of S:
+
+    x+ ~ argmin_x  f_i(x) + lambda ||x - z||^2,  started at x_i                 (1)
+    lambda+, gamma+ by the dual step of ``fl_strategies.proximity``             (2)
+    z <- sum_{i in S} lambda+_i x+_i / sum_{i in S} lambda+_i                   (3)
+
+x, lambda, gamma
+        client's model [d], dual variable and allowed squared distance, kept by the client; a
+        newcomer has x = z, lambda = gamma = 0. The server keeps z
+
+Facts. With a fixed gamma the fixed points satisfy the KKT conditions of the problem: the gradients
+of f_i at x_i sum to zero, lambda_i (||x_i - z||^2 - gamma_i) = 0; only as gamma -> 0 is z the
+minimiser of the sum. With the heuristic gamma every lambda is 0 in the end, and z is the plain mean
+of the clients' own minimisers: the paper's small alpha ends long before that. With lambda_min =
+lambda_max = mu/2 and ``local_start="global"`` this is FedProx with uniform weights (the paper's
+text says mu, its (1) has no factor 1/2), with lambda_min = lambda_max = 0 FedAvg.
+
+FedBC-FineTune takes one gradient step before the own model is measured: ``fine-tune`` in ``local``
+(``clients.LocalTraining``), whose result stands beside that of the model as it is.
+
+Deviations of the authors' published code, each an option: local training starts from z
+(``local_start="global"``); the dual optimiser has momentum, which moves the lambda of absent
+clients too (``dual_momentum=0.5``). Both together are ``FedBC.authors_rule``. Their FedAvg and
+FedProx weigh by examples; where all lambda are 0 they divide 0 by 0.
+
+Reference: Bedi, Fan, Koppel, Sahu, Sadler, Huang, Manocha, "FedBC: Calibrating Global and Local
+Models via Federated Learning Beyond Consensus", 2022, Algorithms 1 and 2, appendix E.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, TypeAlias, Unpack
+
+from fl_strategies.proximity import (
+    FIRST,
+    Dual,
+    DualOptions,
+    ProximityStrategy,
+    State,
+    Turn,
+    dual_step,
+    idle_steps,
+    per_client,
+)
+from fl_strategies.schedules import one_of
+from fl_strategies.strategy import Scalar
+from fl_strategies.subproblem import Solve, Subproblem, Vector
+
+Side: TypeAlias = Literal["client", "global"]
+
+
+def client_rule(
+    state: State,
+    z: Vector,
+    solve: Solve,
+    *,
+    dual: Dual,
+    turn: Turn = FIRST,
+    local_start: Side = "client",
+) -> State:
+    """Return the client's next state, by (1) and (2); its x and lam are the upload."""
+    state = idle_steps(state, dual, turn.clock - state.clock)
+    start = state.x if local_start == "client" else z
+    x = solve(start, Subproblem(pull=per_client(2 * state.lam), centre=z))
+    return dual_step(state, x, z, dual, turn)
+
+
+class FedBC(ProximityStrategy):
+    """FedBC's server half; see the module's docstring for the rule.
+
+    Parameters
+    ----------
+    local_start : "client" or "global" (default "client")
+        Whether (1) is started from the client's own x or from z.
+    **options
+        alpha, alpha_gamma, gamma, lambda_min, lambda_max and dual_momentum of
+        :class:`fl_strategies.proximity.ProximityStrategy`, and those of
+        :class:`fl_strategies.FederatedStrategy`.
+
+    Raises
+    ------
+    ValueError
+        For a knob outside its range, or lambda_min > lambda_max.
+    """
+
+    algorithm = "fedbc"
+    authors_rule: ClassVar[Mapping[str, Any]] = {"local_start": "global", "dual_momentum": 0.5}
+
+    def __init__(self, *, local_start: Side = "client", **options: Unpack[DualOptions]) -> None:
+        one_of("local_start", local_start, ("client", "global"))
+        super().__init__(**options)
+        self.local_start = local_start
+
+    def client_knobs(self, server_round: int) -> dict[str, Scalar]:
+        return super().client_knobs(server_round) | {"local-start": self.local_start}
