@@ -1,6 +1,12 @@
 """FedBC: its dual step, the KKT conditions, its reductions, lost replies, and the rule itself.
 
-Mutants tried by hand, each caught by a test here or in test_laws (see the list at the end).
+Mutants tried by hand, each caught by a test here or in test_per_fedbc. Dual step: + gamma; lambda
+descends; without alpha; the distance not squared; gamma falls, moves by alpha, or by the new
+lambda; no first clip. Idle steps: counted from m^0; v or u kept whole; lambda against v; gamma
+left alone; no clip; none after the client's own; the clock one short, or standing; turns in the
+order of ids. Server: x unweighted, the mean over the count, weights by examples, the warning every
+round, no bound. Rule: pull lambda, centre x, the start swapped, no idle steps before; theta
+uploaded.
 """
 
 from __future__ import annotations
@@ -527,6 +533,20 @@ def test_the_local_problem_is_f_plus_lambda_times_the_squared_distance() -> None
     fedbc.client_rule(state, z, remember, dual=PLAIN)
     fedbc.client_rule(state, z, remember, dual=PLAIN, local_start="global")
     np.testing.assert_array_equal(starts, [START, z])
+
+
+def test_training_sees_the_lambda_that_others_steps_have_moved() -> None:
+    """Two steps of others since the client's last: lambda + alpha (m + m^2) v, by hand."""
+    pulls = []
+
+    def remember(start: Any, sub: Subproblem) -> Any:
+        pulls.append(sub.pull)
+        return start
+
+    dual = PLAIN._replace(alpha=0.1, dual_momentum=0.5)
+    state = State(x=START, lam=0.4, gamma=1.0, v=2.0, clock=3)
+    fedbc.client_rule(state, START, remember, dual=dual, turn=Turn(5, 0))
+    assert pulls == [pytest.approx(2 * (0.4 + 0.1 * 0.75 * 2.0))]
 
 
 def test_lambda_does_not_leave_its_range_by_rounding_to_float32() -> None:

@@ -1,6 +1,10 @@
 """Per-FedBC: the meta-gradient, its reductions, the rule, and measuring after one step.
 
-Mutants tried by hand, each caught by a test here or in test_laws (see the list at the end).
+Mutants tried by hand, each caught by a test here or in test_fedbc. Inner steps: ascending,
+repelled from z, pulled by lambda, towards w, from x. Outer steps: ascending, the gradient at w,
+from u, by the inner rate. No idle steps before; theta uploaded; every gradient on a first batch.
+Measuring: the own model is z; the step ascends, takes the other examples, the training's rate, the
+tuned buffers. Shares by data; the smallest client the largest.
 """
 
 from __future__ import annotations
