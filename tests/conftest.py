@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 
@@ -11,16 +12,47 @@ os.environ |= {
     "HF_HUB_OFFLINE": "1",
 }
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import torch
+from PIL import Image
 
 torch.set_num_threads(1)
 
 
 @pytest.fixture
-def datasets_folder(monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of data sets (``FL_DATA``, else the shared one) and set ``FL_DATA``."""
+def datasets_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Return the folder of data sets (``FL_DATA``, else the shared one) and set ``FL_DATA``.
+
+    Where there is neither, a few random images stand in under the real names.
+    """
     default = Path(__file__).parents[2] / "shared/datasets"
     folder = Path(os.environ.get("FL_DATA", default)).absolute()
+    if not folder.is_dir():
+        folder = stand_in(tmp_path_factory.mktemp("datasets"))
     monkeypatch.setenv("FL_DATA", str(folder))
+    return folder
+
+
+def stand_in(folder: Path) -> Path:
+    """Write 400 training and 50 test images under the names of the real data sets."""
+    rng = np.random.default_rng(0)
+    for name, column, shape in (
+        ("mnist", "image", (28, 28)),
+        ("fashion_mnist", "image", (28, 28)),
+        ("cifar10", "img", (32, 32, 3)),
+    ):
+        (folder / name).mkdir()
+        for split, count in (("train", 400), ("test", 50)):
+            images = []
+            for pixels in rng.integers(0, 256, (count, *shape), dtype=np.uint8):
+                file = io.BytesIO()
+                Image.fromarray(pixels).save(file, "PNG")
+                images.append({"bytes": file.getvalue(), "path": None})
+            table = pa.table({column: images, "label": np.arange(count) % 10})
+            pa.parquet.write_table(table, folder / name / f"{split}.parquet")
     return folder

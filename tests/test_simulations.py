@@ -251,21 +251,6 @@ def test_compare_refuses_bad_input_with_one_line_and_exit_code_2(tmp_path: Path)
     assert "Traceback" not in done.stderr
 
 
-def test_mnist_is_learned(datasets_folder: Path, tmp_path: Path) -> None:
-    config = RunConfig.parse(
-        {
-            "dataset": "mnist",
-            "algorithm": "fedavg",
-            "partition": "iid",
-            "model": "mlp",
-            "clients": 100,
-            "rounds": 2,
-            "output": str(tmp_path / "run"),
-        }
-    )
-    assert run_in_process(config).final_accuracy > 0.8
-
-
 def test_numbers_of_a_run_config_may_be_integers_where_floats_are_due() -> None:
     assert RunConfig.parse({"lr": 1}).lr == 1.0
     assert isinstance(RunConfig.parse({"lr": 1}).lr, float)
