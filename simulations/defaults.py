@@ -48,6 +48,13 @@ ALGORITHMS: dict[tuple[str, str], dict[str, Any]] = {
     ("fedpd", "fedpd-weak"): {"params": "eta=0.08"},
     ("fedpd", "fedpd-strong"): {"params": "eta=0.08"},
     ("fedadmm", "digits"): {"params": "rho=0.1"},
+    ("fedadmm", "mnist"): {
+        "params": "rho=0.01 eta=0.5 local_start=global tracking=global",  # the authors' rule
+        "lr": 0.2,
+        "momentum": 0.5,
+    },
+    ("fedavg", "mnist"): {"momentum": 0.5},
+    ("fedprox", "mnist"): {"momentum": 0.5},
     ("fedbc", "digits"): {"params": "alpha=0.1"},
     ("fedbcd", ""): {"fraction": 0.3, "lr": 0.01},
     ("fedbcd-i", ""): {"fraction": 0.3, "lr": 0.01},
