@@ -39,7 +39,7 @@ def test_the_apps_run_config_has_every_key_with_its_default() -> None:
 def test_the_same_seed_gives_the_same_model_twice_and_another_seed_another(
     algorithm: str, tmp_path: Path
 ) -> None:
-    config = small(tmp_path, algorithm=algorithm, fraction=0.0)  # the default of each
+    config = small(tmp_path, algorithm=algorithm, fraction=-1.0)  # the default of each
     first, again = run_in_process(config), run_in_process(config)
     other = run_in_process(replace(config, seed=2))
     assert first.model_sha256 == again.model_sha256 != other.model_sha256
@@ -142,7 +142,8 @@ def test_a_state_directory_of_another_algorithm_or_model_is_refused(tmp_path: Pa
 def test_every_default_is_a_setting_that_runs(
     algorithm: str, dataset: str, datasets_folder: Path, tmp_path: Path
 ) -> None:
-    config = small(tmp_path, algorithm=algorithm, dataset=dataset, rounds=1, steps=1)
+    given = {"rounds": 1, "steps": 1, "fraction": -1.0}
+    config = small(tmp_path, algorithm=algorithm, dataset=dataset, **given)
     if config.fraction < 1.0:
         config = replace(config, fraction=0.1)
     assert run_in_process(config).finished
