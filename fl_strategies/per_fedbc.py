@@ -114,7 +114,7 @@ class PerFedBC(ProximityStrategy):
     def __init__(
         self, *, inner_rate: float = 0.01, inner_steps: int = 1, **options: Unpack[DualOptions]
     ) -> None:
-        check("inner_rate", inner_rate, low=0.0)
+        check("inner_rate", inner_rate, low=0.0, scheduled=False)
         check("inner_steps", inner_steps, low=1)
         if not isinstance(inner_steps, int):
             raise ValueError(f"inner_steps must be an int, got {inner_steps!r}")

@@ -193,16 +193,17 @@ class ProximityStrategy(FederatedStrategy):
         **options: Unpack[Options],
     ) -> None:
         alpha_gamma = alpha if alpha_gamma is None else alpha_gamma
-        check("alpha", alpha, low=0.0)
-        check("alpha_gamma", alpha_gamma, low=0.0)
-        if gamma != "heuristic":
-            check("gamma", gamma, low=0.0)
-        check("lambda_min", lambda_min, low=0.0)
-        if lambda_max != math.inf:
-            check("lambda_max", lambda_max, low=0.0)
+        for name, value in (
+            ("alpha", alpha),
+            ("alpha_gamma", alpha_gamma),
+            ("gamma", 0.0 if gamma == "heuristic" else gamma),
+            ("lambda_min", lambda_min),
+            ("lambda_max", 0.0 if lambda_max == math.inf else lambda_max),
+            ("dual_momentum", dual_momentum),
+        ):
+            check(name, value, low=0.0, scheduled=False)
         if lambda_min > lambda_max:
             raise ValueError(f"lambda_min must be <= lambda_max ({lambda_max}), got {lambda_min}")
-        check("dual_momentum", dual_momentum, low=0.0)
         if dual_momentum >= 1.0:
             raise ValueError(f"dual_momentum must be < 1, got {dual_momentum}")
         super().__init__(**options)

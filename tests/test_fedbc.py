@@ -345,6 +345,7 @@ def test_a_lambda_out_of_range_is_left_out_with_one_line(
     ("knobs", "message"),
     [
         ({"alpha": -0.1}, r"alpha must be >= 0, got -0.1"),
+        ({"alpha": {0: 0.1}}, r"alpha must be >= 0, got \{0: 0.1\}"),
         ({"alpha_gamma": math.nan}, r"alpha_gamma must be >= 0, got nan"),
         ({"gamma": -1.0}, r"gamma must be >= 0, got -1.0"),
         ({"gamma": "free"}, r"gamma must be >= 0, got 'free'"),
