@@ -2,7 +2,7 @@
 
 Mutants tried by hand, each caught by a test here or in test_per_fedbc. Dual step: + gamma; lambda
 descends; without alpha; the distance not squared; gamma falls, moves by alpha, or by the new
-lambda; no first clip. Idle steps: counted from m^0; v or u kept whole; lambda against v; gamma
+lambda. Idle steps: counted from m^0; v or u kept whole; lambda against v; gamma
 left alone; no clip; none after the client's own; the clock one short, or standing; turns in the
 order of ids. Server: x unweighted, the mean over the count, weights by examples, the warning every
 round, no bound. Rule: pull lambda, centre x, the start swapped, no idle steps before; theta

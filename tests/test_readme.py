@@ -8,6 +8,7 @@ import json
 import os
 import pkgutil
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -95,18 +96,21 @@ def test_flwr_run_as_the_readme_types_it_works_and_is_stopped_as_it_says(tmp_pat
         results = re.findall(r"results: (\S+)", done.stdout)[-1]
         assert json.loads((Path(results) / "summary.json").read_text())["finished"]
     finally:
-        subprocess.run(stop.replace("39091", ports[0]), shell=True, env=env)
-    time.sleep(1.0)
-    assert not running(str(tmp_path / "home"))
+        subprocess.run(["bash", "-c", stop.replace("39091", ports[0])], env=env)
+        time.sleep(1.0)
+        left = running(str(tmp_path / "home"))
+        for process in left:
+            os.kill(process, signal.SIGKILL)
+    assert not left
 
 
-def running(home: str) -> list[str]:
+def running(home: str) -> list[int]:
     """Return the processes, but for defunct ones, whose environment has this Flower home."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if f"FLWR_HOME={home}".encode() in (process / "environ").read_bytes():
-                found.append((process / "cmdline").read_text())
+                found.append(int(process.name))
         except OSError:
             continue
     return found
