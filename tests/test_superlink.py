@@ -153,6 +153,9 @@ def test_a_refused_run_raises_with_the_reason(app: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_signal_leaves_anything(app: Path, number: signal.Signals) -> None:
     program = (
+        "import signal\n"
+        # a shell starts what runs in its background with SIGINT ignored
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from simulations.superlink import flwr_run\n"
         "def show(line): print(line, flush=True)\n"
         f"flwr_run({{'then': 'wait'}}, num_supernodes=2, workers=1, app={str(app)!r}, on_line=show)"
