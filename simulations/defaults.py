@@ -53,7 +53,7 @@ ALGORITHMS: dict[tuple[str, str], dict[str, Any]] = {
         "lr": 0.2,
         "momentum": 0.5,
     },
-    ("fedavg", "mnist"): {"momentum": 0.5},
+    ("fedavg", "mnist"): {"lr": 0.2, "momentum": 0.5},
     ("fedprox", "mnist"): {"momentum": 0.5},
     ("fedbc", "digits"): {"params": "alpha=0.1"},
     ("fedbcd", ""): {"fraction": 0.3, "lr": 0.01},
