@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ |= {
@@ -17,9 +18,18 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
+from flwr.common.logger import FLOWER_LOGGER
 from PIL import Image
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def flowers_log_level() -> Iterator[None]:
+    """Undo what a command did to the level of Flower's log."""
+    level = FLOWER_LOGGER.level
+    yield
+    FLOWER_LOGGER.setLevel(level)
 
 
 @pytest.fixture
