@@ -10,8 +10,14 @@ from clients.fedbc import FedBCClient
 from clients.fedbcd import FedBCDAsyncClient, FedBCDClient, FedBCDIClient
 from clients.fedpd import FedPDClient
 from clients.fedprox import FedProxClient
+from clients.fedsgd import FedSGDClient
+from clients.moon import MOONClient
+from clients.per_fedavg import PerFedAvgClient
 from clients.per_fedbc import PerFedBCClient
+from clients.pfedme import PFedMeClient
 from clients.problem import FlatModel, Metrics, Problem
+from clients.q_fedavg import QFedAvgClient
+from clients.scaffold import SCAFFOLDClient
 from clients.solvers import SOLVERS, LocalTraining, solve
 from clients.sps import SPS
 from clients.state import ContextStore, DirectoryStore, Owner, StateError
@@ -32,13 +38,19 @@ __all__ = [
     "FedBCDIClient",
     "FedPDClient",
     "FedProxClient",
+    "FedSGDClient",
     "FederatedClient",
     "FlatModel",
     "LocalTraining",
+    "MOONClient",
     "Metrics",
     "Owner",
+    "PFedMeClient",
+    "PerFedAvgClient",
     "PerFedBCClient",
     "Problem",
+    "QFedAvgClient",
+    "SCAFFOLDClient",
     "StateError",
     "Step",
     "client_app",

@@ -13,13 +13,22 @@ from clients.fedbc import FedBCClient
 from clients.fedbcd import FedBCDAsyncClient, FedBCDClient, FedBCDIClient
 from clients.fedpd import FedPDClient
 from clients.fedprox import FedProxClient
+from clients.fedsgd import FedSGDClient
+from clients.moon import MOONClient
+from clients.per_fedavg import PerFedAvgClient
 from clients.per_fedbc import PerFedBCClient
+from clients.pfedme import PFedMeClient
+from clients.q_fedavg import QFedAvgClient
+from clients.scaffold import SCAFFOLDClient
 
 CLIENTS: dict[str, type[FederatedClient]] = {
     client.algorithm: client
     for client in (
+        FedSGDClient,
         FedAvgClient,
         FedProxClient,
+        SCAFFOLDClient,
+        QFedAvgClient,
         FedADMMClient,
         FedPDClient,
         FedBCClient,
@@ -27,6 +36,9 @@ CLIENTS: dict[str, type[FederatedClient]] = {
         FedBCDClient,
         FedBCDIClient,
         FedBCDAsyncClient,
+        MOONClient,
+        PerFedAvgClient,
+        PFedMeClient,
     )
 }
 """Every client by the name of its algorithm."""
@@ -54,7 +66,15 @@ class AnyAlgorithmClient(NumPyClient):
     @property
     def array_names(self) -> list[str]:
         """As :attr:`clients.FederatedClient.array_names`."""
-        return FederatedClient(*self._args, **self._kwargs).array_names
+        return self._client({}).array_names
+
+    def get_properties(self, config: Config) -> dict[str, Any]:
+        """As :meth:`clients.FederatedClient.get_properties`."""
+        return self._client({}).get_properties(config)
+
+    def get_parameters(self, config: Config) -> Arrays:
+        """As :meth:`clients.FederatedClient.get_parameters`."""
+        return self._client({}).get_parameters(config)
 
     def _client(self, config: Config) -> FederatedClient:
         flowers_own = "fedprox" if "proximal-mu" in config else "fedavg"

@@ -13,7 +13,8 @@ from flwr.client import NumPyClient
 from torch import Tensor
 
 from clients.problem import Problem
-from clients.solvers import FULL_BATCH, Info, LocalTraining, solve
+from clients.replay import seed_generators
+from clients.solvers import FULL_BATCH, Info, LocalTraining, default_training, solve
 from clients.state import Fields, Owner, Store, fresh_nonce, peek, settle
 from fl_strategies.randomness import stream
 from fl_strategies.subproblem import Solve, Subproblem
@@ -35,6 +36,8 @@ class Step(NamedTuple):
     """Numbers to send beside it."""
     infos: Sequence[Info] = ()
     """What local training came to, where it was not done by ``solve``."""
+    beside: Mapping[str, Tensor] = {}
+    """Further vectors [d] to send, one for each name of the client's ``beside``."""
 
 
 class FederatedClient(NumPyClient):
@@ -64,6 +67,9 @@ class FederatedClient(NumPyClient):
     algorithm: ClassVar[str]
     state_type: ClassVar[type | None] = None
     """The named tuple that the client keeps, if any."""
+    beside: ClassVar[tuple[str, ...]] = ()
+    """As the strategy's: names of the vectors [d] that travel beside the model. ``step`` finds
+    those received in its ``config``, by name."""
     infos: list[Info]
     """What the solver did in this request, one for each time it was called."""
 
@@ -77,7 +83,7 @@ class FederatedClient(NumPyClient):
         training: LocalTraining | None = None,
     ) -> None:
         self.problem, self.client_id, self.test = problem, client_id, test
-        self.store, self.training = store, training or LocalTraining()
+        self.store, self.training = store, training or default_training()
         self.infos: list[Info] = []
 
     # ---- what an algorithm adds -------------------------------------------------------------
@@ -89,6 +95,10 @@ class FederatedClient(NumPyClient):
     def first_state(self, theta: Tensor, config: Config) -> State:
         """Return the state of a newcomer."""
         return None
+
+    def objective(self, state: State, theta: Tensor, config: Config) -> Problem:
+        """Return the problem that ``solve`` works on in ``step``: by default f_i, the client's."""
+        return self.problem
 
     def rounds(self, config: Config) -> Sequence[int]:
         """Return the numbers of the rounds that a request asks for: one, the server's.
@@ -105,26 +115,36 @@ class FederatedClient(NumPyClient):
 
     @property
     def array_names(self) -> list[str]:
-        """Names of the arrays that the client expects and returns, in this order."""
+        """Names of the model's arrays, in the order in which the client expects and returns them.
+
+        Those of the vectors ``beside`` follow in the same order, buffers left out.
+        """
         return self.problem.model.names
 
     # ---- Flower's NumPyClient -----------------------------------------------------------------
 
+    def get_properties(self, config: Config) -> dict[str, Any]:
+        """Return the client's stable id, which a legacy server has no other way to learn."""
+        return {"client-id": self.client_id}
+
+    def get_parameters(self, config: Config) -> Arrays:
+        """Return the model's arrays as they are, for a legacy server without an initial model."""
+        return self.problem.model.arrays(self.problem.model.vector)
+
     def fit(self, parameters: Arrays, config: Config) -> tuple[Arrays, int, dict[str, Any]]:
-        """Train; return the upload (arrays like the model's), examples and metrics.
+        """Train; return the upload (arrays like those received), examples and metrics.
 
         Metrics: ``train-loss`` and ``train-accuracy`` over the last epoch's batches, ``steps``,
         ``epochs``, ``residual`` where it was measured, and the algorithm's own scalars.
         """
-        model = self.problem.model
-        theta = model.load(parameters)
+        theta, beside = self._loaded(parameters)
         server_round = int(config.get("server-round", 0))
         training = self.training.updated(config)
         infos: list[Info] = []
         self.infos = infos
 
         def solve_here(start: Any, subproblem: Subproblem) -> Any:
-            w, info = solve(self.problem, start, subproblem, training, rng)
+            w, info = solve(objective, start, subproblem, training, rng)
             infos.append(info)
             return w
 
@@ -136,8 +156,11 @@ class FederatedClient(NumPyClient):
                 rng = np.random.default_rng()  # where no round is named, none is repeated
                 if "server-round" in config:
                     rng = stream(seed, "local", number, self.client_id)
-                torch.manual_seed(int(rng.integers(2**63)))  # dropout masks and the like
-                step = self.step(state, theta, solve_here, {**config, "round": number})
+                # dropout masks and the like
+                seed_generators(int(rng.integers(2**63)), theta.device)
+                asked = {**config, **beside, "round": number}
+                objective = self.objective(state, theta, asked)
+                step = self.step(state, theta, solve_here, asked)
                 state, theta = step.state, step.upload
                 infos.extend(step.infos)
         metrics: dict[str, Any] = dict(step.scalars)
@@ -155,7 +178,7 @@ class FederatedClient(NumPyClient):
             fields = to_fields(step.state) | {"nonce": np.frombuffer(nonce.encode(), np.uint8)}
             self.store.save(self._owner(), server_round, fields)
             metrics["state-nonce"] = nonce
-        return model.arrays(step.upload), len(self.problem), metrics
+        return self._arrays(step), len(self.problem), metrics
 
     def evaluate(self, parameters: Arrays, config: Config) -> tuple[float, int, dict[str, Any]]:
         """Measure the received model on the test examples, and the client's own if it has one.
@@ -208,10 +231,57 @@ class FederatedClient(NumPyClient):
         problem.model.attach_gradients()
         cuda = [w.device] if w.is_cuda else []
         with torch.random.fork_rng(devices=cuda):
-            torch.manual_seed(int(rng.integers(2**63)))
+            seed_generators(int(rng.integers(2**63)), w.device)
             problem.gradient(*next(problem.batches(rng, batch_size)))
         rate = training.lr if training.fine_tune_lr == -1.0 else training.fine_tune_lr
         return w - rate * problem.model.gradient
+
+    def full_gradient(self, w: Tensor) -> Tensor:
+        """Return grad f_i(w) over all training examples, as a new vector [d].
+
+        Raises ``ValueError`` for a problem that has no full gradients (that streams its examples).
+        """
+        if not hasattr(self.problem, "full_gradient"):
+            raise ValueError(
+                f"{self.algorithm} asks client {self.client_id} for a full gradient, and its"
+                f" {type(self.problem).__name__} has no full_gradient"
+            )
+        model = self.problem.model
+        model.vector.copy_(w)
+        model.module.train()
+        model.attach_gradients()
+        self.problem.full_gradient()
+        return model.gradient.clone()
+
+    # ---- arrays -------------------------------------------------------------------------------
+
+    def _loaded(self, parameters: Arrays) -> tuple[Tensor, dict[str, Tensor]]:
+        """Load the model; return its vector [d], and by name those that came beside it."""
+        model = self.problem.model
+        own, each = len(model.names), len(model.layout.trainable)
+        expected = own + each * len(self.beside)
+        if len(parameters) != expected:
+            parts = ", ".join(("the model", *self.beside))
+            raise ValueError(
+                f"{self.algorithm} takes {expected} arrays for {parts};"
+                f" {len(parameters)} were received"
+            )
+        further, beside = iter(parameters[own:]), {}
+        for name in self.beside:
+            received = zip(model.names, parameters[:own], strict=True)
+            beside[name] = model.load(
+                [array if n in model.buffers else next(further) for n, array in received]
+            )
+        return model.load(parameters[:own]), beside
+
+    def _arrays(self, step: Step) -> Arrays:
+        """Return the upload and what goes beside it as arrays, in the order received."""
+        model = self.problem.model
+        arrays = model.arrays(step.upload)
+        for name in self.beside:
+            whole = zip(model.names, model.arrays(step.beside[name]), strict=True)
+            arrays += [array for n, array in whole if n not in model.buffers]
+        return arrays
 
     # ---- state --------------------------------------------------------------------------------
 

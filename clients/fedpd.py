@@ -54,21 +54,11 @@ class FedPDClient(FederatedClient):
         self, state: fedpd.State, x0: Tensor, config: Config
     ) -> tuple[Tensor, Tensor, Info]:
         problem, model, r = self.problem, self.problem.model, int(knob(config, "round"))
-        if not hasattr(problem, "full_gradient"):
-            raise ValueError(
-                f"oracle II needs full gradients, and the {type(problem).__name__} of client"
-                f" {self.client_id} has no full_gradient: use oracle I"
-            )
         rng = stream(int(config.get("seed", 0)), "oracle", r, self.client_id)
         steps, batch = int(knob(config, "inner-steps")), int(knob(config, "inner-batch"))
         model.module.train()
         model.attach_gradients()
         losses, right, seen = 0.0, 0, 0
-
-        def full_gradient(x: Tensor) -> Tensor:
-            model.vector.copy_(x)
-            problem.full_gradient()
-            return model.gradient.clone()
 
         def change(new: Tensor, old: Tensor) -> Tensor:
             nonlocal losses, right, seen
@@ -91,7 +81,7 @@ class FedPDClient(FederatedClient):
         x, g = fedpd.oracle_two(
             state,
             x0,
-            full_gradient,
+            self.full_gradient,
             change,
             refresh=r % int(knob(config, "full-every")) == 0,
             eta=float(knob(config, "eta")),

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 from torch import Tensor
 
 from clients.base import Config, FederatedClient, Step, knob
 from clients.fedbc import dual_knobs, turn_of
-from clients.solvers import FULL_BATCH
+from clients.meta import Derivatives, outer_steps
 from fl_strategies import per_fedbc
 from fl_strategies.proximity import State, first_state
-from fl_strategies.randomness import stream
 from fl_strategies.subproblem import Solve
 
 
@@ -28,44 +25,24 @@ class PerFedBCClient(FederatedClient):
         return first_state(theta, dual_knobs(config))
 
     def step(self, state: State, theta: Tensor, solve: Solve, config: Config) -> Step:
-        problem, training = self.problem, self.training.updated(config)
-        rng = stream(
-            int(config.get("seed", 0)), "meta", int(config.get("server-round", 0)), self.client_id
-        )
-        batch_size = 0 if training.solver in FULL_BATCH else training.batch_size
-        epochs = training.epochs
-        if training.random_epochs:
-            epochs = int(rng.integers(1, training.epochs, endpoint=True))
-        steps = training.steps or epochs * -(-len(problem) // (batch_size or len(problem)))
-        batches = itertools.chain.from_iterable(
-            problem.batches(rng, batch_size) for _ in itertools.count()
-        )
-        losses: list[Tensor] = []
-
-        def gradient(w: Tensor) -> Tensor:
-            problem.model.vector.copy_(w)
-            loss, _ = problem.gradient(*next(batches))
-            losses.append(loss)
-            return problem.model.gradient.clone()
-
-        problem.model.module.train()
-        problem.model.attach_gradients()
+        outer = outer_steps(self, config)
+        f = Derivatives(self.problem, outer.batches)
         state = per_fedbc.client_rule(
             state,
             theta,
-            gradient,
+            f.gradient,
             dual=dual_knobs(config),
             turn=turn_of(config),
-            steps=steps,
-            rate=training.lr,
+            steps=outer.steps,
+            rate=outer.training.lr,
             inner_rate=knob(config, "inner-rate"),
             inner_steps=knob(config, "inner-steps"),
         )
         scalars = {
             "lambda": state.lam,
             "gamma": state.gamma,
-            "train-loss": float(sum(losses)) / len(losses),
-            "steps": steps,
+            "train-loss": f.mean_loss,
+            "steps": outer.steps,
         }
         return Step(state.x, state, scalars)
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clients.replay import without_trace
 from fl_strategies.layout import Layout
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """``loss(outputs, targets)``: the mean over the examples of a batch, a scalar tensor."""
+
+T = TypeVar("T")
 
 CHUNK = 1000
 """Examples per forward pass where a whole data set is run through the model."""
@@ -33,6 +38,9 @@ class FlatModel:
         Where the module is moved; by default it stays.
     dtype : torch.dtype, optional
         Type its floating-point tensors get; by default they keep theirs.
+    head : str, optional
+        Name of the submodule whose input are the model's features, for algorithms that look at
+        them; by default the ``nn.Linear`` that a forward pass runs last.
 
     Attributes
     ----------
@@ -49,7 +57,8 @@ class FlatModel:
     Raises
     ------
     ValueError
-        If no parameter is trainable, one is not of a floating-point type, or their types differ.
+        If no parameter is trainable, one is not of a floating-point type, or their types differ;
+        for an unknown ``head``.
     """
 
     def __init__(
@@ -58,8 +67,17 @@ class FlatModel:
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        head: str | None = None,
     ) -> None:
         self.module = module.to(device=device, dtype=dtype)
+        modules = dict(self.module.named_modules())
+        if head is not None and head not in modules:
+            raise ValueError(f"head must be one of the model's modules {[*modules]}, got {head!r}")
+        self._heads = [
+            submodule
+            for name, submodule in modules.items()
+            if name == head or (head is None and isinstance(submodule, nn.Linear))
+        ]
         trainable = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         if not trainable:
             raise ValueError("the model has no trainable parameter")
@@ -117,6 +135,47 @@ class FlatModel:
         self.vector.copy_(present)
         return arrays
 
+    def with_features(
+        self, forward: Callable[[Tensor, Tensor], T], x: Tensor, y: Tensor
+    ) -> tuple[T, Tensor]:
+        """Return ``forward(x, y)``, which runs the module on x [n, ...], and the features [n, p].
+
+        They come from that very pass, with its dropout masks, and carry its gradients. Raises
+        ``ValueError`` if it ran no head, or one on another number of rows than n.
+        """
+        seen: list[Tensor] = []
+
+        def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            seen.append(inputs[0])
+
+        hooks = [head.register_forward_pre_hook(note) for head in self._heads]
+        try:
+            result = forward(x, y)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if not seen or len(seen[-1]) != len(x):
+            rows = f"{len(seen[-1])} rows for {len(x)} inputs" if seen else "no nn.Linear that runs"
+            raise ValueError(
+                f"features are the input of the model's last linear layer, and it has {rows}:"
+                " name the module whose input they are by FlatModel(module, head=...)"
+            )
+        return result, seen[-1].flatten(1).to(self.vector.dtype)
+
+    def hessian_product(self, value: Tensor, v: Tensor) -> Tensor:
+        """Return ``v`` [d] times the second derivative of ``value``, a scalar that has a graph."""
+        slopes = torch.autograd.grad(
+            value, self._parameters, create_graph=True, materialize_grads=True
+        )
+        along = torch.stack(
+            [(slope * u).sum() for slope, u in zip(slopes, self._views(v), strict=True)]
+        ).sum()
+        pieces = torch.autograd.grad(along, self._parameters, materialize_grads=True)
+        product = torch.zeros_like(self.vector)
+        for view, piece in zip(self._views(product), pieces, strict=True):
+            view.copy_(piece)
+        return product
+
     def attach_gradients(self) -> None:
         """Make the parameters' gradients views of ``gradient`` (``zero_grad`` takes them away)."""
         for parameter, view in zip(self._parameters, self._views(self.gradient), strict=True):
@@ -152,8 +211,10 @@ class Problem:
     loss : callable
         ``loss(outputs, targets)``, the mean over a batch.
     inputs, targets : Tensor
-        Placed on the model's device; floating-point inputs get the model's type. Images
-        [n, channels, height, width] are stored channels-last, which convolutions run faster on.
+        Placed on the model's device; floating-point inputs get the model's type. Integer inputs
+        (characters, tokens) are stored as they come and reach the module as int64, which
+        embeddings ask for. Images [n, channels, height, width] are stored channels-last, which
+        convolutions run faster on.
     penalty : callable, optional
         ``penalty(vector)``, a scalar added to the loss (a regulariser of w).
     autocast : torch.dtype, optional
@@ -200,6 +261,12 @@ class Problem:
         """Whether targets are classes, so that there is an accuracy."""
         return not self.targets.is_floating_point()
 
+    def on(self, inputs: Tensor, targets: Tensor) -> Problem:
+        """Return this problem on other examples: a mini-batch that :meth:`batches` yields."""
+        other = copy.copy(self)
+        other.inputs, other.targets = inputs, targets
+        return other
+
     def batches(self, rng: np.random.Generator, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield one epoch of mini-batches in an order drawn from ``rng``; 0 is one full batch.
 
@@ -226,33 +293,53 @@ class Problem:
         be in training mode, with its gradients attached.
         """
         self.model.gradient.zero_()
-        if len(inputs) == 1 and self._batch_norms:
-            for module in self._batch_norms:
-                module.eval()
-        if len(inputs) <= CHUNK:
-            value, outputs = self._forward(inputs, targets)
-            value.backward()  # type: ignore[no-untyped-call]
-            loss, outputs = value.detach(), outputs.detach()
-        else:
-            loss, pieces = torch.zeros_like(self.model.vector[0]), []
-            # even pieces, so that none has one example, which BatchNorm cannot normalise
-            count = math.ceil(len(inputs) / CHUNK)
-            chunks = zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True)
-            for x, y in chunks:
-                value, outputs = self._forward(x, y)
-                value = value * (len(x) / len(inputs))
+        with self._normalising(inputs):
+            if len(inputs) <= CHUNK:
+                value, outputs = self._forward(inputs, targets)
                 value.backward()  # type: ignore[no-untyped-call]
-                loss = loss + value.detach()
-                pieces.append(outputs.detach())
-            outputs = torch.cat(pieces)
-        if len(inputs) == 1 and self._batch_norms:
-            self.model.module.train()
+                loss, outputs = value.detach(), outputs.detach()
+            else:
+                loss, pieces = torch.zeros_like(self.model.vector[0]), []
+                # even pieces, so that none has one example, which BatchNorm cannot normalise
+                count = math.ceil(len(inputs) / CHUNK)
+                chunks = zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True)
+                for x, y in chunks:
+                    value, outputs = self._forward(x, y)
+                    value = value * (len(x) / len(inputs))
+                    value.backward()  # type: ignore[no-untyped-call]
+                    loss = loss + value.detach()
+                    pieces.append(outputs.detach())
+                outputs = torch.cat(pieces)
         if self.penalty is not None:
             w = self.model.vector.detach().requires_grad_()
             value = self.penalty(w)
             self.model.gradient.add_(torch.autograd.grad(value, w)[0])
             loss = loss + value.detach()
         return loss, outputs
+
+    def hessian_product(self, inputs: Tensor, targets: Tensor, v: Tensor) -> Tensor:
+        """Return f's Hessian on a batch times ``v`` [d]: exact, by differentiating the gradient.
+
+        As for :meth:`gradient`, the module must be in training mode; batches above ``CHUNK``
+        examples and those of one are treated as there.
+        """
+        model, product = self.model, torch.zeros_like(self.model.vector)
+        recurrent = any(isinstance(module, nn.RNNBase) for module in model.module.modules())
+        count = math.ceil(len(inputs) / CHUNK)
+        for x, y in zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True):
+            # fused attention and cuDNN's recurrent layers have no second derivatives
+            with (
+                self._normalising(inputs),
+                sdpa_kernel(SDPBackend.MATH),
+                torch.backends.cudnn.flags(enabled=False) if recurrent else nullcontext(),
+            ):
+                value, _ = self._forward(x, y)
+            product += len(x) / len(inputs) * model.hessian_product(value, v)
+        if self.penalty is not None:
+            w = model.vector.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.penalty(w), w, create_graph=True)
+            product += torch.autograd.grad(slope.dot(v), w)[0]
+        return product
 
     def full_gradient(self) -> Tensor:
         """Put f's gradient on all examples into ``model.gradient``; return the loss, detached.
@@ -279,7 +366,20 @@ class Problem:
             mean += float(self.penalty(self.model.vector))
         return Metrics(mean, right / len(self) if self.classifies else float("nan"))
 
+    @contextmanager
+    def _normalising(self, inputs: Tensor) -> Iterator[None]:
+        """Let BatchNorm use its running statistics where a batch has but one example."""
+        alone = self._batch_norms if len(inputs) == 1 else []
+        for module in alone:
+            module.eval()
+        try:
+            yield
+        finally:
+            for module in alone:
+                module.train()
+
     def _forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        x = x if x.is_floating_point() else x.long()
         if self.autocast is None:
             outputs = self.model.module(x)
         else:

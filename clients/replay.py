@@ -29,6 +29,17 @@ class Generators(NamedTuple):
             torch.cuda.set_rng_state(state, device)
 
 
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Do as ``torch.manual_seed`` for those who compute on ``device``, a CPU or not.
+
+    On a CPU the others are left alone: each that is not yet in use would format the call stack.
+    """
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
 @contextmanager
 def kept_buffers(module: nn.Module | None) -> Iterator[None]:
     """Undo what is done inside to the module's buffers (running statistics, counters)."""

@@ -157,16 +157,27 @@ class LocalTraining:
             for name in ("momentum", "nesterov", "weight_decay")
             if (value := getattr(self, name))
         }
-        accepted = inspect.signature(make).parameters
-        if unknown := sorted(wanted.keys() - accepted.keys()):
+        accepted = _arguments(make)
+        if unknown := sorted(wanted.keys() - set(accepted)):
             raise ValueError(f"solver {self.solver!r} has no {', '.join(unknown)}")
         params = parse_params(self.solver_params)
-        options = [*accepted][1:]
+        options = accepted[1:]
         free = [name for name in options if name not in (*offered, *OWN_KEY)]
         if unknown := sorted(params.keys() - set(free)):
             raise ValueError(f"solver {self.solver!r} has no option {unknown}; it has {free}")
         taken = {name: value for name, value in offered.items() if name in options}
         return make(parameters, lr=self.lr, **wanted, **params, **taken)
+
+
+@functools.lru_cache(maxsize=64)
+def _arguments(make: MakeOptimizer) -> tuple[str, ...]:
+    return tuple(inspect.signature(make).parameters)
+
+
+@functools.cache
+def default_training() -> LocalTraining:
+    """Return ``LocalTraining()``, which is the same for all."""
+    return LocalTraining()
 
 
 @functools.lru_cache(maxsize=64)
@@ -248,7 +259,7 @@ def solve(
             model.gradient.add_(apart, alpha=pull)
             if needs_loss:
                 loss = loss + (pull / 2) * apart.dot(apart)
-        return loss - floor
+        return loss - floor if needs_loss else loss
 
     keeps_previous = training.extrapolation > 0.0 or isinstance(start, Iterates)
     steps = done = 0
@@ -281,7 +292,8 @@ def solve(
             if residual <= training.residual:
                 break
     examples = sum(len(y) for _, _, y in seen)
-    loss = sum(float(loss) * len(y) for loss, _, y in seen) / examples
+    losses = torch.stack([loss for loss, _, _ in seen]).tolist()
+    loss = sum(loss * len(y) for loss, (_, _, y) in zip(losses, seen, strict=True)) / examples
     accuracy = float("nan")
     if problem.classifies:
         outputs, targets = (torch.cat([batch[i] for batch in seen]) for i in (1, 2))

@@ -16,7 +16,7 @@ import numpy as np
 
 from fl_strategies.latency import Clock
 from fl_strategies.schedules import Knob, at, check, one_of
-from fl_strategies.strategy import FederatedStrategy, Options, Scalar
+from fl_strategies.strategy import FederatedStrategy, Options, Scalar, Upload
 from fl_strategies.subproblem import Vector
 
 if TYPE_CHECKING:
@@ -206,8 +206,8 @@ class CloudStrategy(FederatedStrategy):
 
     # ---- rounds -------------------------------------------------------------------------------
 
-    def commit(self, server_round: int) -> None:
-        """Keep what the last call of ``aggregate`` worked out: its model stands."""
+    def weight(self, upload: Upload) -> float:
+        return self.gamma_of(upload.client)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -215,8 +215,6 @@ class CloudStrategy(FederatedStrategy):
         """As the base's; ``virtual-seconds`` tells when the round ends by the virtual clock."""
         replies = list(replies)
         arrays, metrics = super().aggregate_train(server_round, replies)
-        if arrays is not None:
-            self.commit(self._rounds_before + server_round)
         if metrics is not None:
             self._seconds = self.end(self._rounds_before + server_round, replies)
             metrics["virtual-seconds"] = self._seconds

@@ -34,17 +34,8 @@ def server_rule(uploads: Iterable[Upload], *, weights: Weights) -> Vector:
     return weighted_mean((up.vector, up.num_examples if by_size else 1.0) for up in uploads)
 
 
-class FedAvg(FederatedStrategy):
-    """FedAvg's server half.
-
-    Parameters
-    ----------
-    weights : "examples" or "uniform" (default "examples")
-    **options
-        Those of :class:`fl_strategies.FederatedStrategy`.
-    """
-
-    algorithm = "fedavg"
+class Averaging(FederatedStrategy):
+    """Base of the strategies whose server does (2)."""
 
     def __init__(self, *, weights: Weights = "examples", **options: Unpack[Options]) -> None:
         one_of("weights", weights, ("examples", "uniform"))
@@ -58,3 +49,16 @@ class FedAvg(FederatedStrategy):
         self, server_round: int, theta: Vector, uploads: Iterable[Upload], used: int
     ) -> Vector:
         return server_rule(uploads, weights=self.weights)
+
+
+class FedAvg(Averaging):
+    """FedAvg's server half.
+
+    Parameters
+    ----------
+    weights : "examples" or "uniform" (default "examples")
+    **options
+        Those of :class:`fl_strategies.FederatedStrategy`.
+    """
+
+    algorithm = "fedavg"

@@ -113,9 +113,10 @@ class BookedStrategy(CloudStrategy):
     def booked(self, uploads: Iterable[Upload]) -> list[Sum]:
         """Return the cloud servers' sums with the uploads taken in."""
         books = list(self._books)
-        for client, vector, _, scalars in uploads:
+        for upload in uploads:
+            client, vector = upload.client, upload.vector
             cloud, gamma = self._cloud_of[client], self.gamma_of(client)
-            fresh, known = scalars["fresh"] > 0.0, client in self._acked
+            fresh, known = upload.scalars["fresh"] > 0.0, client in self._acked
             change = vector - self._origin if fresh and not known else vector
             again = int(fresh and known)
             books[cloud] = booked(books[cloud], change, gamma=gamma, devices=again)

@@ -51,7 +51,8 @@ if TYPE_CHECKING:
     from flwr.app import ArrayRecord, ConfigRecord, Message
     from flwr.serverapp import Grid
 
-    from fl_strategies.strategy import Asked, EvaluateFn
+    from fl_strategies.replies import Asked
+    from fl_strategies.strategy import EvaluateFn
 
 PAUSE = 0.5
 """Seconds between two looks for replies, while none come."""

@@ -14,12 +14,11 @@ Networks", MLSys 2020, Algorithm 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Unpack
 
-from fl_strategies.fedavg import Weights, server_rule
-from fl_strategies.schedules import Knob, at, check, one_of
-from fl_strategies.strategy import FederatedStrategy, Options, Scalar, Upload
+from fl_strategies.fedavg import Averaging, Weights
+from fl_strategies.schedules import Knob, at, check
+from fl_strategies.strategy import Options, Scalar
 from fl_strategies.subproblem import Solve, Subproblem, Vector
 
 
@@ -28,7 +27,7 @@ def client_rule(theta: Vector, solve: Solve, *, mu: float) -> Vector:
     return solve(theta, Subproblem(pull=mu, centre=theta))
 
 
-class FedProx(FederatedStrategy):
+class FedProx(Averaging):
     """FedProx's server half.
 
     Parameters
@@ -45,17 +44,8 @@ class FedProx(FederatedStrategy):
         self, *, mu: Knob = 0.01, weights: Weights = "examples", **options: Unpack[Options]
     ) -> None:
         check("mu", mu, low=0.0)
-        one_of("weights", weights, ("examples", "uniform"))
-        super().__init__(**options)
-        self.mu, self.weights = mu, weights
+        super().__init__(weights=weights, **options)
+        self.mu = mu
 
     def client_knobs(self, server_round: int) -> dict[str, Scalar]:
         return {"proximal-mu": at(self.mu, server_round)}
-
-    def weight(self, upload: Upload) -> float:
-        return upload.num_examples if self.weights == "examples" else 1.0
-
-    def aggregate(
-        self, server_round: int, theta: Vector, uploads: Iterable[Upload], used: int
-    ) -> Vector:
-        return server_rule(uploads, weights=self.weights)

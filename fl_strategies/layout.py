@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -47,18 +48,31 @@ class Layout:
             buffers,
         )
 
-    @property
+    @cached_property
     def trainable(self) -> list[str]:
         """Names of the trainable arrays, in the model's order."""
         return [name for name in self.shapes if name not in self.buffers]
 
-    @property
+    @cached_property
     def signature(self) -> str:
         """A digest that two models share when their arrays agree in name, shape and type."""
         text = repr(
             [(n, s, str(self.dtypes[n]), n in self.buffers) for n, s in self.shapes.items()]
         )
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def beside(self, names: Sequence[str]) -> Layout:
+        """Return the layout of this model followed by further vectors [d], one for each name.
+
+        The arrays of the vector ``c`` are ``c/array``, shaped like the model's trainable ones. In
+        that layout :meth:`pack` returns the model's vector with the others after it.
+        """
+        further = {f"{name}/{array}": array for name in names for array in self.trainable}
+        return Layout(
+            self.shapes | {key: self.shapes[array] for key, array in further.items()},
+            self.dtypes | {key: self.dtypes[array] for key, array in further.items()},
+            self.buffers,
+        )
 
     def pack(self, arrays: Arrays) -> npt.NDArray[Any]:
         """Return the trainable arrays as one new vector ``[d]``, in float64 for exact sums."""

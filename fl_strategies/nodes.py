@@ -107,6 +107,7 @@ class Nodes:
                 self._replaced.add(other)
                 del self._client_of[other]
         self._client_of[node] = client
+        self._ask_again.pop(node, None)
         self.known.add(client)
         partitions = about.get("num-partitions", 0)
         if isinstance(partitions, int):

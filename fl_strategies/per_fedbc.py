@@ -28,9 +28,9 @@ Reference: see ``fl_strategies.fedbc``; Algorithm 3, appendix E.4.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias, Unpack
+from typing import Unpack
 
+from fl_strategies.meta import Gradient, check_plain_steps
 from fl_strategies.proximity import (
     FIRST,
     Dual,
@@ -45,9 +45,6 @@ from fl_strategies.proximity import (
 from fl_strategies.schedules import check
 from fl_strategies.strategy import Scalar
 from fl_strategies.subproblem import Vector
-
-Gradient: TypeAlias = Callable[[Vector], Vector]
-"""``gradient(u)`` returns f_i's gradient at u on the next mini-batch, as a new vector."""
 
 
 def outer_step(
@@ -118,17 +115,7 @@ class PerFedBC(ProximityStrategy):
         check("inner_steps", inner_steps, low=1)
         if not isinstance(inner_steps, int):
             raise ValueError(f"inner_steps must be an int, got {inner_steps!r}")
-        local = options.get("local") or {}
-        for name, plain in {
-            "solver": ("sgd", "gd"), "solver-params": ("",), "momentum": (0,),
-            "weight-decay": (0,), "residual": (-1,), "extrapolation": (0,), "box": (0,),
-            "random-steps": (False,),
-        }.items():  # fmt: skip
-            if local.get(name, plain[0]) not in plain:
-                raise ValueError(
-                    f"per-fedbc takes plain gradient steps: {name} must be one of {list(plain)},"
-                    f" got {local[name]!r}"
-                )
+        check_plain_steps(self.algorithm, options.get("local"))
         super().__init__(**options)
         self.inner_rate, self.inner_steps = inner_rate, inner_steps
 

@@ -38,8 +38,6 @@ import math
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, TypeAlias, Unpack
 
-import numpy as np
-
 from fl_strategies.randomness import stream
 from fl_strategies.schedules import check
 from fl_strategies.strategy import FederatedStrategy, Options, Scalar, Upload
@@ -237,6 +235,7 @@ class ProximityStrategy(FederatedStrategy):
             logging.getLogger("flwr").warning(
                 "every lambda of round %d is 0: their models are averaged plainly", server_round
             )
-        if np.isfinite(z).all():  # else the round is void, and its dual steps never were
-            self._clock += len(self.asked)
         return z
+
+    def commit(self, server_round: int) -> None:
+        self._clock += len(self.asked)  # in a void round no dual step was taken

@@ -73,3 +73,17 @@ def one_of(name: str, value: object, choices: Sequence[object]) -> None:
     """Raise ``ValueError`` unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}")
+
+
+def all_among(
+    settings: Mapping[str, object], allowed: Mapping[str, Sequence[object]], why: str
+) -> None:
+    """Raise ``ValueError``, which ends in ``why``, unless each setting has an allowed value.
+
+    What ``settings`` leaves open, or ``allowed`` does not name, is not looked at.
+    """
+    for name, choices in allowed.items():
+        if name in settings and settings[name] not in choices:
+            raise ValueError(
+                f"{name} must be one of {list(choices)}, got {settings[name]!r}: {why}"
+            )

@@ -12,14 +12,13 @@ is here:
   (-1: none), so that a client can undo training whose reply was lost;
 - a round with fewer than ``min_replies`` usable replies is void: model and state stay as they were.
 
-This module and ``nodes`` are those of the server half that use Flower.
+This module, ``nodes``, ``replies`` and ``legacy`` are those of the server half that use Flower.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from logging import INFO, WARNING
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypedDict, cast
@@ -43,6 +42,7 @@ from fl_strategies.callbacks import Callback, RoundInfo
 from fl_strategies.layout import Arrays, BufferMean, Layout
 from fl_strategies.nodes import Nodes
 from fl_strategies.randomness import stream
+from fl_strategies.replies import Asked, by_client, nonce_of, only, sift, spread
 from fl_strategies.schedules import Knob, at, check, one_of
 from fl_strategies.subproblem import Vector
 from fl_strategies.wire import BadReply, check_scalars, decode, decode_model
@@ -77,12 +77,16 @@ things through ``train_config`` instead."""
 
 
 class Upload(NamedTuple):
-    """One client's reply: its trainable arrays as one vector [d], weight and scalars."""
+    """One client's reply: its trainable arrays as one vector [d], weight and scalars.
+
+    ``beside`` holds the further vectors [d] by name, where the algorithm has any.
+    """
 
     client: int
     vector: Vector
     num_examples: int
     scalars: Mapping[str, float]
+    beside: Mapping[str, Vector] = MappingProxyType({})
 
 
 class Options(TypedDict, total=False):
@@ -106,17 +110,6 @@ class Options(TypedDict, total=False):
     callbacks: Sequence[Callback]
     acknowledge: bool
     node_wait: float
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The requests of one phase: which node was asked, as which client, from when on."""
-
-    clients: dict[int, int]
-    bytes_down: int
-    started: float
-    rounds: Mapping[int, int] = field(default_factory=dict)
-    """By client, the round of its request where it is not the present one."""
 
 
 class _Stop(Exception):
@@ -169,6 +162,8 @@ class FederatedStrategy(FlowerFedAvg):
 
     algorithm: ClassVar[str]
     """Name by which clients know the algorithm."""
+    beside: ClassVar[tuple[str, ...]] = ()
+    """Names of vectors [d] that travel beside the model, in training requests and replies."""
     scalar_bounds: Mapping[str, tuple[float, float]] = MappingProxyType({})
     """Metrics that each reply must carry, with the range that each must be in."""
 
@@ -215,8 +210,8 @@ class FederatedStrategy(FlowerFedAvg):
             weighted_by_key,
             arrayrecord_key,
             configrecord_key,
-            train_metrics_aggr_fn or self._metrics,
-            evaluate_metrics_aggr_fn or self._metrics,
+            train_metrics_aggr_fn or spread,
+            evaluate_metrics_aggr_fn or spread,
         )
         self.seed, self.min_replies, self.buffers = seed, min_replies, tuple(buffers)
         self.local = dict(local or {})
@@ -230,13 +225,15 @@ class FederatedStrategy(FlowerFedAvg):
         self.lost_state, self.callbacks = lost_state, tuple(callbacks)
         self.acknowledge = acknowledge
         self.nodes = Nodes(node_wait)
-        self._rounds_before = self._round = 0
+        self._rounds_before = self._round = self.num_rounds = 0
         self._acked: dict[int, int] = {}
         self._nonces: dict[int, str] = {}
         self._layout: Layout | None = None
+        self._wire: Layout | None = None
         self._model: Arrays = {}
         self._asked = Asked({}, 0, 0.0)
-        self._result = Result()
+        self.result = Result()
+        self.faults: dict[int | None, str] = {}
         self._clients: dict[int, dict[str, float]] = {}
 
     @property
@@ -250,6 +247,10 @@ class FederatedStrategy(FlowerFedAvg):
         """Return what the algorithm's clients must be told in ``server_round``."""
         return {}
 
+    def vectors(self) -> Mapping[str, Vector]:
+        """Return the vectors [d] that a training request carries, one for each of ``beside``."""
+        return {}
+
     def aggregate(
         self, server_round: int, theta: Vector, uploads: Iterable[Upload], used: int
     ) -> Vector:
@@ -258,6 +259,9 @@ class FederatedStrategy(FlowerFedAvg):
         ``uploads`` can be read once: each is decoded when its turn comes.
         """
         raise TypeError(f"{type(self).__name__} must define aggregate")
+
+    def commit(self, server_round: int) -> None:
+        """Keep what the last :meth:`aggregate` worked out: its model stands, the round counts."""
 
     def weight(self, upload: Upload) -> float:
         """Return what ``upload`` weighs among the others in :meth:`aggregate`, for the history."""
@@ -298,25 +302,20 @@ class FederatedStrategy(FlowerFedAvg):
         Raises ``ValueError`` for a model with arrays that cannot be trained, or a config that sets
         what the strategy itself sends.
         """
-        self._layout = None
-        self._read_model(initial_arrays)
-        assert self._layout is not None
-        self.begin(self._layout.pack(self._model))
+        self.open(initial_arrays, num_rounds)
         ours = self.request(1, 0).keys()
         for name, config in (("train_config", train_config), ("evaluate_config", evaluate_config)):
             if clash := sorted(ours & set(config or ())):
                 raise ValueError(f"{name} must not set {clash}: the strategy does")
-        self._result = Result()
 
         def evaluate_and_call(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
             metrics = evaluate_fn(server_round, arrays) if evaluate_fn else None
             if metrics is not None:
-                self._result.evaluate_metrics_serverapp[server_round] = metrics
-            if server_round > 0:
-                self._end_round(server_round, num_rounds, arrays)
+                self.result.evaluate_metrics_serverapp[server_round] = metrics
+            if server_round > 0 and self.close_round(server_round, arrays):
+                raise _Stop
             return metrics
 
-        self._result.arrays = initial_arrays
         try:
             self._rounds(
                 grid,
@@ -332,7 +331,7 @@ class FederatedStrategy(FlowerFedAvg):
         finally:
             self._rounds_before += self._round
             self._round = 0
-        return self._result
+        return self.result
 
     def _rounds(
         self,
@@ -347,21 +346,30 @@ class FederatedStrategy(FlowerFedAvg):
         """Run the rounds one after another, as Flower does."""
         super().start(grid, arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
 
-    def _end_round(self, server_round: int, num_rounds: int, arrays: ArrayRecord) -> None:
-        self._result.arrays = arrays
+    def open(self, initial_arrays: ArrayRecord, num_rounds: int) -> None:
+        """Begin a run: take the initial model, and forget the result of the last."""
+        self.num_rounds = num_rounds
+        self._layout = None
+        self._read_model(initial_arrays)
+        assert self._layout is not None
+        self.begin(self._layout.pack(self._model))
+        self.result = Result(arrays=initial_arrays)
+
+    def close_round(self, server_round: int, arrays: ArrayRecord) -> bool:
+        """End a round: call the callbacks, and return whether one of them ends the run."""
+        self.result.arrays = arrays
         metrics: dict[str, float] = {}
         for phase in (
-            self._result.train_metrics_clientapp,
-            self._result.evaluate_metrics_clientapp,
-            self._result.evaluate_metrics_serverapp,
+            self.result.train_metrics_clientapp,
+            self.result.evaluate_metrics_clientapp,
+            self.result.evaluate_metrics_serverapp,
         ):
             for name, value in phase.get(server_round, {}).items():
                 if not isinstance(value, list):
                     metrics[name] = value
-        info = RoundInfo(server_round, num_rounds, arrays, metrics, self._clients)
+        info = RoundInfo(server_round, self.num_rounds, arrays, metrics, self._clients)
         # every callback sees the round, also when an earlier one wants to stop
-        if True in [callback(info) for callback in self.callbacks]:
-            raise _Stop
+        return True in [callback(info) for callback in self.callbacks]
 
     # ---- training -----------------------------------------------------------------------------
 
@@ -404,15 +412,16 @@ class FederatedStrategy(FlowerFedAvg):
         good, metrics = self._sift(replies, self._check_train, self.train_metrics_aggr_fn)
         number = self._rounds_before + server_round
         arrays = None
-        self._clients = self._by_client(good, "examples", {})
+        self._clients = by_client(good, {self.weighted_by_key: "examples"}, {})
         if len(good) < (needed := self.replies_needed()):
             self._void(server_round, f"{len(good)} usable replies, at least {needed} needed")
         else:
             arrays = self._next_model(number, good)
         if arrays is not None:
+            self.commit(number)
             for client, content in good.items():
                 self._acked[client] = self._asked.rounds.get(client, number)
-                if nonce := _nonce(content):
+                if nonce := nonce_of(content):
                     self._nonces[client] = nonce
             by_size = sorted(self._clients.values(), key=lambda row: row["examples"])
             for name in ("weight-share", "data-share"):
@@ -421,21 +430,24 @@ class FederatedStrategy(FlowerFedAvg):
                     by_size[-1][name],
                 )
         metrics["seconds"] = time.monotonic() - self._asked.started
-        self._result.train_metrics_clientapp[server_round] = metrics
+        self.result.train_metrics_clientapp[server_round] = metrics
         return arrays, metrics
 
     def _next_model(self, server_round: int, good: dict[int, RecordDict]) -> ArrayRecord | None:
         assert self._layout is not None
-        layout, merged = self._layout, BufferMean()
+        assert self._wire is not None
+        layout, wire, merged = self._layout, self._wire, BufferMean()
         weights: dict[int, float] = {}
 
         def uploads() -> Iterator[Upload]:
             for client, content in good.items():
-                scalars = _only(content.metric_records)
-                arrays = decode_model(_only(content.array_records), layout)
+                scalars = only(content.metric_records)
+                arrays = decode_model(only(content.array_records), wire)
                 examples = int(scalars[self.weighted_by_key])
                 merged.add({name: arrays[name] for name in layout.buffers}, examples)
-                upload = Upload(client, layout.pack(arrays), examples, scalars)
+                vector, *further = np.split(wire.pack(arrays), 1 + len(self.beside))
+                beside = dict(zip(self.beside, further, strict=True))
+                upload = Upload(client, vector, examples, scalars, beside)
                 weights[client] = self.weight(upload)
                 yield upload
 
@@ -458,6 +470,15 @@ class FederatedStrategy(FlowerFedAvg):
         model = self._layout.unpack(vector, self._model)
         return ArrayRecord({name: Array(array) for name, array in model.items()})
 
+    def _with_vectors(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Return ``arrays`` followed by those of the vectors that travel beside the model."""
+        assert self._layout is not None
+        assert self._wire is not None
+        vectors = self.vectors()
+        all_of_them = [self._layout.pack(self._model), *(vectors[name] for name in self.beside)]
+        found = self._wire.unpack(np.concatenate(all_of_them), self._model)
+        return ArrayRecord({name: Array(array) for name, array in found.items()} | dict(arrays))
+
     def _void(self, server_round: int, reason: str) -> None:
         self._say(server_round, f"is void: {reason}; model and state unchanged")
 
@@ -465,12 +486,12 @@ class FederatedStrategy(FlowerFedAvg):
         log(WARNING, "round %d %s", server_round, what)
 
     def _check_train(self, client: int, content: RecordDict) -> None:
-        assert self._layout is not None
+        assert self._wire is not None
         self._check_metrics(content, self.scalar_bounds)
         if len(content.array_records) != 1:
             raise BadReply(f"{len(content.array_records)} ArrayRecords, expected one")
-        decode_model(_only(content.array_records), self._layout)
-        nonce, booked = _nonce(content), self._nonces.get(client)
+        decode_model(only(content.array_records), self._wire)
+        nonce, booked = nonce_of(content), self._nonces.get(client)
         if nonce and booked and nonce != booked:
             if self.lost_state == "refuse":
                 raise BadReply("the state which the server booked for it is lost")
@@ -482,7 +503,7 @@ class FederatedStrategy(FlowerFedAvg):
     ) -> None:
         if len(content.metric_records) != 1:
             raise BadReply(f"{len(content.metric_records)} MetricRecords, expected one")
-        check_scalars(_only(content.metric_records), self.weighted_by_key, bounds)
+        check_scalars(only(content.metric_records), self.weighted_by_key, bounds)
 
     # ---- evaluation ---------------------------------------------------------------------------
 
@@ -511,14 +532,14 @@ class FederatedStrategy(FlowerFedAvg):
             self._check_metrics(content, {})
 
         good, metrics = self._sift(replies, check_reply, self.evaluate_metrics_aggr_fn)
-        self._clients = self._by_client(good, "eval-examples", self._clients)
+        self._clients = by_client(good, {self.weighted_by_key: "eval-examples"}, self._clients)
         metrics = MetricRecord(
             {
                 f"eval-{n}" if n.startswith(("clients-", "bytes-")) else n: v
                 for n, v in metrics.items()
             }
         )
-        self._result.evaluate_metrics_clientapp[server_round] = metrics
+        self.result.evaluate_metrics_clientapp[server_round] = metrics
         return metrics
 
     # ---- shared -------------------------------------------------------------------------------
@@ -527,6 +548,7 @@ class FederatedStrategy(FlowerFedAvg):
         self._model = {name: decode(array) for name, array in arrays.items()}
         if self._layout is None:
             self._layout = Layout.of(self._model, self.buffers)
+            self._wire = self._layout.beside(self.beside)
 
     def _sample(
         self, purpose: str, server_round: int, nodes: dict[int, int], fraction: float, least: int
@@ -547,6 +569,8 @@ class FederatedStrategy(FlowerFedAvg):
         chosen: list[int],
         message_type: str,
     ) -> list[Message]:
+        if self.beside and message_type == MessageType.TRAIN:
+            arrays = self._with_vectors(arrays)
         size = sum(len(array.data) for array in arrays.values())
         self._asked = Asked(
             {nodes[client]: client for client in chosen}, size * len(chosen), time.monotonic()
@@ -574,90 +598,8 @@ class FederatedStrategy(FlowerFedAvg):
         aggregate_metrics: MetricsAggregation,
     ) -> tuple[dict[int, RecordDict], MetricRecord]:
         """Return the usable replies by client, in the order of ids, and the phase's metrics."""
-        good: dict[int, RecordDict] = {}
-        answered: set[int] = set()
-        self.faults: dict[int | None, str] = {}
-        bytes_up = 0
-        for message in replies:
-            node = message.metadata.src_node_id
-            client = self._asked.clients.get(node)
-            try:
-                if client is None:
-                    reason = f": {message.error.reason}" if message.has_error() else ""
-                    raise BadReply(f"node {node} was not asked{reason}")
-                if client in answered:
-                    raise BadReply("it answered before in this round")
-                answered.add(client)
-                if message.has_error():
-                    raise BadReply(f"error {message.error.code}: {message.error.reason}")
-                for arrays in message.content.array_records.values():
-                    bytes_up += sum(len(array.data) for array in arrays.values())
-                check_reply(client, message.content)
-                good[client] = message.content
-            except BadReply as fault:
-                self.faults[client] = str(fault)
-                log(WARNING, "reply of client %s left out: %s", client, fault)
-        good = dict(sorted(good.items()))
-        metrics: Mapping[str, Any] = {}
+        good, self.faults, counts = sift(replies, self._asked, check_reply)
+        found: Mapping[str, Any] = {}
         if good:
-            metrics = aggregate_metrics(list(good.values()), self.weighted_by_key)
-        asked = len(self._asked.clients)
-        record = MetricRecord(
-            {
-                **metrics,
-                "clients-asked": asked,
-                "clients-used": len(good),
-                "clients-rejected": len(answered) - len(good),
-                "clients-lost": asked - len(answered),
-                "bytes-down": self._asked.bytes_down,
-                "bytes-up": bytes_up,
-            }
-        )
-        if lost := sorted(set(self._asked.clients.values()) - answered):
-            log(WARNING, "no reply from %d clients: %s", len(lost), lost[:20])
-        return good, record
-
-    def _by_client(
-        self, good: Mapping[int, RecordDict], examples: str, known: Mapping[int, dict[str, float]]
-    ) -> dict[int, dict[str, float]]:
-        """Return ``known`` with each reply's numbers added, its ``examples`` under that name."""
-        rows = {client: dict(row) for client, row in known.items()}
-        for client, content in good.items():
-            for name, value in _only(content.metric_records).items():
-                if not isinstance(value, list):
-                    name = examples if name == self.weighted_by_key else name
-                    rows.setdefault(client, {})[name] = value
-        return rows
-
-    @staticmethod
-    def _metrics(contents: list[RecordDict], weighted_by: str) -> MetricRecord:
-        """Each metric's mean by examples, and over clients its mean, variance, min and max, and
-        its value at the client with the fewest examples and at the one with the most."""
-        values: dict[str, list[tuple[float, float]]] = {}
-        for content in contents:
-            record = _only(content.metric_records)
-            for name, value in record.items():
-                if name != weighted_by and not isinstance(value, list):
-                    values.setdefault(name, []).append((float(value), float(record[weighted_by])))
-        metrics = MetricRecord()
-        for name, pairs in values.items():
-            each = np.array([value for value, _ in pairs])
-            metrics[name] = float(np.average(each, weights=[weight for _, weight in pairs]))
-            metrics[f"{name}-mean"] = float(each.mean())
-            metrics[f"{name}-variance"] = float(each.var())
-            metrics[f"{name}-min"] = float(each.min())
-            metrics[f"{name}-max"] = float(each.max())
-            metrics[f"{name}-smallest"] = min(pairs, key=lambda pair: pair[1])[0]
-            metrics[f"{name}-largest"] = max(pairs, key=lambda pair: pair[1])[0]
-        return metrics
-
-
-def _only(records: Mapping[str, Any]) -> Any:
-    return next(iter(records.values()))
-
-
-def _nonce(content: RecordDict) -> str:
-    for record in content.config_records.values():
-        if isinstance(nonce := record.get("state-nonce"), str):
-            return nonce
-    return ""
+            found = aggregate_metrics(list(good.values()), self.weighted_by_key)
+        return good, MetricRecord({**found, **counts})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 from collections.abc import Mapping
@@ -29,22 +30,32 @@ def decode(array: Array) -> npt.NDArray[Any]:
     Nothing is allocated by what the bytes claim. Raises :class:`BadReply` unless the bytes are
     one plain NumPy array (no pickle) of exactly the size that their header states.
     """
-    file = io.BytesIO(array.data)
     try:
-        version = np.lib.format.read_magic(file)
-        read = {
-            (1, 0): np.lib.format.read_array_header_1_0,
-            (2, 0): np.lib.format.read_array_header_2_0,
-        }[version]
-        shape, fortran_order, dtype = read(file, max_header_size=MAX_HEADER)
+        width = {b"\x01\x00": 2, b"\x02\x00": 4}[array.data[6:8]]  # by the format's version
+        start = 8 + width + int.from_bytes(array.data[8 : 8 + width], "little")
+        shape, fortran_order, dtype = _header(array.data[:start])
         size = math.prod(shape)
-        fits = size * dtype.itemsize == len(array.data) - file.tell()
+        fits = size * dtype.itemsize == len(array.data) - start
         if dtype.hasobject or min(shape, default=0) < 0 or not fits:
             raise ValueError(f"{len(array.data)} bytes do not hold an array {dtype} {shape}")
-        flat: npt.NDArray[Any] = np.frombuffer(array.data, dtype, size, offset=file.tell())
+        flat: npt.NDArray[Any] = np.frombuffer(array.data, dtype, size, offset=start)
         return flat.reshape(shape, order="F" if fortran_order else "C")
     except Exception as error:
         raise BadReply(f"not a NumPy array ({error})") from None
+
+
+@functools.lru_cache(maxsize=256)
+def _header(start: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Return shape, Fortran order and type from the bytes before the values.
+
+    Kept, for every round brings the same few, and NumPy compiles each as Python.
+    """
+    file = io.BytesIO(start)
+    read = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }[np.lib.format.read_magic(file)]
+    return read(file, max_header_size=MAX_HEADER)
 
 
 def decode_model(record: Mapping[str, Array], layout: Layout) -> dict[str, npt.NDArray[Any]]:

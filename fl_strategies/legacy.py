@@ -1,0 +1,255 @@
+"""Our strategies on a legacy Flower server: ``ServerApp(server_fn=...)`` with :func:`as_legacy`.
+
+    def server_fn(context):
+        strategy = as_legacy(FedADMM(rho=0.1, min_available_nodes=10), initial_arrays)
+        return ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=20))
+
+A legacy server calls a strategy step by step, with ``FitIns`` for requests and ``FitRes`` for
+replies. The adapter turns these into the messages of Flower's Message API and back, so that the
+strategy itself, and the model it comes to, are the same.
+
+- Legacy nodes do not say how many there are: set ``min_available_nodes`` to their number.
+- ``num_rounds`` of ``ServerConfig`` counts rounds of messages; those of FedPD are its exchanges.
+- A callback that ends the run cannot end the server, which then asks nobody any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.common import (
+    Code,
+    EvaluateIns,
+    EvaluateRes,
+    FitIns,
+    FitRes,
+    GetPropertiesIns,
+    Parameters,
+    ndarrays_to_parameters,
+    parameters_to_ndarrays,
+)
+from flwr.server.client_manager import ClientManager
+from flwr.server.client_proxy import ClientProxy
+from flwr.server.strategy import Strategy
+from flwr.serverapp import Grid
+
+from fl_strategies.strategy import EvaluateFn, FederatedStrategy
+
+Failure: TypeAlias = tuple[ClientProxy, Any] | BaseException
+FAILED = 1
+"""Error code of a reply whose status is not OK."""
+
+
+def as_legacy(
+    strategy: FederatedStrategy,
+    initial_arrays: ArrayRecord | None = None,
+    *,
+    num_rounds: int = 0,
+    evaluate_fn: EvaluateFn | None = None,
+) -> Strategy:
+    """Return ``strategy`` as a ``flwr.server.strategy.Strategy``.
+
+    Parameters
+    ----------
+    strategy : FederatedStrategy
+        Any of ours but asynchronous FedBCD.
+    initial_arrays : ArrayRecord, optional
+        The initial model, as for ``strategy.start``. Without it the server asks a client for its
+        own (``get_parameters``); the arrays are then called "0", "1", ...
+    num_rounds : int (default 0: not known)
+        What callbacks find in ``RoundInfo.num_rounds``.
+    evaluate_fn : callable, optional
+        ``evaluate_fn(server_round, arrays)`` as for ``strategy.start``. The loss that the legacy
+        history wants is its metric ``test-loss`` or ``loss``; NaN if it has neither.
+
+    Raises
+    ------
+    ValueError
+        For a strategy that does not wait for a round's replies, and what ``start`` raises.
+    """
+    if type(strategy)._rounds is not FederatedStrategy._rounds:
+        raise ValueError(
+            f"{type(strategy).__name__} has no legacy form: it does not wait for the replies of a"
+            " round, and a legacy server does"
+        )
+    return _LegacyStrategy(strategy, initial_arrays, num_rounds, evaluate_fn)
+
+
+class _LegacyStrategy(Strategy):
+    def __init__(
+        self,
+        strategy: FederatedStrategy,
+        initial_arrays: ArrayRecord | None,
+        num_rounds: int,
+        evaluate_fn: EvaluateFn | None,
+    ) -> None:
+        self.strategy, self.num_rounds, self.evaluate_fn = strategy, num_rounds, evaluate_fn
+        self._arrays = ArrayRecord()
+        self._requests: dict[str, Message] = {}
+        self._stopped = False
+        if initial_arrays is not None:
+            self._open(initial_arrays)
+
+    def _open(self, arrays: ArrayRecord) -> None:
+        self.strategy.open(arrays, self.num_rounds)
+        self._arrays = arrays
+
+    def initialize_parameters(self, client_manager: ClientManager) -> Parameters | None:
+        return to_parameters(self._arrays) if self._arrays else None
+
+    def configure_fit(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, FitIns]]:
+        if self._stopped:
+            return []
+        network = cast(Grid, _Network(client_manager))
+        messages = self.strategy.configure_train(
+            server_round, self._arrays, ConfigRecord(), network
+        )
+        return self._instructions(messages, client_manager, FitIns)
+
+    def aggregate_fit(
+        self,
+        server_round: int,
+        results: list[tuple[ClientProxy, FitRes]],
+        failures: Sequence[Failure],
+    ) -> tuple[Parameters | None, dict[str, Any]]:
+        arrays, metrics = self.strategy.aggregate_train(
+            server_round, self._replies(results, failures, _trained)
+        )
+        if arrays is None:
+            return None, dict(metrics or {})
+        self._arrays = arrays
+        return to_parameters(arrays), dict(metrics or {})
+
+    def evaluate(
+        self, server_round: int, parameters: Parameters
+    ) -> tuple[float, dict[str, Any]] | None:
+        if not self._arrays:  # round 0, with the model that a client gave
+            given = parameters_to_ndarrays(parameters)
+            self._open(ArrayRecord({str(i): Array(array) for i, array in enumerate(given)}))
+        if self.evaluate_fn is None or self._stopped:
+            return None
+        metrics = self.evaluate_fn(server_round, self._arrays)
+        if metrics is None:
+            return None
+        self.strategy.result.evaluate_metrics_serverapp[server_round] = metrics
+        loss = metrics.get("test-loss", metrics.get("loss", float("nan")))
+        return cast(float, loss), dict(metrics)
+
+    def configure_evaluate(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, EvaluateIns]]:
+        if self._stopped:
+            return []
+        network = cast(Grid, _Network(client_manager))
+        messages = self.strategy.configure_evaluate(
+            server_round, self._arrays, ConfigRecord(), network
+        )
+        instructions = self._instructions(messages, client_manager, EvaluateIns)
+        if not instructions:  # then the server does not call aggregate_evaluate
+            self._end(server_round)
+        return instructions
+
+    def aggregate_evaluate(
+        self,
+        server_round: int,
+        results: list[tuple[ClientProxy, EvaluateRes]],
+        failures: Sequence[Failure],
+    ) -> tuple[float | None, dict[str, Any]]:
+        metrics = dict(
+            self.strategy.aggregate_evaluate(
+                server_round, self._replies(results, failures, _evaluated)
+            )
+            or {}
+        )
+        self._end(server_round)
+        return cast("float | None", metrics.get("eval-loss")), metrics
+
+    def _end(self, server_round: int) -> None:
+        self._stopped = self.strategy.close_round(server_round, self._arrays)
+
+    # ---- messages as instructions, results as replies -----------------------------------------
+
+    def _instructions(
+        self, messages: Iterable[Message], manager: ClientManager, kind: Callable[..., Any]
+    ) -> list[tuple[ClientProxy, Any]]:
+        self._requests = {str(m.metadata.dst_node_id): m for m in messages}
+        return [
+            (
+                manager.all()[cid],
+                kind(
+                    to_parameters(next(iter(message.content.array_records.values()))),
+                    dict(next(iter(message.content.config_records.values()))),
+                ),
+            )
+            for cid, message in self._requests.items()
+        ]
+
+    def _replies(
+        self,
+        results: Iterable[tuple[ClientProxy, Any]],
+        failures: Iterable[Failure],
+        content: Callable[[Message, Any], RecordDict],
+    ) -> list[Message]:
+        """Return the replies; a failure that is an exception names no client and is a lost one."""
+        answers = [*results, *(f for f in failures if not isinstance(f, BaseException))]
+        replies = []
+        for proxy, result in answers:
+            request = self._requests[proxy.cid]
+            if result.status.code == Code.OK:
+                replies.append(Message(content(request, result), reply_to=request))
+            else:
+                replies.append(Message(Error(FAILED, result.status.message), reply_to=request))
+        return replies
+
+
+class _Network:
+    """What ``Nodes`` needs of a Grid: the ids of the connected clients, and a query to each."""
+
+    def __init__(self, manager: ClientManager) -> None:
+        self._manager = manager
+
+    def get_node_ids(self) -> list[int]:
+        return [int(cid) for cid in self._manager.all()]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float) -> list[Message]:
+        replies = []
+        for message in messages:
+            proxy = self._manager.all()[str(message.metadata.dst_node_id)]
+            found = proxy.get_properties(GetPropertiesIns({}), timeout, None)
+            about: Any = ConfigRecord()
+            if found.status.code == Code.OK:
+                about = ConfigRecord(cast(Any, found.properties))
+            replies.append(Message(RecordDict({"client": about}), reply_to=message))
+        return replies
+
+
+def to_parameters(arrays: ArrayRecord) -> Parameters:
+    """Return the record's arrays, without their names, in its order."""
+    return ndarrays_to_parameters([array.numpy() for array in arrays.values()])
+
+
+def _trained(request: Message, result: FitRes) -> RecordDict:
+    names = list(next(iter(request.content.array_records.values())))
+    arrays = parameters_to_ndarrays(result.parameters)
+    # too few or too many of them are found by the strategy, by their names
+    names += [f"surplus-{i}" for i in range(len(arrays) - len(names))]
+    record = ArrayRecord({n: Array(np.asarray(a)) for n, a in zip(names, arrays, strict=False)})
+    return RecordDict({"arrays": record, **_metrics(result.num_examples, result.metrics)})
+
+
+def _evaluated(request: Message, result: EvaluateRes) -> RecordDict:
+    return RecordDict(_metrics(result.num_examples, {"eval-loss": result.loss, **result.metrics}))
+
+
+def _metrics(examples: int, metrics: dict[str, Any]) -> dict[str, Any]:
+    words: dict[str, Any] = {n: v for n, v in metrics.items() if isinstance(v, str | bytes | bool)}
+    numbers = {n: v for n, v in metrics.items() if n not in words}
+    return {
+        "metrics": MetricRecord({"num-examples": examples, **numbers}),
+        "config": ConfigRecord(words),
+    }
