@@ -1,11 +1,24 @@
-"""Several algorithms on the same split and seed: one table, one figure.
+"""Several algorithms on the same data, splits and seeds: tables and figures.
 
     python -m simulations.compare --dataset digits --partition shards --clients 50 --rounds 15 \\
         --algorithms fedavg,fedprox,fedadmm --seed 1 --engine in-process --output DIR
 
-DIR gets ``summary.json`` (a list with one object per algorithm), ``table.md``, ``curves.png`` and
-``partition.png``, and one results folder per algorithm; where clients evaluate also the tables and
-the figure of ``simulations.fairness``.
+``--seeds 1,2,3`` runs each algorithm with several seeds; ``--tune-lr 0.01,0.1,1`` first chooses
+each algorithm's learning rate on training rows held out for that. The same command run again goes
+on where it was interrupted: a run that is finished, with the same settings, is not run again.
+
+DIR gets
+
+``summary.json``   a list with one object per algorithm and seed
+``table.md``       a row per algorithm, mean and standard deviation over seeds; also ``table.csv``
+                   and ``table.json``
+``curves.csv``     a row per algorithm, seed and round
+``curves.png``     those drawn, against rounds, exchanges, bytes, seconds and virtual time
+``tuning.md``      the rule, and the score of each learning rate; also ``.csv`` and ``.json``
+``partition.png``  the examples of each class at each client (of the first seed)
+
+and a results folder per run: ``ALGORITHM``, or ``ALGORITHM-seedN`` with several seeds, and
+``tuning/ALGORITHM-lrX``. Where clients evaluate, also what ``simulations.fairness`` writes.
 """
 
 from __future__ import annotations
@@ -14,76 +27,205 @@ import argparse
 import json
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from clients import LocalTraining
 from fl_strategies import STRATEGIES
 from fl_strategies.files import write_atomically
 from fl_strategies.params import format_params, parse_params
+from fl_strategies.schedules import check
+from simulations.cells import finished, interrupted, run_cells
 from simulations.config import RunConfig, knobs
 from simulations.experiment import draw_partition, prepare, run_in_process
 from simulations.fairness import fairness
 from simulations.figures import draw_curves
 from simulations.superlink import flwr_run
+from simulations.tables import (
+    RULE,
+    algorithm_row,
+    curve,
+    markdown,
+    score,
+    tuned,
+    tuning_markdown,
+    write_csv,
+    write_table,
+)
 
 ENGINES = ("in-process", "ray")
+STATES = "state"
+"""Where clients' states are in a run's folder, on Ray."""
+T = TypeVar("T", int, float)
 
 
-def compare(
-    configs: Sequence[RunConfig], folder: Path, *, engine: str = "in-process", workers: int = 2
-) -> list[dict[str, Any]]:
-    """Run every config into ``folder / algorithm``; write and return the summaries.
+class Comparison:
+    """What is run into ``folder``: ``configs``, one per algorithm, with every one of ``seeds``.
 
-    ``engine`` is ``"in-process"`` or ``"ray"`` (with ``workers`` worker processes).
+    Parameters
+    ----------
+    configs : as :func:`configs_for` returns them
+    folder : absolute path
+    seeds : that of the configs, if there are none
+    rates : learning rates to choose from; none: those of the configs
+    share : of each client's training rows held out to choose by, in (0, 1)
+    engine : ``"in-process"``, or ``"ray"`` with ``workers`` processes of its own
+    verbose : leave Flower's log as it is
+
+    Raises
+    ------
+    ValueError
+        For what could not run, before anything does.
     """
-    draw_partition(configs[0], folder / "partition.png")
-    summaries: list[dict[str, Any]] = []
-    for config in configs:
-        if engine == "ray":
-            if not config.state_dir:  # what is in `context.state` travels with every message
-                config = replace(config, state_dir=str(Path(config.output) / "state"))
-                shutil.rmtree(config.state_dir, ignore_errors=True)
-            flwr_run(
-                config.to_run_config(),
-                num_supernodes=config.clients,
-                gpus=1 / workers if config.torch_device.type == "cuda" else 0.0,
-                workers=workers,
-                on_line=_print_progress,
+
+    def __init__(
+        self,
+        configs: Sequence[RunConfig],
+        folder: Path,
+        *,
+        seeds: Sequence[int] = (),
+        rates: Sequence[float] = (),
+        share: float = 0.2,
+        engine: str = "in-process",
+        workers: int = 2,
+        verbose: bool = False,
+    ) -> None:
+        if len(rates) == 1:
+            raise ValueError(f"tune-lr needs at least two rates, got {rates[0]}")
+        if rates and not 0.0 < share < 1.0:
+            raise ValueError(f"tune-share must be > 0 and < 1, got {share}")
+        if rates and any(config.validation for config in configs):
+            raise ValueError("tune-lr holds out training rows itself: leave out validation")
+        self.configs, self.folder, self.rates, self.share = configs, folder, rates, share
+        self.seeds = seeds or [configs[0].seed]
+        self.engine = engine
+        self._run = partial(run_cell, engine=engine, workers=workers, verbose=verbose)
+        for config in [*self.trials(), *self.runs()]:
+            check("seed", config.seed, low=0)
+            LocalTraining().updated(config.local())
+            prepare(replace(config, state_dir="") if _makes_states(config) else config)
+
+    def trials(self) -> list[RunConfig]:
+        """Return the runs that choose the learning rates."""
+        return [
+            replace(
+                self._placed(config, f"tuning/{config.algorithm}-lr{rate}"),
+                lr=rate,
+                seed=self.seeds[0],
+                validation=self.share,
+                stop_at_target=False,
+                fraction_evaluate=0.0,
+                gradient_norm="false",
             )
-        else:
-            run_in_process(config)
-        summaries.append(json.loads((Path(config.output) / "summary.json").read_text()))
-        write_atomically(folder / "summary.json", json.dumps(summaries, indent=2).encode())
-    (folder / "table.md").write_text(table(summaries, configs))
-    histories = {config.algorithm: Path(config.output) / "history.jsonl" for config in configs}
-    draw_curves(histories, folder / "curves.png")
-    if configs[0].fraction_evaluate > 0.0:
-        fairness({config.algorithm: Path(config.output) for config in configs}, folder)
-    return summaries
+            for config in self.configs
+            for rate in self.rates
+        ]
+
+    def runs(self) -> list[RunConfig]:
+        """Return the runs that are compared."""
+        several = len(self.seeds) > 1
+        return [
+            replace(
+                self._placed(config, config.algorithm + several * f"-seed{seed}"),
+                seed=seed,
+            )
+            for config in self.configs
+            for seed in self.seeds
+        ]
+
+    def run(self, jobs: int = 1) -> list[dict[str, Any]]:
+        """Run what is not finished, ``jobs`` runs at a time, write everything, return summaries."""
+        draw_partition(self.runs()[0], self.folder / "partition.png")
+        if self.rates:
+            trials = self.trials()
+            run_cells(self._work(trials), jobs=jobs, later=len(self.runs()))
+            self._choose(trials)
+        runs = self.runs()
+        run_cells(self._work(runs), jobs=jobs, on_done=self.report)
+        summaries = self.report()
+        draw_curves([row for config in runs for row in curve(config)], self.folder / "curves.png")
+        if self.configs[0].fraction_evaluate > 0.0:
+            fairness({Path(c.output).name: Path(c.output) for c in runs}, self.folder)
+        return summaries
+
+    def report(self) -> list[dict[str, Any]]:
+        """Write the tables of the runs that are finished; return their summaries."""
+        done = [config for config in self.runs() if finished(config)]
+        found = [
+            json.loads((Path(config.output) / "summary.json").read_text())
+            | {"seed": config.seed, "lr": config.lr}
+            for config in done
+        ]
+        write_atomically(self.folder / "summary.json", json.dumps(found, indent=2).encode())
+        rows = []
+        for algorithm in dict.fromkeys(config.algorithm for config in done):
+            mine = [n for n, config in enumerate(done) if config.algorithm == algorithm]
+            rows.append(algorithm_row([done[n] for n in mine], [found[n] for n in mine]))
+        write_table(self.folder / "table", rows, markdown(rows) + self._notes())
+        write_csv(self.folder / "curves.csv", [row for config in done for row in curve(config)])
+        return found
+
+    def _choose(self, trials: Sequence[RunConfig]) -> None:
+        scores: dict[str, dict[float, float]] = {}
+        for trial in trials:
+            scores.setdefault(trial.algorithm, {})[trial.lr] = score(trial)
+        rows = [row for algorithm, mine in scores.items() for row in tuned(algorithm, mine)]
+        text = tuning_markdown(rows, self._rule())
+        write_table(self.folder / "tuning", rows, text)
+        print(text, flush=True)
+        chosen = {row["algorithm"]: row["lr"] for row in rows if row["chosen"]}
+        self.configs = [replace(c, lr=chosen[c.algorithm]) for c in self.configs]
+
+    def _rule(self) -> str:
+        return RULE.format(seed=self.seeds[0], share=100 * self.share)
+
+    def _notes(self) -> str:
+        """Return what a reader of the table has to know."""
+        notes = []
+        if len(self.seeds) > 1:
+            seeds = ", ".join(str(seed) for seed in self.seeds)
+            notes.append(f"Mean ± standard deviation over seeds {seeds}.")
+        if self.rates:
+            notes.append(f"{self._rule()} Scores: `tuning.md`.")
+        return "".join(f"\n{note}\n" for note in notes)
+
+    def _placed(self, config: RunConfig, name: str) -> RunConfig:
+        """Return the config of a run in ``folder / name``, with client states of its own."""
+        folder, states = self.folder / name, config.state_dir
+        if self.engine == "ray" and not states:  # `context.state` travels with every message
+            states = str(folder / STATES)
+        elif states and name != config.algorithm:
+            states = str(Path(states) / name)
+        return replace(config, output=str(folder), state_dir=states)
+
+    def _work(self, runs: Sequence[RunConfig]) -> dict[RunConfig, Callable[[], None]]:
+        return {config: partial(self._run, config) for config in runs}
 
 
-def table(summaries: Sequence[dict[str, Any]], configs: Sequence[RunConfig]) -> str:
-    """Return the summaries as a Markdown table, with the settings that each was run with."""
-    target = f"rounds to {100 * configs[0].target:g} %"
-    lines = [
-        f"| algorithm | final accuracy | best | {target} | MB up | MB down | seconds | ‖∇f‖²"
-        " | settings |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for summary, config in zip(summaries, configs, strict=True):
-        solver = f"{config.solver} {config.solver_params}".strip()
-        settings = f"{config.model}, {solver} lr {config.lr:g}, momentum {config.momentum:g}"
-        norm2 = summary["gradient_norm2"]
-        gradient = "-" if norm2 is None else f"{norm2:.1e}"
-        lines.append(
-            f"| {summary['algorithm']} | {100 * summary['final_accuracy']:.2f} %"
-            f" | {100 * summary['best_accuracy']:.2f} % | {summary['rounds_to_target'] or '-'}"
-            f" | {summary['bytes_up'] / 1e6:.2f} | {summary['bytes_down'] / 1e6:.2f}"
-            f" | {summary['seconds']:.1f} | {gradient} | {settings} {config.params} |"
-        )
-    return "\n".join(lines) + "\n"
+def run_cell(config: RunConfig, *, engine: str, workers: int, verbose: bool) -> None:
+    """Run one cell on ``engine``."""
+    if not verbose:
+        logging.getLogger("flwr").setLevel(logging.WARNING)
+    if engine == "in-process":
+        run_in_process(config)
+        return
+    if _makes_states(config):
+        shutil.rmtree(config.state_dir, ignore_errors=True)
+    flwr_run(
+        config.to_run_config(),
+        num_supernodes=config.clients,
+        gpus=1 / workers if config.torch_device.type == "cuda" else 0.0,
+        workers=workers,
+        on_line=_print_progress,
+    )
+
+
+def _makes_states(config: RunConfig) -> bool:
+    """Return whether the states are the run's own, made anew by it."""
+    return config.state_dir == str(Path(config.output) / STATES)
 
 
 def configs_for(
@@ -132,6 +274,25 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--engine", choices=ENGINES, default="in-process")
     parser.add_argument("--workers", type=int, default=2, help="worker processes of Ray")
     parser.add_argument(
+        "--jobs", type=int, default=1, help="runs at a time, one thread each (in-process)"
+    )
+    parser.add_argument(
+        "--seeds", type=_numbers(int), default=[], metavar="N,N,...", help="in place of --seed"
+    )
+    parser.add_argument(
+        "--tune-lr",
+        type=_numbers(float),
+        default=[],
+        metavar="LR,LR,...",
+        help="choose each algorithm's learning rate from these",
+    )
+    parser.add_argument(
+        "--tune-share",
+        type=float,
+        default=0.2,
+        help="share of each client's training rows held out for that (default 0.2)",
+    )
+    parser.add_argument(
         "--param", action="append", default=[], metavar="NAME=VALUE", help="knob of an algorithm"
     )
     parser.add_argument("--verbose", action="store_true", help="show Flower's log")
@@ -151,18 +312,48 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     }
     del given["output"]
     folder: Path = args.output.expanduser().absolute()
+    for one, other in (("seed", "seeds"), ("lr", "tune_lr")):
+        if getattr(args, one) is not None and getattr(args, other):
+            parser.error(f"either --{one} or --{other.replace('_', '-')}")
+    if args.jobs < 1:
+        parser.error(f"--jobs must be >= 1, got {args.jobs}")
+    if args.jobs > 1 and args.engine == "ray":
+        parser.error("--jobs is for --engine in-process; Ray has --workers")
     try:
-        configs = configs_for(args.algorithms.split(","), args.param, given, folder)
-        for config in configs:
-            prepare(config)
+        comparison = Comparison(
+            configs_for(args.algorithms.split(","), args.param, given, folder),
+            folder,
+            seeds=args.seeds,
+            rates=args.tune_lr,
+            share=args.tune_share,
+            engine=args.engine,
+            workers=args.workers,
+            verbose=args.verbose,
+        )
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    if not args.verbose:
-        logging.getLogger("flwr").setLevel(logging.WARNING)
-    summaries = compare(configs, folder, engine=args.engine, workers=args.workers)
-    print(table(summaries, configs))
+    try:
+        summaries = comparison.run(args.jobs)
+    except KeyboardInterrupt:
+        raise SystemExit(interrupted(folder)) from None
+    print((folder / "table.md").read_text())
     print(f"results: {folder}")
     return summaries
+
+
+def _numbers(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """Return a reader of numbers with commas between them, each once."""
+
+    def read(text: str) -> list[T]:
+        try:
+            numbers = [kind(item) for item in text.split(",")]
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"numbers with commas, got {text!r}") from None
+        if len(set(numbers)) < len(numbers):
+            raise argparse.ArgumentTypeError(f"each number once, got {text!r}")
+        return numbers
+
+    return read
 
 
 def _print_progress(line: str) -> None:

@@ -40,6 +40,7 @@ class RunConfig:
     partition: str = key("", "see `simulations.partitions`")
     partition_params: str = key("", "options of the partition: `alpha=0.1`")
     model: str = key("", "see `simulations.models`")
+    model_params: str = key("", "options of the model: `pretrained=false`")
     clients: int = key(100, "number of clients; equals the simulated SuperNodes")
     rounds: int = key(30, "number of rounds")
     fraction: float = key(-1.0, "share of the clients that train in a round, in (0, 1]")
@@ -63,9 +64,11 @@ class RunConfig:
     fraction_evaluate: float = key(0.0, "share of the clients that evaluate on data of their own")
     local_test: float = key(0.0, "share of each client's data held out for that")
     pooled: bool = key(False, "merge training and test data; test on all that clients hold out")
+    validation: float = key(0.0, "share of each client's data to test the run on, not the test set")
     fine_tune: str = key("", "measure models after a step on `train` or `test-batch` as well")
     fine_tune_lr: float = key(-1.0, "rate of that step; -1 is `lr`")
     gradient_norm: str = key("", "`true`: report the squared norm of grad f, f the clients' mean")
+    evaluate_every: int = key(1, "rounds from one test to the next; the last is always tested")
     target: float = key(-1.0, "test accuracy whose first round is reported")
     stop_at_target: bool = key(False, "end the run there")
     min_replies: int = key(1, "usable replies below which a round is void")
@@ -115,10 +118,14 @@ class RunConfig:
         check("rounds", self.rounds, low=1)
         check("fraction", self.fraction, above=0.0, high=1.0)
         check("fraction_evaluate", self.fraction_evaluate, low=0.0, high=1.0)
+        check("evaluate_every", self.evaluate_every, low=1)
         check("seed", self.seed, low=0)
         check("target", self.target, low=0.0, high=1.0)
         check("penalty", self.penalty, low=0.0)
         check("local_test", self.local_test, low=0.0)
+        check("validation", self.validation, low=0.0)
+        if self.validation >= 1.0:
+            raise ValueError(f"validation must be < 1, got {self.validation}")
         if self.local_test == 0.0 and (self.fraction_evaluate > 0.0 or self.pooled):
             needs = "fraction-evaluate > 0" if self.fraction_evaluate > 0.0 else "pooled"
             if self.pooled or self.partition != "natural":
@@ -178,9 +185,16 @@ class RunConfig:
 
 def knobs(algorithm: str) -> list[str]:
     """Return the names of the algorithm's own knobs."""
+    return list(knob_defaults(algorithm))
+
+
+def knob_defaults(algorithm: str) -> dict[str, Any]:
+    """Return the algorithm's own knobs, with their defaults."""
     strategy = STRATEGIES[algorithm]
     bases = strategy.__mro__[: strategy.__mro__.index(FederatedStrategy)]
-    names = [name for base in bases for name in inspect.signature(base).parameters]
-    return [
-        name for name in dict.fromkeys(names) if name not in (*Options.__annotations__, "options")
-    ]
+    found: dict[str, Any] = {}
+    for base in bases:
+        for name, parameter in inspect.signature(base).parameters.items():
+            if name not in (*Options.__annotations__, "options"):
+                found.setdefault(name, parameter.default)
+    return found

@@ -8,8 +8,31 @@ fedpd-weak, fedpd-strong
 mnist          ylecun/mnist, [1, 28, 28]
 fashion_mnist  zalando-datasets/fashion_mnist, [1, 28, 28]
 cifar10        uoft-cs/cifar10, [3, 32, 32]
-any other      a folder or Hub name: images in a column ``image`` or ``img``, classes 0, 1, ... in
-               ``label``, splits ``train`` and ``test``
+cifar100       uoft-cs/cifar100, [3, 32, 32], the 100 fine classes; ``label=coarse_label``: the 20
+femnist        flwrlabs/femnist, [1, 28, 28], 62 characters, owned by their writers
+shakespeare    flwrlabs/shakespeare, 80 characters [80] and the next one, owned by their roles
+ag_news, dbpedia
+               fancyzhx/ag_news, fancyzhx/dbpedia_14: tokens of a text, or of title and content
+any other      a folder or Hub name with such columns, below; so ``mnist_writers``, digits of 100
+               writers in FEMNIST's schema
+
+Inputs are in the column ``image`` or ``img`` (images), ``x`` (characters, the next one in ``y``),
+``text``, or ``title`` and ``content``; classes 0, 1, ... in ``label``, ``fine_label`` or
+``character``; natural clients, if any, in ``writer_id`` or ``character_id``. Splits are ``train``
+and ``test``. Where there is no ``test`` but natural clients (FEMNIST, Shakespeare on the Hub), a
+fifth of each client's rows is for testing, rounded down, always the same: of images one drawn at
+random, of characters the last ones in the file's order (no character to be told in them is then in
+a training row). Options (``dataset-params``), where the data have what they are about:
+
+label          the column of the classes
+owners         keep so many natural clients, drawn once for all: those of ``owners=10`` are among
+               those of ``owners=20``. Test rows of clients that do not train stay
+tokenizer      folder or Hub name of a tokenizer of ``transformers`` (DistilBERT's). Its token for
+               padding must be the one of the model's configuration
+tokens         the length of a text in tokens (128): longer ones are cut, shorter ones padded
+
+Characters and tokens are kept as the smallest integers that hold them (37 MB for 466,014 windows of
+80 characters), and reach a model as int64, a batch at a time.
 
 A name is looked up in the folder that the environment variable ``FL_DATA`` names, then as a path,
 then on the Hugging Face Hub. Folders hold parquet files named by split, as on the Hub
@@ -37,23 +60,35 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from fl_strategies.randomness import stream
+from simulations import text
 from simulations.partitions import power_law
 
 Floats: TypeAlias = NDArray[np.floating[Any]]
 Ints: TypeAlias = NDArray[np.int64]
+Inputs: TypeAlias = Floats | text.Symbols
 Scale: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
 
 HUB = {
     "mnist": "ylecun/mnist",
     "fashion_mnist": "zalando-datasets/fashion_mnist",
     "cifar10": "uoft-cs/cifar10",
+    "cifar100": "uoft-cs/cifar100",
+    "femnist": "flwrlabs/femnist",
+    "shakespeare": "flwrlabs/shakespeare",
+    "ag_news": "fancyzhx/ag_news",
+    "dbpedia": "fancyzhx/dbpedia_14",
 }
+INPUTS = (("image",), ("img",), ("x",), ("text",), ("title", "content"))
+CLASSES = ("label", "fine_label", "character", "y")
+NATURAL = ("writer_id", "character_id")
+"""Columns, the first that is there counts."""
 NORMALISE = ("own", "authors", "none")
 # Mean and standard deviation per channel of pixels in [0, 1].
 OWN: dict[str, Scale] = {
     "mnist": ((0.1307,), (0.3081,)),
     "fashion_mnist": ((0.2860,), (0.3530,)),
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
 }
 AUTHORS: dict[str, Scale] = {
     "mnist": ((0.1307,), (0.3081,)),
@@ -67,13 +102,14 @@ class Dataset:
     """Training and test data. Shared by all who load them: not to be written to."""
 
     name: str
-    x: Floats  # [n, ...], float32 unless another dtype was asked for
+    x: Inputs  # [n, ...], float32 unless another dtype was asked for; integers for text
     y: Ints  # [n], classes 0 ... num_classes - 1
-    test_x: Floats  # [n_test, ...]
+    test_x: Inputs  # [n_test, ...]
     test_y: Ints  # [n_test]
     num_classes: int
     owner: Ints | None = None  # [n], the natural client of each training row
     test_owner: Ints | None = None  # [n_test]
+    vocabulary: int | None = None  # of text: x are integers 0 ... vocabulary - 1
 
 
 def load(name: str, *, normalise: str = "own", **options: Any) -> Dataset:
@@ -84,25 +120,27 @@ def load(name: str, *, normalise: str = "own", **options: Any) -> Dataset:
     name : a short name of this module's table, a folder, or a name on the Hub
     normalise : of images: ``"own"``, the set's published mean and standard deviation per channel
         (those of the training images where none are published); ``"authors"``, FedADMM's code;
-        ``"none"``, pixels in [0, 1]. Digits and synthetic data stay as they are
-    options : of the generated sets alone, see their functions
+        ``"none"``, pixels in [0, 1]. Digits, synthetic data and text stay as they are
+    options : of the generated sets see their functions, of folders and the Hub this module's table
 
     Raises
     ------
     ValueError
-        An unknown name, normalisation or option; a data set without the columns or splits above.
+        An unknown name, normalisation or option; a data set without the columns or splits above;
+        text without ``transformers``.
     """
     if normalise not in NORMALISE:
         raise ValueError(f"unknown normalise {normalise!r}, known are {', '.join(NORMALISE)}")
     if normalise == "authors" and name not in AUTHORS:
         raise ValueError(f"normalise='authors' is for {', '.join(AUTHORS)} only, got {name!r}")
-    known = getfullargspec(GENERATED[name]).kwonlyargs if name in GENERATED else []
+    known = _options(name)
     for option in options:
         if option not in known:
             raise ValueError(f"data set {name!r} has no option {option!r}, known are {known}")
+    given = tuple(sorted(options.items()))
     if name in BUILT_IN:
-        return _built_in(name, tuple(sorted(options.items())))
-    return _load(name, _find(name), normalise)
+        return _built_in(name, given)
+    return _stored(name, _find(name), normalise, given)
 
 
 def synthetic(
@@ -216,6 +254,12 @@ BUILT_IN: dict[str, Callable[..., Dataset]] = {"digits": digits, **GENERATED}
 
 
 @cache
+def _options(name: str) -> list[str]:
+    made_by: Callable[..., Dataset] = BUILT_IN.get(name, _read)
+    return getfullargspec(made_by).kwonlyargs
+
+
+@cache
 def _built_in(name: str, options: tuple[tuple[str, Any], ...]) -> Dataset:
     return BUILT_IN[name](**dict(options))
 
@@ -235,9 +279,135 @@ def _find(name: str) -> Path | None:
 
 
 @cache
-def _load(name: str, folder: Path | None, normalise: str) -> Dataset:
-    tables = [_table(name, folder, split) for split in ("train", "test")]
-    (x, y), (test_x, test_y) = (_decode(name, table) for table in tables)
+def _stored(
+    name: str, folder: Path | None, normalise: str, options: tuple[tuple[str, Any], ...]
+) -> Dataset:
+    return _read(name, folder, normalise, **dict(options))
+
+
+def _read(
+    name: str,
+    folder: Path | None,
+    normalise: str,
+    /,
+    *,
+    label: str | None = None,
+    owners: int | None = None,
+    tokenizer: str | None = None,
+    tokens: int | None = None,
+) -> Dataset:
+    train = _table(name, folder, "train")
+    inputs = next((c for c in INPUTS if set(c) <= set(train.column_names)), None)
+    labels = label or next((c for c in CLASSES if c in train.column_names), None)
+    if inputs is None or labels not in train.column_names:
+        raise ValueError(
+            f"data set {name!r} needs columns 'image' or 'img', 'x', 'text', or 'title' and "
+            f"'content', and one of {label or ', '.join(CLASSES)}, "
+            f"got {', '.join(train.column_names)}"
+        )
+    whose = next((c for c in NATURAL if c in train.column_names), None)
+    for option, value, meant in (
+        ("owners", owners, whose is not None),
+        ("tokenizer", tokenizer, inputs[0] in ("text", "title")),
+        ("tokens", tokens, inputs[0] in ("text", "title")),
+    ):
+        if value is not None and not meant:
+            raise ValueError(f"option {option!r} is not for data set {name!r}: it has no such data")
+    tables, (owner, test_owner) = _splits(name, folder, train, whose, inputs == ("x",), owners)
+    y, test_y = (_classes(name, table[labels]) for table in tables)
+    classes = int(max(_classes(name, train[labels]).max(), test_y.max())) + 1
+    vocabulary = None
+    x: Inputs
+    test_x: Inputs
+    if inputs[0] in ("image", "img"):
+        x, test_x = _images(name, normalise, *(table[inputs[0]] for table in tables))
+    elif inputs == ("x",):
+        x, test_x = (text.characters(table["x"].to_pylist()) for table in tables)
+        classes = vocabulary = len(text.CHARACTERS)
+    else:
+        columns = [[table[column].to_pylist() for column in inputs] for table in tables]
+        source = text.DISTILBERT if tokenizer is None else tokenizer
+        length = 128 if tokens is None else tokens
+        (x, vocabulary), (test_x, _) = (text.tokens(both, source, length) for both in columns)
+    return Dataset(name, x, y, test_x, test_y, classes, owner, test_owner, vocabulary)
+
+
+def _splits(
+    name: str, folder: Path | None, train: Any, whose: str | None, last: bool, owners: int | None
+) -> tuple[tuple[Any, Any], tuple[Ints | None, Ints | None]]:
+    """Return the tables of training and test rows, and the natural client of each row."""
+    try:
+        test = _table(name, folder, "test")
+    except _NoSplit:
+        if whose is None:
+            raise
+        held = _held_out(_codes(train[whose]), last)
+        train, test = train.filter(pa.array(~held)), train.filter(pa.array(held))
+    if whose is None:
+        return (train, test), (None, None)
+    both = _codes(pa.chunked_array([*train[whose].chunks, *test[whose].chunks]))
+    owner, test_owner = np.split(both, [len(train)])  # in the order of the training rows
+    if owners is not None:
+        present = int(owner.max()) + 1
+        if not (isinstance(owners, int) and 1 <= owners <= present):
+            raise ValueError(f"owners must be from 1 to {present} (natural clients), got {owners}")
+        others = stream(0, "owners").permutation(present)[owners:]
+        kept, test_kept = (~np.isin(codes, others) for codes in (owner, test_owner))
+        train, test = train.filter(pa.array(kept)), test.filter(pa.array(test_kept))
+        owner, test_owner = owner[kept], test_owner[test_kept]
+    return (train, test), (owner, test_owner)
+
+
+def _codes(column: Any) -> Ints:
+    """Return the number of each entry's value, values being numbered as they appear."""
+    codes: Ints = column.combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64)
+    return codes
+
+
+def _held_out(owner: Ints, last: bool) -> NDArray[np.bool_]:
+    """Return which rows are for testing: a fifth of each owner's, the last ones or drawn."""
+    order = np.arange(len(owner)) if last else stream(0, "held-out").permutation(len(owner))
+    order = order[np.argsort(owner[order], kind="stable")]  # the rows of each owner together
+    counts = np.bincount(owner)
+    after = np.repeat(np.cumsum(counts), counts) - np.arange(len(owner))  # 1 for the last
+    held = np.zeros(len(owner), bool)
+    held[order] = after <= np.repeat(counts // 5, counts)
+    return held
+
+
+class _NoSplit(ValueError):
+    """The data are there, this split of them is not."""
+
+
+def _table(name: str, folder: Path | None, split: str) -> Any:
+    """Return the Arrow table of a split, images still encoded."""
+    if folder is not None:
+        pattern = f"{split}*.parquet"
+        files = sorted(folder.glob(pattern)) or sorted(folder.glob(f"*/{pattern}"))
+        if not files:
+            raise _NoSplit(f"data set {name!r}: no {pattern} in {folder} or a folder in it")
+        return pa.concat_tables([pyarrow.parquet.read_table(file) for file in files])
+    try:
+        return datasets.load_dataset(HUB.get(name, name), split=split).with_format("arrow")[:]
+    except OSError as error:  # not there, no network
+        raise ValueError(f"{_unknown(name)}: {error}") from error
+    except ValueError as error:
+        raise _NoSplit(f"{_unknown(name)}: {error}") from error
+
+
+def _classes(name: str, column: Any) -> Ints:
+    """Return the classes of a column: its integers, or the numbers of its characters."""
+    if len(column) > 0 and isinstance(column[0].as_py(), str):
+        return text.characters(column.to_pylist())[:, 0].astype(np.int64)
+    y: Ints = column.to_numpy().astype(np.int64)
+    if len(y) == 0 or y.min() < 0:
+        raise ValueError(f"data set {name!r}: a split is empty or has labels < 0 (no label)")
+    return y
+
+
+def _images(name: str, normalise: str, train: Any, test: Any) -> tuple[Floats, Floats]:
+    """Return training and test images, to the scale asked for."""
+    x, test_x = _pixels(name, train.to_pylist()), _pixels(name, test.to_pylist())
     if x.shape[1:] != test_x.shape[1:]:
         raise ValueError(
             f"data set {name!r} trains on {x.shape[1:]} and tests on {test_x.shape[1:]}"
@@ -248,35 +418,11 @@ def _load(name: str, folder: Path | None, normalise: str) -> Dataset:
         for part in (x, test_x):
             part -= np.asarray(mean, np.float32)[:, None, None]
             part /= np.asarray(std, np.float32)[:, None, None]
-    return Dataset(name, x, y, test_x, test_y, int(max(y.max(), test_y.max())) + 1)
+    return x, test_x
 
 
-def _table(name: str, folder: Path | None, split: str) -> Any:
-    """Return the Arrow table of a split, images still encoded."""
-    if folder is not None:
-        pattern = f"{split}*.parquet"
-        files = sorted(folder.glob(pattern)) or sorted(folder.glob(f"*/{pattern}"))
-        if not files:
-            raise ValueError(f"data set {name!r}: no {pattern} in {folder} or a folder in it")
-        return pa.concat_tables([pyarrow.parquet.read_table(file) for file in files])
-    try:
-        return datasets.load_dataset(HUB.get(name, name), split=split).with_format("arrow")[:]
-    except (OSError, ValueError) as error:  # not there, no network, no such split
-        raise ValueError(f"{_unknown(name)}: {error}") from error
-
-
-def _decode(name: str, table: Any) -> tuple[NDArray[np.float32], Ints]:
-    """Return images [n, channels, height, width] in [0, 1] and labels [n]."""
-    column = next((c for c in ("image", "img") if c in table.column_names), None)
-    if column is None or "label" not in table.column_names:
-        raise ValueError(
-            f"data set {name!r} needs columns 'image' or 'img', and 'label', "
-            f"got {', '.join(table.column_names)}"
-        )
-    y = table["label"].to_numpy().astype(np.int64)
-    if len(y) == 0 or y.min() < 0:
-        raise ValueError(f"data set {name!r}: a split is empty or has labels < 0 (no label)")
-    files = table[column].to_pylist()
+def _pixels(name: str, files: list[dict[str, Any]]) -> NDArray[np.float32]:
+    """Return images [n, channels, height, width] in [0, 1]."""
     first = _open(files[0])
     mode = "L" if first.mode in ("1", "L") else "RGB"
     pixels = np.empty((len(files), first.height, first.width, len(mode)), np.uint8)
@@ -287,7 +433,7 @@ def _decode(name: str, table: Any) -> tuple[NDArray[np.float32], Ints]:
         pixels[i].flat = np.asarray(image if image.mode == mode else image.convert(mode)).flat
     x = pixels.transpose(0, 3, 1, 2).astype(np.float32, order="C")
     x /= 255
-    return x, y
+    return x
 
 
 def _open(file: dict[str, Any]) -> Image.Image:

@@ -31,18 +31,52 @@ FEDPD: dict[str, Any] = {
 }
 """The benchmark of FedPD, Fig. 2; its gradient steps are of 1/(L + 1/eta)."""
 
+FEMNIST: dict[str, Any] = {
+    "model": "cnn-leaf",
+    "partition": "natural",
+    "lr": 0.05,
+    "batch_size": 20,
+}
+NEWS: dict[str, Any] = {
+    "model": "distilbert",
+    "partition": "dirichlet",
+    "lr": 0.05,
+    "epochs": 1,
+    "batch_size": 64,
+}
+
 DATASETS: dict[str, dict[str, Any]] = {
     "digits": {"model": "logistic", "lr": 0.5, "batch_size": 10, "target": 0.9},
     "synthetic": {"model": "logistic", "partition": "natural", "batch_size": 20, "target": 0.8},
     "mnist": {"model": "cnn1", "batch_size": 200, "random_epochs": "true", "target": 0.97},
     "fashion_mnist": {"model": "cnn1", "batch_size": 200, "random_epochs": "true", "target": 0.8},
     "cifar10": {"model": "cnn2", "batch_size": 50, "random_epochs": "true", "target": 0.45},
+    "cifar100": {
+        "model": "resnet18",
+        "partition": "dirichlet",
+        "batch_size": 64,
+        "epochs": 1,
+        "target": 0.4,
+    },
+    "femnist": FEMNIST | {"target": 0.75},
+    "mnist_writers": FEMNIST | {"target": 0.95},
+    "shakespeare": {
+        "model": "lstm",
+        "partition": "natural",
+        "lr": 0.8,
+        "epochs": 1,
+        "batch_size": 20,
+        "target": 0.4,
+    },
+    "ag_news": NEWS | {"target": 0.85},
+    "dbpedia": NEWS | {"target": 0.95},
     "fedpd-weak": FEDPD | {"target": 0.55},
     "fedpd-strong": FEDPD | {"target": 0.55},
 }
 """Over ``ANY``: the papers' models and targets (FedADMM, Table II; FedPD, Section V)."""
 
 ALGORITHMS: dict[tuple[str, str], dict[str, Any]] = {
+    ("fedsgd", ""): {"solver": "gd", "epochs": 1},
     ("fedpd", ""): {"fraction": 1.0},
     ("fedpd", "digits"): {"params": "eta=10"},
     ("fedpd", "fedpd-weak"): {"params": "eta=0.08"},
@@ -56,12 +90,17 @@ ALGORITHMS: dict[tuple[str, str], dict[str, Any]] = {
     ("fedavg", "mnist"): {"lr": 0.2, "momentum": 0.5},
     ("fedprox", "mnist"): {"momentum": 0.5},
     ("fedbc", "digits"): {"params": "alpha=0.1"},
+    ("moon", "digits"): {"params": "mu=0.1"},  # tells on models with a hidden layer alone
     ("fedbcd", ""): {"fraction": 0.3, "lr": 0.01},
     ("fedbcd-i", ""): {"fraction": 0.3, "lr": 0.01},
     ("fedbcd-async", ""): {"fraction": 0.3, "lr": 0.01, "params": "servers=10 first=5"},
     ("fedbcd", "digits"): {"lr": 0.5, "params": "gamma=0.1 eta_z=1.0"},
     ("fedbcd-i", "digits"): {"lr": 0.2, "params": "eta_z=1.0"},
     ("fedbcd-async", "digits"): {"lr": 0.5, "params": "servers=5 first=3 gamma=0.1 eta_z=1.0"},
+    ("per-fedavg", ""): {"fine_tune": "train"},
+    ("per-fedavg", "digits"): {"params": "inner_rate=0.1"},
+    ("pfedme", ""): {"lr": 0.05},  # lr (lam + curvature) < 2 at the paper's lam of 15
+    ("pfedme", "digits"): {"lr": 0.5, "params": "lam=1 eta=1"},
 }
 """Over those, for (algorithm, data set), and for (algorithm, "") on any."""
 

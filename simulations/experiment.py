@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import json
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -34,10 +37,11 @@ from fl_strategies.callbacks import Callback, finite, model_bytes
 from fl_strategies.files import write_atomically
 from fl_strategies.params import parse_params
 from simulations import data, models, partitions
-from simulations.config import RunConfig
-from simulations.figures import draw_curve
+from simulations.config import RunConfig, Scalar
+from simulations.figures import PANELS, draw_curves
 from simulations.in_process import InProcessGrid
 from simulations.stationarity import stationarity
+from simulations.tables import curve
 
 SAVE_SECONDS = 10.0
 """How often a running experiment saves its model and summary."""
@@ -68,7 +72,8 @@ class Summary:
 def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Summary:
     """Run ``config`` on ``grid``, write its results folder, and return the summary.
 
-    ``callbacks`` are called at the end of each round, beside the ones that write the results.
+    ``callbacks`` are called at the end of each round in which the model was tested, beside the ones
+    that write the results, which are called in every round.
 
     The folder holds ``config.json``, ``history.jsonl`` (a line a round, written as it ends),
     ``clients.jsonl`` (a line for each client that took part in a round),
@@ -79,6 +84,7 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
     check_nodes(config, grid)
     model, folder = prepare(config)
     test = problem(config, "test")
+    (folder / "summary.json").unlink(missing_ok=True)  # an earlier run's, of other settings perhaps
     write_atomically(folder / "config.json", json.dumps(asdict(config), indent=2).encode())
     progress = _Progress(config, folder)
     clients = parts(config) if config.gradient_norm == "true" else []
@@ -99,11 +105,13 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
             ClientHistory(folder / "clients.jsonl"),
             progress,
             someone_works,
-            *callbacks,
+            *(_if_tested(callback) for callback in callbacks),
         ],
     )
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        if server_round % config.evaluate_every and server_round < strategy.num_rounds:
+            return MetricRecord()
         w = test.model.load([array.numpy() for array in arrays.values()])
         loss, accuracy = test.evaluate()
         if server_round == 0:
@@ -122,9 +130,13 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
         summary = progress.save(finished)
         for n, arrays in enumerate(getattr(strategy, "cloud_models", [])):
             write_atomically(folder / f"cloud-{n}.safetensors", model_bytes(arrays))
-        draw_curve(folder / "history.jsonl", folder / "curve.png", config.algorithm)
+        draw_curves(curve(replace(config, output=str(folder))), folder / "curve.png", PANELS[:2])
         print(f"results: {folder}", flush=True)
     return summary
+
+
+def _if_tested(callback: Callback) -> Callback:
+    return lambda info: callback(info) if "test-accuracy" in info.metrics else None
 
 
 def prepare(config: RunConfig) -> tuple[FlatModel, Path]:
@@ -158,11 +170,25 @@ def run_in_process(config: RunConfig, callbacks: Sequence[Callback] = ()) -> Sum
     return run(config, grid, callbacks)
 
 
+def metrics_of(**keys: Scalar) -> list[Mapping[str, float]]:
+    """Run in this process, printing nothing and leaving no files; return each round's metrics.
+
+    ``keys`` are those of the run-config, spelt with underscores: ``metrics_of(batch_size=10)``.
+    """
+    rows: list[Mapping[str, float]] = []
+    config = {name.replace("_", "-"): value for name, value in keys.items()}
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+        given = RunConfig.parse(config | {"output": folder})
+        run_in_process(given, [lambda info: rows.append(info.metrics)])
+    return rows
+
+
 class _Progress:
     """Prints one line a round, and saves summary and model now and then."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self.config, self.folder = config, folder
+        self.label = folder.name if config.output else config.algorithm
         self.started = self.saved = time.monotonic()
         self.arrays: ArrayRecord | None = None
         self.rows: list[dict[str, float]] = []
@@ -172,10 +198,11 @@ class _Progress:
         self.rows.append(dict(info.metrics))
         spent = time.monotonic() - self.started
         left = spent / info.server_round * (info.num_rounds - info.server_round)
+        tested = ""
+        if "test-accuracy" in info.metrics:
+            tested = "  accuracy {test-accuracy:.4f}  loss {test-loss:.4f}".format_map(info.metrics)
         print(
-            f"{self.config.algorithm} round {info.server_round}/{info.num_rounds}"
-            f"  accuracy {info.metrics['test-accuracy']:.4f}"
-            f"  loss {info.metrics['test-loss']:.4f}  {left:.0f} s left",
+            f"{self.label} round {info.server_round}/{info.num_rounds}{tested}  {left:.0f} s left",
             flush=True,
         )
         if time.monotonic() - self.saved > SAVE_SECONDS:
@@ -191,15 +218,20 @@ class _Progress:
         return summary
 
     def summary(self, finished: bool) -> Summary:
-        accuracies = [row["test-accuracy"] for row in self.rows]
+        tested = {r: row for r, row in enumerate(self.rows, start=1) if "test-accuracy" in row}
+        accuracies = [row["test-accuracy"] for row in tested.values()]
         target = self.config.target
-        reached = (r for r, accuracy in enumerate(accuracies, start=1) if accuracy >= target)
+        reached = (
+            int(row.get("algorithm-round", number))  # FedPD skips the exchange of some rounds
+            for number, row in tested.items()
+            if row["test-accuracy"] >= target
+        )
         return Summary(
             algorithm=self.config.algorithm,
             final_accuracy=accuracies[-1] if accuracies else None,
             best_accuracy=max(accuracies, default=None),
-            final_loss=finite(self.rows[-1]["test-loss"]) if self.rows else None,
-            rounds=len(accuracies),
+            final_loss=finite([*tested.values()][-1]["test-loss"]) if tested else None,
+            rounds=len(self.rows),
             rounds_to_target=next(reached, None),
             target=target,
             bytes_up=int(sum(row["bytes-up"] for row in self.rows)),
@@ -274,19 +306,36 @@ def placed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return inputs and labels of the training or test set, once per process, on ``device``."""
     x, y = (found.test_x, found.test_y) if test else (found.x, found.y)
-    return torch.as_tensor(x).to(device, dtype), torch.as_tensor(y).to(device)
+    inputs = torch.as_tensor(x)
+    inputs = inputs.to(device, dtype) if inputs.is_floating_point() else inputs.to(device)
+    return inputs, torch.as_tensor(y).to(device)
 
 
 def parts(config: RunConfig) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return the rows of each client: (for training, held out for its own tests)."""
+    return _split(config)[0]
+
+
+def validation_rows(config: RunConfig) -> np.ndarray:
+    """Return the clients' rows on which the run is tested, where ``validation`` holds some out."""
+    return _split(config)[1]
+
+
+def _split(config: RunConfig) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.ndarray]:
     return _parts(dataset(config), config.partition, config.partition_params, config.clients,
-                  config.seed, config.local_test)  # fmt: skip
+                  config.seed, config.local_test, config.validation)  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4)
 def _parts(
-    found: data.Dataset, kind: str, params: str, clients: int, seed: int, local_test: float
-) -> list[tuple[np.ndarray, np.ndarray]]:
+    found: data.Dataset,
+    kind: str,
+    params: str,
+    clients: int,
+    seed: int,
+    local_test: float,
+    validation: float,
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.ndarray]:
     options = parse_params(params)
     if kind == "natural":
         options["owner"] = found.owner
@@ -294,7 +343,16 @@ def _parts(
         rows = partitions.partition(kind, found.y, clients, seed=seed, **options)
     except TypeError as error:
         raise ValueError(f"partition-params {params!r}: {error}") from None
-    return partitions.train_test(rows, local_test, seed)
+    held_out = np.empty(0, np.int64)
+    if validation > 0.0:
+        split = partitions.train_test(rows, validation, seed)
+        rows = [train for train, _ in split]
+        held_out = np.concatenate([test for _, test in split])
+        if not len(held_out):
+            raise ValueError(
+                f"validation={validation} holds out nothing: clients have too few rows"
+            )
+    return partitions.train_test(rows, local_test, seed), held_out
 
 
 def draw_partition(config: RunConfig, path: Path) -> None:
@@ -305,7 +363,14 @@ def draw_partition(config: RunConfig, path: Path) -> None:
 def fresh_model(config: RunConfig) -> FlatModel:
     """Return the run's initial model."""
     found = dataset(config)
-    module = models.build(config.model, found.x.shape[1:], found.num_classes, seed=config.seed)
+    module = models.build(
+        config.model,
+        found.x.shape[1:],
+        found.num_classes,
+        seed=config.seed,
+        vocabulary=found.vocabulary,
+        **parse_params(config.model_params),
+    )
     return FlatModel(module, device=config.torch_device, dtype=getattr(torch, config.dtype))
 
 
@@ -318,10 +383,13 @@ def worker_model(config: RunConfig) -> FlatModel:
 def problem(config: RunConfig, which: str, rows: np.ndarray | None = None) -> Problem:
     """Return the problem of the ``"train"`` or ``"test"`` set, or of some ``rows`` of it.
 
-    Of pooled data, the test set is all that the clients hold out.
+    Where training rows are held out for validation, they are the test set; of pooled data, all
+    that the clients hold out.
     """
     found, test = dataset(config), which == "test"
-    if test and config.pooled:
+    if test and rows is None and config.validation > 0.0:
+        rows, test = validation_rows(config), False
+    elif test and config.pooled:
         rows, test = np.concatenate([held_out for _, held_out in parts(config)]), False
     device, dtype = config.torch_device, getattr(torch, config.dtype)
     x, y = placed(found, test, device, dtype)

@@ -15,7 +15,6 @@ RESULTS are results folders of runs in which clients evaluated (``--fraction-eva
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from simulations.figures import read_history
+from simulations.tables import write_csv
 
 ROUND = {
     "train-loss": "train-loss",
@@ -61,8 +61,8 @@ def fairness(runs: Mapping[str, Path], folder: Path) -> None:
         for client, row in sorted(last.items()):
             names = ("examples", "weight-share", "data-share")
             clients.append({"run": label, "client": client} | {n: row[n] for n in names})
-    _write(folder / "fairness.csv", rounds)
-    _write(folder / "clients.csv", clients)
+    write_csv(folder / "fairness.csv", rounds)
+    write_csv(folder / "clients.csv", clients)
     draw(rounds, clients, folder / "fairness.png")
 
 
@@ -104,13 +104,6 @@ def draw(
     largest.set(xlabel="round", ylabel="accuracy at the largest client", ylim=(-0.02, 1.02))
     loss.legend(fontsize="small")
     figure.savefig(path, dpi=120)
-
-
-def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

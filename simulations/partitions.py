@@ -8,7 +8,9 @@ shards      rows sorted by label, cut into equal shards, ``shards_per_client`` (
             (McMahan et al. 2017; FedADMM's non-IID setting); rows that equal shards leave over,
             fewer than there are shards, stay unused
 dirichlet   each class is spread over the clients by a draw of Dirichlet(``alpha``, ..., ``alpha``)
-            (0.5), drawn again, up to ten times, while it leaves a client empty
+            (0.5), drawn again, up to ten times, while it leaves a client empty. With
+            ``rows_per_client`` it is each client that draws its mixture of the classes from that
+            distribution, and so many rows by it, while they last (Hsu et al. 2019; Delta-SGD)
 power-law   client k holds a share proportional to ``exponent``^-k of the rows (1.1), of
             ``classes_per_client`` classes where given (FedBC): :func:`power_law`
 diversity   every client has rows of ``labels_per_client`` classes (3), drawn so that each class
@@ -123,7 +125,7 @@ def describe(parts: Sequence[Rows], labels: NDArray[Any]) -> Rows:
 
 
 def draw(parts: Sequence[Rows], labels: NDArray[Any], path: str | Path) -> None:
-    """Draw the table of :func:`describe`: one bar per client, one colour per class.
+    """Draw the table of :func:`describe`: one row per client, one colour per class.
 
     The format follows from the ending of ``path``; an existing file is replaced.
     """
@@ -133,11 +135,17 @@ def draw(parts: Sequence[Rows], labels: NDArray[Any], path: str | Path) -> None:
     figure = Figure(figsize=(8, min(2 + 0.16 * clients, 14)), layout="constrained")
     axes = figure.add_subplot(xlabel="rows", ylabel="client", ylim=(clients - 0.5, -0.5))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    left = np.cumsum(counts, axis=1) - counts
+    ends = np.cumsum(counts, axis=1)
     for c in range(classes):
         colour = colours(c if classes <= 10 else c / (classes - 1))
-        axes.barh(
-            np.arange(clients), counts[:, c], 0.85, left[:, c], color=colour, label=str(c), lw=0
+        axes.stairs(  # one shape a class: a bar for each client and class would take minutes
+            ends[:, c],
+            np.arange(clients + 1) - 0.5,
+            baseline=ends[:, c] - counts[:, c],
+            orientation="horizontal",
+            fill=True,
+            color=colour,
+            label=str(c),
         )
     figure.legend(title="class", loc="outside right upper", ncols=-(-classes // 25))
     figure.savefig(path, dpi=120)
@@ -163,9 +171,24 @@ def _shards(
     return _apply(partitioner, labels, clients, rng.permutation(len(labels)))
 
 
-def _dirichlet(labels: NDArray[Any], clients: int, rng: Draw, *, alpha: float = 0.5) -> list[Rows]:
+def _dirichlet(
+    labels: NDArray[Any],
+    clients: int,
+    rng: Draw,
+    *,
+    alpha: float = 0.5,
+    rows_per_client: int | None = None,
+) -> list[Rows]:
     if not 0 < alpha < np.inf:
         raise ValueError(f"alpha must be > 0 and finite, got {alpha}")
+    if rows_per_client is not None:
+        most = len(labels) // clients
+        if not 1 <= rows_per_client <= most:
+            raise ValueError(
+                f"rows_per_client must be from 1 to {most} ({len(labels)} samples over {clients}"
+                f" clients), got {rows_per_client}"
+            )
+        return _mixtures(labels, clients, rng, alpha, rows_per_client)
     for _ in range(10):  # flwr-datasets would warn at every draw that leaves a client empty
         partitioner = DirichletPartitioner(
             clients,
@@ -178,6 +201,35 @@ def _dirichlet(labels: NDArray[Any], clients: int, rng: Draw, *, alpha: float = 
         parts = _apply(partitioner, labels, clients, rng.permutation(len(labels)))
         if min(map(len, parts)) > 0:
             break
+    return parts
+
+
+def _mixtures(
+    labels: NDArray[Any], clients: int, rng: Draw, alpha: float, rows_per_client: int
+) -> list[Rows]:
+    """Give each client ``rows_per_client`` rows by a mixture of the classes that it draws.
+
+    A class that runs out leaves the others in their proportions. Mixtures are kept as logarithms:
+    with a small alpha most shares are smaller than a double can be, and the flwr-datasets
+    partitioner of this kind then divides 0 by 0.
+    """
+    pools = [rng.permutation(np.flatnonzero(labels == c)) for c in np.unique(labels)]
+    size = (clients, len(pools))
+    # Gamma(alpha) = Gamma(alpha + 1) U^(1/alpha); its shares are Dirichlet(alpha)
+    logs = np.log(rng.standard_gamma(alpha + 1, size)) + np.log1p(-rng.random(size)) / alpha
+    parts = []
+    for log in logs:
+        taken: list[Rows] = []
+        left = rows_per_client
+        while left:
+            sizes = np.array([len(pool) for pool in pools])
+            log = np.where(sizes > 0, log, -np.inf)
+            share = np.exp(log - log.max())
+            counts = np.minimum(rng.multinomial(left, share / share.sum()), sizes)
+            taken += [pool[:count] for pool, count in zip(pools, counts, strict=True)]
+            pools = [pool[count:] for pool, count in zip(pools, counts, strict=True)]
+            left -= int(counts.sum())
+        parts.append(np.concatenate(taken))
     return parts
 
 

@@ -32,10 +32,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 Scalar = str | int | float | bool
 
 ROOT = Path(__file__).resolve().parents[1]
+LOOPBACK = "127.0.0.1"
 STARTUP_SECONDS = 60.0
 STOP_SECONDS = 10.0
 TAIL_LINES = 40
@@ -89,25 +91,13 @@ def flwr_run(
     }
     if workers is not None:
         nodes["init-args-num-cpus"] = workers * cpus
-    tail: deque[str] = deque(maxlen=TAIL_LINES)
-    with superlink(env, install=install) as link:
-        client = link.start(_command(link.home, app, run_config, nodes), stdout=subprocess.PIPE)
-        assert client.stdout is not None
-        for line in client.stdout:
-            text = _COLOUR.sub("", line.rstrip("\r\n"))
-            tail.append(text)
-            on_line(text)
-        client.wait()
-        status = link.status()
-        if status == "finished:completed":
-            return
-        # a run that was refused has no log: the SuperLink knows why
-        lines = [] if status.startswith("finished") else link.complaints()
-        raise RuntimeError("\n".join([f"the Flower run ended as {status!r}:", *lines, *tail]))
+    with running(SuperLink, env) as link:
+        link.open(install=install)
+        link.run(app, run_config, federation=nodes, on_line=on_line)
 
 
 class SuperLink:
-    """A local SuperLink in simulation mode with its SuperExec; made by `superlink`.
+    """A local SuperLink in simulation mode with its SuperExec; made by `running`.
 
     Attributes
     ----------
@@ -115,6 +105,8 @@ class SuperLink:
         Its Flower home: configuration, installed app bundles, log. Removed at the end.
     env
         The environment in which `flwr` commands address this SuperLink.
+    group
+        The process group of all that is started.
     """
 
     def __init__(self, home: Path, env: Mapping[str, str]) -> None:
@@ -127,25 +119,58 @@ class SuperLink:
             text=True,
             process_group=0,
         )
-        self._group = guard.pid
+        self.group = guard.pid
         self._processes = [guard]
 
     def open(self, *, install: bool) -> None:
         """Start SuperLink and SuperExec, and return when they can be used."""
-        port = _free_port()
-        address = f"127.0.0.1:{port}"
-        (self.home / "config.toml").write_text(
-            f'[superlink]\ndefault = "own"\nown = {{ address = "{address}", insecure = true }}\n'
-        )
+        port = free_port()
+        self.configure(port, "insecure = true")
         command = ["flower-superlink", "--insecure", "--simulation", "--isolation", "process"]
-        link = self.start([*command, "--host", "127.0.0.1", "--port", str(port)])
+        link = self.start([*command, "--host", LOOPBACK, "--port", str(port)])
+        self.wait_for(link, port)
+        command = ["flower-superexec", "--insecure", "--runtime-api-address", f"{LOOPBACK}:{port}"]
+        self.start(command + ["--allow-runtime-dependency-installation"] * install)
+
+    def configure(self, port: int, security: str) -> None:
+        """Tell `flwr` commands where the SuperLink is and how to trust it."""
+        address = f"{LOOPBACK}:{port}"
+        (self.home / "config.toml").write_text(
+            f'[superlink]\ndefault = "own"\nown = {{ address = "{address}", {security} }}\n'
+        )
+
+    def wait_for(self, link: subprocess.Popen[str], port: int) -> None:
+        """Return when the SuperLink accepts connections; raise `RuntimeError` if it never does."""
         deadline = time.monotonic() + STARTUP_SECONDS
         while not _accepts(port):
             if link.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError("no SuperLink came up:\n" + "\n".join(self.complaints()))
             time.sleep(0.05)
-        command = ["flower-superexec", "--insecure", "--runtime-api-address", address]
-        self.start(command + ["--allow-runtime-dependency-installation"] * install)
+
+    def run(
+        self,
+        app: str | os.PathLike[str],
+        run_config: Mapping[str, Scalar],
+        *,
+        federation: Mapping[str, Scalar] | None = None,
+        on_line: Callable[[str], None] = print,
+    ) -> None:
+        """Run the Flower App in `app`, as `flwr_run` tells; raise `RuntimeError` if it fails."""
+        tail: deque[str] = deque(maxlen=TAIL_LINES)
+        command = _command(self.home, app, run_config, federation or {})
+        client = self.start(command, stdout=subprocess.PIPE)
+        assert client.stdout is not None
+        for line in client.stdout:
+            text = _COLOUR.sub("", line.rstrip("\r\n"))
+            tail.append(text)
+            on_line(text)
+        client.wait()
+        status = self.status()
+        if status == "finished:completed":
+            return
+        # a run that was refused has no log: the SuperLink knows why
+        lines = [] if status.startswith("finished") else self.complaints()
+        raise RuntimeError("\n".join([f"the Flower run ended as {status!r}:", *lines, *tail]))
 
     def start(self, command: list[str], stdout: int | None = None) -> subprocess.Popen[str]:
         """Start `command` in the process group; what it prints goes to the log or to `stdout`."""
@@ -159,7 +184,7 @@ class SuperLink:
                 text=True,
                 encoding="utf-8",
                 errors="replace",
-                process_group=self._group,
+                process_group=self.group,
             )
         self._processes.append(process)
         return process
@@ -180,29 +205,29 @@ class SuperLink:
     def close(self) -> None:
         """Kill the whole group and return when none of it runs."""
         with suppress(ProcessLookupError, PermissionError):  # macOS refuses to signal zombies
-            os.killpg(self._group, signal.SIGKILL)
+            os.killpg(self.group, signal.SIGKILL)
         for process in self._processes:
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     pipe.close()
         deadline = time.monotonic() + STOP_SECONDS
-        while _group_lives(self._group) and time.monotonic() < deadline:
+        while _group_lives(self.group) and time.monotonic() < deadline:
             time.sleep(0.02)
 
 
+Link = TypeVar("Link", bound=SuperLink)
+
+
 @contextmanager
-def superlink(
-    env: Mapping[str, str] | None = None, *, install: bool = False
-) -> Iterator[SuperLink]:
-    """A running `SuperLink` for the length of a `with` block, which SIGTERM ends as Ctrl-C does."""
+def running(kind: type[Link], env: Mapping[str, str] | None = None) -> Iterator[Link]:
+    """Yield a `SuperLink` to open; it is closed at the end, which SIGTERM brings as Ctrl-C does."""
     directory = tempfile.TemporaryDirectory(
         prefix="flwr-", dir=_short_directory(), ignore_cleanup_errors=True
     )
     with directory as home, _sigterm_raises():
-        link = SuperLink(Path(home), _environment(home, env or {}))
+        link = kind(Path(home), _environment(home, env or {}))
         try:
-            link.open(install=install)
             yield link
         finally:
             link.close()
@@ -212,16 +237,19 @@ def _command(
     home: Path,
     app: str | os.PathLike[str],
     run_config: Mapping[str, Scalar],
-    nodes: Mapping[str, Scalar],
+    federation: Mapping[str, Scalar],
 ) -> list[str]:
     """`flwr run`; the run configuration goes through a file, where strings may hold anything."""
     overrides = home / "run-config.toml"
     overrides.write_text(
         "".join(f"{key} = {_toml(value)}\n" for key, value in run_config.items()), encoding="utf-8"
     )
-    federation = " ".join(f"{key}={_toml(value)}" for key, value in nodes.items())
     command = ["flwr", "run", str(Path(app).resolve()), "--stream"]
-    return [*command, "--run-config", str(overrides), "--federation-config", federation]
+    command += ["--run-config", str(overrides)]
+    if federation:
+        text = " ".join(f"{key}={_toml(value)}" for key, value in federation.items())
+        command += ["--federation-config", text]
+    return command
 
 
 def _environment(home: str, extra: Mapping[str, str]) -> dict[str, str]:
@@ -267,14 +295,15 @@ def _sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of the loopback interface that nobody listens on."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 
 def _accepts(port: int) -> bool:
-    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
+    with suppress(OSError), socket.create_connection((LOOPBACK, port), timeout=1.0):
         return True
     return False
 

@@ -1,0 +1,241 @@
+"""The tables of a comparison: what each run came to round by round, and each algorithm over seeds.
+
+Numbers are as in the runs' files: accuracies are shares, bytes are bytes. Only Markdown, which is
+for people, has per cent and megabytes.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, TypeAlias
+
+from fl_strategies.files import write_atomically
+from simulations.config import RunConfig
+from simulations.figures import read_history
+
+Row: TypeAlias = dict[str, Any]
+
+AXES = {
+    "rounds": "round",
+    "exchanges": "exchanges",
+    "bytes": "bytes",
+    "seconds": "seconds",
+    "virtual_seconds": "virtual_seconds",
+}
+"""What may be counted until a target is reached, and the column of :func:`curve` that counts it."""
+
+FIGURES: dict[str, tuple[str, float, str]] = {
+    "final_accuracy": ("final accuracy", 100, ".2f"),
+    "best_accuracy": ("best", 100, ".2f"),
+    "rounds_to_target": ("rounds to {target}", 1, ".4g"),
+    "exchanges_to_target": ("exchanges to {target}", 1, ".4g"),
+    "bytes_to_target": ("MB to {target}", 1e-6, ".2f"),
+    "seconds_to_target": ("seconds to {target}", 1, ".1f"),
+    "virtual_seconds_to_target": ("virtual s to {target}", 1, ".1f"),
+    "bytes_up": ("MB up", 1e-6, ".2f"),
+    "bytes_down": ("MB down", 1e-6, ".2f"),
+    "seconds": ("seconds", 1, ".1f"),
+    "virtual_seconds": ("virtual s", 1, ".1f"),
+    "gradient_norm2": ("‖∇f‖²", 1, ".1e"),
+    "client_accuracy": ("on clients' data", 100, ".2f"),
+    "own_accuracy": ("own models", 100, ".2f"),
+    "accuracy_variance": ("variance over clients", 1, ".4f"),
+    "accuracy_worst": ("worst client", 100, ".2f"),
+    "accuracy_smallest": ("smallest client", 100, ".2f"),
+    "accuracy_largest": ("largest client", 100, ".2f"),
+}
+"""Figures of a run: their heads in Markdown, the factor there, and the format."""
+
+CLIENTS = {
+    "client_accuracy": "eval-accuracy-mean",
+    "own_accuracy": "own-accuracy-mean",
+    "accuracy_variance": "eval-accuracy-variance",
+    "accuracy_worst": "eval-accuracy-min",
+    "accuracy_smallest": "eval-accuracy-smallest",
+    "accuracy_largest": "eval-accuracy-largest",
+}
+"""Where a history has what the clients measured on data of their own: the common model's mean over
+clients, their own models', and the common model's variance, and its accuracy at the worst, the
+smallest and the largest client."""
+
+
+def curve(config: RunConfig) -> list[Row]:
+    """Return a row for each line of the run's history; None is what it does not have.
+
+    ``round`` counts the algorithm's rounds, of which FedPD skips the exchange of some; ``bytes``
+    are up and down, and they, ``seconds`` and ``virtual_seconds`` are sums since the first round.
+    """
+    history = read_history(Path(config.output) / "history.jsonl")
+    sent = accumulate(row["bytes-up"] + row["bytes-down"] for row in history)
+    spent = accumulate(row["seconds"] for row in history)
+    return [
+        {
+            "algorithm": config.algorithm,
+            "seed": config.seed,
+            "round": int(row.get("algorithm-round", row["round"])),
+            "exchanges": int(row.get("exchanges", row["round"])),
+            "bytes": int(all_bytes),
+            "seconds": seconds,
+            "virtual_seconds": row.get("virtual-seconds"),
+            "test_accuracy": row.get("test-accuracy"),
+            "test_loss": row.get("test-loss"),
+            **{name: row.get(CLIENTS[name]) for name in ("client_accuracy", "own_accuracy")},
+        }
+        for row, all_bytes, seconds in zip(history, sent, spent, strict=True)
+    ]
+
+
+def run_figures(config: RunConfig, summary: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the ``FIGURES`` of one run; None is what it has not, or did not reach."""
+    rows = curve(config)
+    measured = (row for row in rows if row["test_accuracy"] is not None)
+    reached = next((row for row in measured if row["test_accuracy"] >= config.target), None)
+    found: dict[str, float | None] = {
+        f"{name}_to_target": reached[column] if reached else None for name, column in AXES.items()
+    }
+    evaluated = [
+        row for row in read_history(Path(config.output) / "history.jsonl") if "eval-accuracy" in row
+    ]
+    found |= {name: evaluated[-1].get(key) if evaluated else None for name, key in CLIENTS.items()}
+    found["virtual_seconds"] = rows[-1]["virtual_seconds"] if rows else None
+    return {name: found.get(name, summary.get(name)) for name in FIGURES}
+
+
+def algorithm_row(configs: Sequence[RunConfig], summaries: Sequence[Mapping[str, Any]]) -> Row:
+    """Return the row of one algorithm: each figure's mean over the seeds and standard deviation.
+
+    ``..._to_target`` are means over the seeds that got there; ``reached`` says how many did.
+    Deviations are those of a sample, None of one number.
+    """
+    runs = [run_figures(c, summary) for c, summary in zip(configs, summaries, strict=True)]
+    first = configs[0]
+    row: Row = {
+        "algorithm": first.algorithm,
+        "seeds": " ".join(str(config.seed) for config in configs),
+        "target": first.target,
+        "reached": sum(run["rounds_to_target"] is not None for run in runs),
+    }
+    for name in FIGURES:
+        values = [value for run in runs if (value := run[name]) is not None]
+        row[name] = fmean(values) if values else None
+        row[f"{name}_deviation"] = stdev(values) if len(values) > 1 else None
+    solver = f"{first.solver} {first.solver_params}".strip()
+    settings = f"{first.model}, {solver} lr {first.lr:g}, momentum {first.momentum:g}"
+    return row | {"settings": f"{settings} {first.params}".strip()}
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Return the rows of :func:`algorithm_row` as a Markdown table, without empty columns."""
+    if not rows:
+        return "No run has finished.\n"
+    always = ("final_accuracy", "best_accuracy", "rounds_to_target")
+    names = [n for n in FIGURES if n in always or any(row[n] is not None for row in rows)]
+    if all(row["exchanges_to_target"] == row["rounds_to_target"] for row in rows):
+        names = [name for name in names if name != "exchanges_to_target"]
+    target = f"{100 * rows[0]['target']:g} %"
+    heads = [FIGURES[name][0].format(target=target) for name in names]
+    shown = [
+        [row["algorithm"], *(_shown(row, name) for name in names), row["settings"]] for row in rows
+    ]
+    return grid(["algorithm", *heads, "settings"], shown)
+
+
+def grid(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table of texts."""
+    lines = [f"| {' | '.join(line)} |\n" for line in (heads, *rows)]
+    return "".join([lines[0], "|---" * len(heads) + "|\n", *lines[1:]])
+
+
+def _shown(row: Row, name: str) -> str:
+    _, factor, form = FIGURES[name]
+    if row[name] is None:
+        return "-"
+    text = format(factor * row[name], form)
+    if (deviation := row[f"{name}_deviation"]) is not None:
+        text += f" ± {factor * deviation:{form}}"
+    seeds = len(row["seeds"].split())
+    if name.endswith("_to_target") and row["reached"] < seeds:
+        text += f" ({row['reached']} of {seeds})"
+    return text + " %" * (factor == 100)
+
+
+# ---- tuning -----------------------------------------------------------------------------------
+
+RULE = (
+    "Learning rates were tuned per algorithm on seed {seed} alone: {share:g} % of each client's"
+    " training rows were held out, and each rate was scored by the mean accuracy on all of these"
+    " over the last fifth of the rounds. The highest score wins, the smaller rate among equals."
+    " No test data were used; the runs compared train on all training rows."
+)
+
+
+def score(config: RunConfig) -> float:
+    """Return a trial's mean accuracy over the last fifth of its rounds (rounded up); 0 for none."""
+    found = [row["test_accuracy"] for row in curve(config) if row["test_accuracy"] is not None]
+    last = found[-math.ceil(len(found) / 5) :]
+    return fmean(last) if last else 0.0
+
+
+def tuned(algorithm: str, scores: Mapping[float, float]) -> list[Row]:
+    """Return a row per learning rate, smallest first; ``chosen`` in one, with a ``remark`` on it.
+
+    The best score wins, the smaller rate among equals. A choice at the end of the grid is remarked
+    upon, since a rate beyond may be better still, and so is a grid of equal scores.
+    """
+    rates = sorted(scores)
+    best = max(rates, key=lambda rate: scores[rate])  # the first of equals
+    remark = ""
+    if len(set(scores.values())) == 1:
+        remark = "all rates score alike"
+    elif best in (rates[0], rates[-1]):
+        end = "smallest" if best == rates[0] else "largest"
+        remark = f"the {end} of the grid: one beyond may be better"
+    return [
+        {
+            "algorithm": algorithm,
+            "lr": rate,
+            "score": scores[rate],
+            "chosen": rate == best,
+            "remark": remark if rate == best else "",
+        }
+        for rate in rates
+    ]
+
+
+def tuning_markdown(rows: Sequence[Row], rule: str) -> str:
+    """Return the rows of :func:`tuned` as a table of algorithms and rates, under the rule."""
+    rates = sorted({row["lr"] for row in rows})
+    lines = []
+    for algorithm in dict.fromkeys(row["algorithm"] for row in rows):
+        mine = [row for row in rows if row["algorithm"] == algorithm]
+        cells = [f"{100 * row['score']:.2f} %" for row in mine]
+        cells = [f"**{c}**" if row["chosen"] else c for c, row in zip(cells, mine, strict=True)]
+        lines.append([algorithm, *cells, "".join(row["remark"] for row in mine)])
+    heads = ["algorithm", *(f"lr {rate:g}" for rate in rates), "remark"]
+    return f"{rule}\n\n{grid(heads, lines)}"
+
+
+# ---- files ------------------------------------------------------------------------------------
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows of equal columns."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(rows[0]) if rows else [])
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, text.getvalue().encode())
+
+
+def write_table(stem: Path, rows: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Write a table as ``stem.md`` (``text``), ``stem.csv`` and ``stem.json``."""
+    write_atomically(stem.with_suffix(".md"), text.encode())
+    write_csv(stem.with_suffix(".csv"), rows)
+    write_atomically(stem.with_suffix(".json"), json.dumps(rows, indent=2).encode())
