@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from flwr.common.logger import FLOWER_LOGGER
-from PIL import Image
+from tiny_data import encoded
 
 torch.set_num_threads(1)
 
@@ -58,11 +57,7 @@ def stand_in(folder: Path) -> Path:
     ):
         (folder / name).mkdir()
         for split, count in (("train", 400), ("test", 50)):
-            images = []
-            for pixels in rng.integers(0, 256, (count, *shape), dtype=np.uint8):
-                file = io.BytesIO()
-                Image.fromarray(pixels).save(file, "PNG")
-                images.append({"bytes": file.getvalue(), "path": None})
-            table = pa.table({column: images, "label": np.arange(count) % 10})
+            images = rng.integers(0, 256, (count, *shape), dtype=np.uint8)
+            table = pa.table({column: encoded(images), "label": np.arange(count) % 10})
             pa.parquet.write_table(table, folder / name / f"{split}.parquet")
     return folder

@@ -6,7 +6,7 @@ minimiser b that differ from client to client and lie off the origin, all in flo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,22 +19,35 @@ from torch import Tensor, nn
 
 from clients import AnyAlgorithmClient, ContextStore, FlatModel, LocalTraining, Problem, client_app
 from clients import client_id as id_of
+from clients.state import Fields, Owner, peek
 from simulations.in_process import Fault, InProcessGrid
 
 DIM = 5
 """Numbers in a model: `head` [2, 2] and `tail` [1], in this order."""
 
 
+class Sum(nn.Module):
+    """z [n, p] -> its row sums: the head of `Linear`."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        return z.sum(1)
+
+
 class Linear(nn.Module):
-    """x [n, 5] -> x . (head, tail): two arrays, so that their order and shapes matter."""
+    """x [n, 5] -> x . (head, tail): two arrays, so that their order and shapes matter.
+
+    Its features are the five products that `out` adds up.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
         self.tail = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.out = Sum()
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ torch.cat([self.head.reshape(-1), self.tail])
+        summed: Tensor = self.out(x * torch.cat([self.head.reshape(-1), self.tail]))
+        return summed
 
 
 def half_mean_square(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -125,7 +138,7 @@ def make_client_app(
     All clients share one module, as in a worker process. Full-batch steps of lr 0.1 by default.
     """
     training = training or LocalTraining(solver="gd", lr=0.1)
-    model = FlatModel(Linear(), dtype=dtype)
+    model = FlatModel(Linear(), dtype=dtype, head="out")
     made = [q.problem(model) for q in problems]
 
     def client_fn(context: Context) -> NumPyClient:
@@ -140,3 +153,16 @@ def grid(
 ) -> InProcessGrid:
     """Return an in-process federation of one node per problem; options of `make_client_app`."""
     return InProcessGrid(make_client_app(problems, **options), len(problems), fault=fault)
+
+
+def kept(federation: InProcessGrid, acked: Mapping[int, int]) -> list[Fields]:
+    """Return the fields of the state of each client that the server counts on."""
+    found = []
+    for client, context in enumerate(federation.contexts.values()):
+        store = ContextStore(context)
+        about = context.state.config_records[store.prefix]
+        owner = Owner(str(about["algorithm"]), str(about["model"]))
+        _, fields = peek(store, owner, acked.get(client, -1))
+        assert fields is not None
+        found.append(fields)
+    return found

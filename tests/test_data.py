@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import pytest
-from PIL import Image
 from scipy.optimize import linprog
 from sklearn.datasets import load_digits
+from tiny_data import cifar100, encoded
 
 from simulations import data
 
@@ -40,15 +39,13 @@ def forbid_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def table(pixels: np.ndarray, column: str = "image", kind: str = "PNG") -> datasets.Dataset:
-    encoded = []
-    for image in pixels:
-        Image.fromarray(image).save(file := BytesIO(), kind)
-        encoded.append({"bytes": file.getvalue(), "path": None})
     features = datasets.Features(
         {column: datasets.Image(), "label": datasets.ClassLabel(num_classes=4)}
     )
     labels = LABELS[: len(pixels)]
-    return datasets.Dataset.from_dict({column: encoded, "label": labels}, features=features)
+    return datasets.Dataset.from_dict(
+        {column: encoded(pixels, kind), "label": labels}, features=features
+    )
 
 
 def folder(path: Path, pixels: np.ndarray, column: str = "image", kind: str = "PNG") -> Path:
@@ -117,6 +114,7 @@ def test_a_set_without_published_scale_is_standardised_by_its_training_images(
         ("fashion_mnist", "authors", [0.1307], [0.3081]),
         ("cifar10", "own", [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]),
         ("cifar10", "authors", [0.5] * 3, [0.5] * 3),
+        ("cifar100", "own", [0.5071, 0.4865, 0.4409], [0.2673, 0.2564, 0.2762]),
     ],
 )
 def test_normalisation_maps_mean_to_zero_and_mean_plus_std_to_one(
@@ -163,6 +161,16 @@ def test_fl_data_comes_before_the_path_and_both_before_the_hub(
     from_hub = data.load("mnist", normalise="none").x
     assert asked == [("ylecun/mnist", "train"), ("ylecun/mnist", "test")]
     np.testing.assert_array_equal(from_hub, from_path[:4])
+
+
+def test_cifar100_has_fine_classes_and_by_option_coarse_ones(tmp_path: Path) -> None:
+    path = str(cifar100(tmp_path / "own"))
+    fine, coarse = data.load(path), data.load(path, label="coarse_label")
+    assert (fine.num_classes, coarse.num_classes) == (100, 20)
+    assert set(zip(fine.y, coarse.y, strict=True)) == {(4, 0), (50, 0), (99, 19)}
+    np.testing.assert_array_equal(fine.x, coarse.x)
+    with pytest.raises(ValueError, match="one of colour, got img, fine_label, coarse_label"):
+        data.load(path, label="colour")
 
 
 def test_a_data_set_is_decoded_once(tmp_path: Path) -> None:
@@ -258,6 +266,8 @@ def test_the_seed_decides_the_synthetic_data_and_the_type_only_rounds_them() -> 
     ("name", "options", "message"),
     [
         ("nist", {}, "data set 'nist' is neither .* known are digits, synthetic, fedpd-weak, "),
+        ("nist", {}, "known are .* cifar100, femnist, shakespeare, ag_news, dbpedia, any folder"),
+        ("mnist", {"alpha": 1}, r"no option 'alpha', known are \['label', 'owners', 'tokenizer'"),
         ("someone/nist", {}, "data set 'someone/nist' .*: the Hub was asked"),
         ("mnist", {}, "data set 'mnist' .*: the Hub was asked"),
         ("digits", {"normalise": "l2"}, "unknown normalise 'l2', known are own, authors, none"),

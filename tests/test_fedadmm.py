@@ -7,21 +7,24 @@ eta/m for eta/|S|; the slope y left out of (1), the pull left out, the centre w 
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Message
-from problems import DIM, grid, make_client_app, optimum, quadratics, to_record, to_vector
+from problems import DIM, grid, kept, make_client_app, optimum, quadratics, to_record, to_vector
 from test_laws import RATE, START, local, train
 
 from clients import LocalTraining, solve
-from clients.state import ContextStore, Owner, peek
 from fl_strategies import FedADMM, FedAvg, FedProx, fedadmm, fedavg, fedprox
 from fl_strategies.randomness import stream
 from fl_strategies.subproblem import Subproblem
 from simulations.in_process import FIRST_NODE, InProcessGrid
+from simulations.reproduce import fedadmm_table
+from simulations.studies import fedadmm_mnist
 
 
 def strategy(**knobs: Any) -> FedADMM:
@@ -30,15 +33,7 @@ def strategy(**knobs: Any) -> FedADMM:
 
 def states(federation: InProcessGrid, acked: dict[int, int]) -> list[fedadmm.State]:
     """Return the state of each client that the server counts on."""
-    found = []
-    for client, context in enumerate(federation.contexts.values()):
-        store = ContextStore(context)
-        about = context.state.config_records[store.prefix]
-        owner = Owner(str(about["algorithm"]), str(about["model"]))
-        _, fields = peek(store, owner, acked.get(client, -1))
-        assert fields is not None
-        found.append(fedadmm.State(fields["w"], fields["y"], float(fields["rho"])))
-    return found
+    return [fedadmm.State(f["w"], f["y"], float(f["rho"])) for f in kept(federation, acked)]
 
 
 def invariant_gap(theta: np.ndarray, federation: InProcessGrid, acked: dict[int, int]) -> float:
@@ -338,3 +333,23 @@ def test_state_in_a_directory_gives_the_same_model_as_in_the_context(tmp_path: A
         train(full_first(), InProcessGrid(app, 4, fault=drop(0.3)), 8),
         train(full_first(), grid(problems, fault=drop(0.3)), 8),
     )
+
+
+def test_the_studys_table_has_rounds_to_the_target_or_what_became_of_a_cell(tmp_path: Path) -> None:
+    cells = [c for c in fedadmm_mnist() if c.name.startswith("fedavg-iid-cnn1-momentum0.5")]
+    outcomes = [
+        {"finished": True, "rounds_to_target": 7, "best_accuracy": 0.971, "rounds": 7},
+        {"finished": True, "rounds_to_target": None, "best_accuracy": 0.5, "rounds": 40},
+        {"finished": True, "rounds_to_target": None, "best_accuracy": 0.1, "rounds": 2},
+        {"finished": False},
+    ]
+    for cell, outcome in zip(cells, outcomes, strict=False):
+        (tmp_path / cell.name).mkdir()
+        (tmp_path / cell.name / "summary.json").write_text(json.dumps(outcome))
+        row = {"round": outcome.get("rounds"), "clients-used": 10 * (outcome.get("rounds") != 2)}
+        (tmp_path / cell.name / "history.jsonl").write_text(json.dumps(row) + "\n")
+    lines = fedadmm_table(cells, tmp_path).splitlines()
+    steps = [f"momentum 0.5, lr {lr}" for lr in (0.1, 0.2, 0.5)]
+    assert lines[2] == f"| rule | network | seed | {' | '.join(steps)} |"
+    assert lines[4] == "| fedavg | `cnn1` | 1 | **7** | 50.0 % (40) | diverged in round 2 |"
+    assert lines[5] == "| fedavg | `cnn1` | 2 |  | not run |  |"

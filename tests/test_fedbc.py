@@ -18,11 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from problems import (
     DIM,
+    Linear,
     Quadratic,
     grid,
+    kept,
     make_client_app,
     optimum,
     quadratics,
@@ -32,9 +34,8 @@ from problems import (
 from scipy.optimize import minimize
 from test_laws import RATE, START, local, train
 
-from clients import DirectoryStore, LocalTraining, client_id, solve
+from clients import DirectoryStore, FlatModel, LocalTraining, client_id, solve
 from clients.base import to_fields
-from clients.state import ContextStore, Owner, peek
 from fl_strategies import FedAvg, FedBC, FedProx, PerFedBC, fedbc
 from fl_strategies.proximity import (
     Dual,
@@ -63,16 +64,10 @@ def exact(q: Quadratic) -> Any:
 
 def states(federation: InProcessGrid, acked: dict[int, int]) -> list[State]:
     """Return the state of each client that the server counts on."""
-    found = []
-    for client, context in enumerate(federation.contexts.values()):
-        store = ContextStore(context)
-        about = context.state.config_records[store.prefix]
-        owner = Owner(str(about["algorithm"]), str(about["model"]))
-        _, fields = peek(store, owner, acked.get(client, -1))
-        assert fields is not None
-        numbers = {n: fields[n].item() for n in State._fields if n != "x"}
-        found.append(State(x=fields["x"], **numbers))
-    return found
+    return [
+        State(x=fields["x"], **{n: fields[n].item() for n in State._fields if n != "x"})
+        for fields in kept(federation, acked)
+    ]
 
 
 def lost(*rounds: int) -> Any:
@@ -480,6 +475,16 @@ def test_a_void_round_takes_no_dual_steps() -> None:
     one = strategy(dual_momentum=0.5)
     train(one, grid(problems, fault=lost(2, 3)), 4)
     assert one._clock == 2 * 3
+
+
+def test_a_round_whose_model_its_type_cannot_hold_takes_no_dual_steps() -> None:
+    """The mean is finite in double precision, and too large for the model's float32."""
+    one = strategy(dual_momentum=0.5)
+    one.aggregate = lambda *_: np.full(5, 1e39)  # type: ignore[method-assign]
+    app = make_client_app(quadratics(3), dtype=torch.float32)
+    model = FlatModel(Linear(), dtype=torch.float32).module.state_dict()
+    one.start(InProcessGrid(app, 3), ArrayRecord(model), 1)
+    assert (one._clock, one._acked) == (0, {})
 
 
 def test_state_in_a_directory_gives_the_same_model_as_in_the_context(tmp_path: Any) -> None:

@@ -422,6 +422,13 @@ def test_a_round_lasts_until_its_slowest_device_is_done() -> None:
         assert info.metrics["clients-asked"] == 2
 
 
+def test_the_history_has_each_devices_weight_by_gamma() -> None:
+    rows: list[dict[int, dict[str, float]]] = []
+    one = fedbcd_(gamma=[1.0, 2.0, 5.0], callbacks=[lambda info: rows.append(dict(info.clients))])
+    train(one, grid(quadratics(3)), 1)
+    assert [rows[0][i]["weight-share"] for i in range(3)] == pytest.approx([1 / 8, 2 / 8, 5 / 8])
+
+
 def test_blocks_and_modulo_tell_which_cloud_server_a_device_has() -> None:
     for assignment, expected in (("modulo", [0, 1, 2, 0, 1, 2]), ("blocks", [0, 0, 1, 1, 2, 2])):
         one = fedbcd_(servers=3, assignment=assignment)

@@ -11,7 +11,8 @@ from safetensors.numpy import load_file
 from fl_strategies.params import format_params, parse_params
 from simulations.compare import configs_for, main
 from simulations.config import RunConfig
-from simulations.reproduce import Cell, fedbcd_mnist, run_cell, table
+from simulations.reproduce import run_cell, table
+from simulations.studies import Cell, fedbcd_mnist
 
 
 def test_compare_runs_all_three_and_reports_the_time_and_own_accuracy(tmp_path: Path) -> None:

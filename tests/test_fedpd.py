@@ -28,6 +28,7 @@ from problems import (
     Quadratic,
     grid,
     half_mean_square,
+    kept,
     make_client_app,
     optimum,
     quadratics,
@@ -37,16 +38,16 @@ from problems import (
 from test_laws import RATE, START, local, train
 from torch import nn
 
-from clients import ContextStore, FedPDClient, FlatModel, LocalTraining, Problem, client_id, solve
-from clients.state import Owner, peek
+from clients import FedPDClient, FlatModel, LocalTraining, Problem, client_id, solve
 from fl_strategies import FederatedStrategy, FedPD, fedpd
 from fl_strategies.randomness import stream
 from fl_strategies.subproblem import Subproblem
 from simulations import data, experiment
 from simulations.config import RunConfig
 from simulations.in_process import Fault, InProcessGrid
-from simulations.reproduce import STUDIES, Cell, run_cell, table
+from simulations.reproduce import run_cell, table
 from simulations.stationarity import stationarity
+from simulations.studies import STUDIES, Cell
 
 SGD = local(solver="sgd", epochs=2, **{"batch-size": 3})
 VR = {"oracle": "II", "gamma": 0.3, "inner_steps": 3, "inner_batch": 2, "full_every": 3}
@@ -58,15 +59,7 @@ def strategy(**knobs: Any) -> FedPD:
 
 def states(federation: InProcessGrid, acked: dict[int, int]) -> list[fedpd.State]:
     """Return the state of each client that the server counts on."""
-    found = []
-    for client, context in enumerate(federation.contexts.values()):
-        store = ContextStore(context)
-        about = context.state.config_records[store.prefix]
-        owner = Owner(str(about["algorithm"]), str(about["model"]))
-        _, fields = peek(store, owner, acked.get(client, -1))
-        assert fields is not None
-        found.append(fedpd.State(fields["x"], fields["lam"], fields["g"]))
-    return found
+    return [fedpd.State(f["x"], f["lam"], f["g"]) for f in kept(federation, acked)]
 
 
 def same(ours: list[fedpd.State], theirs: list[fedpd.State]) -> None:
@@ -571,7 +564,7 @@ def test_oracle_two_is_refused_without_access_to_full_gradients() -> None:
     model = FlatModel(Linear())
     client = FedPDClient(Stream(model), client_id=4)  # type: ignore[arg-type]
     state, x0 = fedpd.first_state(model.vector), model.vector
-    message = "oracle II needs full gradients, and the Stream of client 4 has no full_gradient"
+    message = "fedpd asks client 4 for a full gradient, and its Stream has no full_gradient"
     with pytest.raises(ValueError, match=message):
         client.step(state, x0, None, request())  # type: ignore[arg-type]
 

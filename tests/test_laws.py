@@ -1,7 +1,7 @@
 """Laws that every algorithm owes (ALGORITHMS.md, section 7). A new algorithm is a new row of TABLE.
 
 Each row says where the algorithm converges to on quadratics under full participation with K steps
-of gradient descent, worked out by linear algebra.
+of gradient descent, worked out by linear algebra (MOON's by running its equations in NumPy).
 """
 
 from __future__ import annotations
@@ -87,22 +87,112 @@ def pulled(gamma: float, zeta: float) -> Callable[[list[Quadratic]], np.ndarray]
     return limit
 
 
+def pooled(problems: list[Quadratic]) -> np.ndarray:
+    """Where the mean loss over all examples is least."""
+    return optimum(problems, by_examples=True)
+
+
 def mean_of_minimisers(problems: list[Quadratic]) -> np.ndarray:
     """Where every lambda has come down to 0, each client is at its own minimiser."""
     return np.mean([q.b for q in problems], axis=0)
 
 
-def meta_biased(inner_rate: float) -> Callable[[list[Quadratic]], np.ndarray]:
-    """The fixed point of plain averaging after K outer steps of first-order MAML."""
+def contrast_gradient(
+    q: Quadratic, w: np.ndarray, theta: np.ndarray, previous: np.ndarray, tau: float
+) -> np.ndarray:
+    """The gradient at w of MOON's term, in features x_j w_j of an input x."""
+
+    def length(v: np.ndarray) -> np.ndarray:
+        return np.linalg.norm(q.X * v, axis=1, keepdims=True)
+
+    def sim(v: np.ndarray) -> np.ndarray:
+        return (q.X * w * q.X * v).sum(1, keepdims=True) / length(w) / length(v)
+
+    def slope(v: np.ndarray) -> np.ndarray:  # of sim(v) by the features X w
+        return q.X * v / length(w) / length(v) - sim(v) * q.X * w / length(w) ** 2
+
+    wrong = 1 / (1 + np.exp((sim(theta) - sim(previous)) / tau))
+    return (q.X * wrong * (slope(previous) - slope(theta)) / tau).mean(0)
+
+
+def contrasted_steps(
+    q: Quadratic, theta: np.ndarray, previous: np.ndarray, mu: float = 1.0, tau: float = 0.5
+) -> np.ndarray:
+    """What a client of MOON makes of theta in STEPS steps."""
+    w = theta
+    for _ in range(STEPS):
+        w = w - RATE * (q.gradient(w) + mu * contrast_gradient(q, w, theta, previous, tau))
+    return w
+
+
+def contrasted(problems: list[Quadratic]) -> np.ndarray:
+    """Where MOON's rounds leave theta and every w_i."""
+    theta, examples = START, sum(q.n for q in problems)
+    own = [START for _ in problems]
+    for _ in range(400):
+        own = [contrasted_steps(q, theta, w) for q, w in zip(problems, own, strict=True)]
+        theta = sum(q.n / examples * w for q, w in zip(problems, own, strict=True))
+    return theta
+
+
+def meta_biased(inner_rate: float, order: int) -> Callable[[list[Quadratic]], np.ndarray]:
+    """The fixed point of plain averaging after K outer steps of MAML, of first or second order."""
 
     def limit(problems: list[Quadratic]) -> np.ndarray:
         left, right, one = np.zeros((DIM, DIM)), np.zeros(DIM), np.eye(DIM)
         for q in problems:
-            # w - b = (I - RATE A (I - inner_rate A)) (w - b) in each outer step
-            moved = one - np.linalg.matrix_power(one - RATE * q.A @ (one - inner_rate * q.A), STEPS)
+            # w - b = (I - RATE A (I - inner_rate A)^order) (w - b) in each outer step
+            adapted = np.linalg.matrix_power(one - inner_rate * q.A, order)
+            moved = one - np.linalg.matrix_power(one - RATE * q.A @ adapted, STEPS)
             left += moved
             right += moved @ q.b
         return np.linalg.solve(left, right)
+
+    return limit
+
+
+def enveloped(lam: float, eta: float, inner_steps: int) -> Callable[[list[Quadratic]], np.ndarray]:
+    """pFedMe's fixed point: z is the mean of the uploads of clients whose theta_i stays."""
+
+    def limit(problems: list[Quadratic]) -> np.ndarray:
+        one, none, flat = np.eye(DIM), np.zeros((DIM, DIM)), np.zeros((DIM, 1))
+        left, right = np.zeros((DIM, DIM)), np.zeros(DIM)
+        for q in problems:
+            # both steps as matrices on (theta, w, 1)
+            descend = [
+                one - RATE * (q.A + lam * one),
+                RATE * lam * one,
+                RATE * (q.A @ q.b)[:, None],
+            ]
+            follow = [eta * lam * one, (1 - eta * lam) * one, flat]
+            last = [flat.T, flat.T, np.ones((1, 1))]
+            inner = np.block([descend, [none, one, flat], last])
+            outer = np.block([[one, none, flat], follow, last])
+            cycle = np.linalg.matrix_power(
+                outer @ np.linalg.matrix_power(inner, inner_steps), STEPS
+            )
+            theta = np.linalg.solve(one - cycle[:DIM, :DIM], cycle[:DIM, DIM:])
+            upload = cycle[DIM:-1, DIM:] + cycle[DIM:-1, :DIM] @ theta
+            left, right = left + one - upload[:, :DIM], right + upload[:, DIM]
+        return np.linalg.solve(left, right)
+
+    return limit
+
+
+def fair(q: float) -> Callable[[list[Quadratic]], np.ndarray]:
+    """q-FedAvg's fixed point: ``biased``'s, with F_i^q for a client's weight."""
+
+    def limit(problems: list[Quadratic]) -> np.ndarray:
+        theta, one = START, np.eye(DIM)
+        for _ in range(500):
+            left, right = np.zeros((DIM, DIM)), np.zeros(DIM)
+            for problem in problems:
+                # theta - w = (I - (I - lr A)^K) (theta - b)
+                moved = one - np.linalg.matrix_power(one - RATE * problem.A, STEPS)
+                weight = problem.value(theta) ** q
+                left, right = left + weight * moved, right + weight * moved @ problem.b
+            theta = (theta + np.linalg.solve(left, right)) / 2
+        return theta
 
     return limit
 
@@ -123,10 +213,13 @@ class Row:
     """Whether a round can do with some of the clients."""
     updates: int = 2
     """Of running statistics, by a client with batches of 4, 4 and 1 examples in an epoch."""
+    local: dict[str, Any] = field(default_factory=dict)
+    """How its clients train, whatever a test asks for."""
 
     def strategy(self, **options: Any) -> FederatedStrategy:
         if not self.partial:
             options.pop("fraction_train", None)
+        options["local"] = options["local"] | self.local
         return STRATEGIES[self.name](**{"fraction_evaluate": 0.0, **self.knobs, **options})
 
 
@@ -156,8 +249,11 @@ OTHER_DUAL = {
 }
 
 TABLE = [
+    Row("fedsgd", pooled, updates=1, local={"solver": "gd", "epochs": 1}),
     Row("fedavg", biased(0.0), others={"weights": "uniform"}),
     Row("fedprox", biased(0.5), {"mu": 0.5}, {"mu": 1.0, "weights": "uniform"}),
+    Row("scaffold", optimum, others={"eta_g": 0.5, "option": "I"}),
+    Row("q-fedavg", fair(1.0), others={"q": 2.0}),
     Row(
         "fedadmm",
         optimum,
@@ -187,7 +283,7 @@ TABLE = [
     Row("fedbc", mean_of_minimisers, DUAL, OTHER_DUAL | {"local_start": "global"}),
     Row(
         "per-fedbc",
-        meta_biased(0.05),
+        meta_biased(0.05, 1),
         DUAL | {"inner_rate": 0.05},
         OTHER_DUAL | {"inner_rate": 0.1, "inner_steps": 2},
         updates=4,
@@ -212,6 +308,33 @@ TABLE = [
         CLOUDS_NEED
         | {"first": {"servers": 4}}
         | {name: {"servers": 4, "first": 1} for name in ("rigorous", "staleness", "order")},
+    ),
+    Row(
+        "moon",
+        contrasted,
+        {"mu": 1.0, "tau": 0.5},
+        {"mu": 2.0, "tau": 1.0, "weights": "uniform"},
+    ),
+    Row(
+        "per-fedavg",
+        meta_biased(0.05, 2),
+        {"inner_rate": 0.05},
+        {"inner_rate": 0.1, "meta_gradient": "first-order", "weights": "examples"},
+        updates=6,
+    ),
+    Row(
+        "pfedme",
+        enveloped(2.0, 0.2, 5),
+        {"lam": 2.0, "eta": 0.2},
+        {
+            "lam": 4.0,
+            "eta": 0.1,
+            "beta": 0.5,
+            "inner_steps": 10,
+            "local_start": "global",
+            "weights": "examples",
+        },
+        updates=10,
     ),
 ]
 

@@ -121,6 +121,44 @@ def test_a_large_alpha_gives_every_client_the_common_mixture() -> None:
     assert np.abs(counts - np.bincount(LABELS) / 4).max() <= 1.5  # a cut rounds at either end
 
 
+def test_clients_that_draw_their_own_mixture_hold_equally_many_rows_of_their_own() -> None:
+    for alpha in (1e-4, 0.3, 1e4):
+        parts = partition("dirichlet", LABELS, 20, seed=1, alpha=alpha, rows_per_client=71)
+        assert [len(part) for part in parts] == [71] * 20
+        assert len(np.unique(np.concatenate(parts))) == 20 * 71
+
+
+def test_a_clients_own_mixture_has_the_moments_of_a_dirichlet_distribution() -> None:
+    """Of rows counted by a mixture that was drawn: as Dirichlet-multinomial counts have them."""
+    clients, classes, rows = 400, 5, 50
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(classes), clients * rows))
+    mean = 1 / classes
+    for alpha in (0.05, 0.4, 3.0):
+        parts = partition("dirichlet", labels, clients, seed=2, alpha=alpha, rows_per_client=rows)
+        share = describe(parts, labels) / rows
+        total = classes * alpha
+        variance = mean * (1 - mean) / rows * (rows + total) / (1 + total)
+        assert share.mean(axis=0) == pytest.approx(mean, abs=4 * (variance / clients) ** 0.5)
+        assert np.var(share) == pytest.approx(variance, rel=0.15)
+
+
+def test_classes_that_run_out_leave_the_others_in_their_proportions() -> None:
+    """Two clients share out a rare class; of the others each takes by its nearly even mixture."""
+    labels = np.repeat([0, 1, 2], [6, 3000, 3000])
+    parts = partition("dirichlet", labels, 2, seed=1, alpha=1e6, rows_per_client=1500)
+    counts = describe(parts, labels)
+    assert counts[:, 0].tolist() == [6, 0]
+    assert np.abs(counts[:, 1] - counts[:, 2]).max() < 5 * 1500**0.5
+
+
+def test_more_rows_than_there_are_are_refused() -> None:
+    for rows in (0, 72):
+        with pytest.raises(
+            ValueError, match=rf"rows_per_client must be from 1 to 71 \(1433 .*, got {rows}"
+        ):
+            partition("dirichlet", LABELS, 20, seed=1, rows_per_client=rows)
+
+
 @pytest.mark.parametrize(
     ("total", "exponent", "smallest", "largest"),
     [  # FedBC, Table 5: MNIST (70,000) and CIFAR-10 (60,000) over 20 devices

@@ -363,6 +363,23 @@ def test_a_parameter_without_gradient_keeps_its_dual_and_pull() -> None:
     assert torch.allclose(got[idle], expected[idle], rtol=1e-13, atol=1e-13)
 
 
+def test_integers_are_stored_as_they_come_and_reach_the_module_as_int64() -> None:
+    torch.manual_seed(10)
+    module = nn.Sequential(nn.Embedding(200, 3), nn.Flatten(), nn.Linear(12, 4))
+    wide, y = torch.randint(0, 200, (7, 4)), torch.arange(7) % 4
+    gradients = []
+    for inputs in (wide, wide.to(torch.uint8), wide.to(torch.int16)):
+        problem = Problem(FlatModel(copy.deepcopy(module)), cross_entropy, inputs, y)
+        assert problem.inputs.dtype == inputs.dtype
+        assert all(x.dtype == inputs.dtype for x, _ in problem.batches(stream(1, "b"), 3))
+        problem.gradient(problem.inputs, problem.targets)
+        gradients.append((problem.model.gradient.clone(), problem.evaluate().loss))
+    assert gradients[0][0].abs().max() > 0
+    for gradient, loss in gradients[1:]:
+        assert torch.equal(gradient, gradients[0][0])
+        assert loss == gradients[0][1]
+
+
 def test_numbers_of_inputs_and_targets_must_agree() -> None:
     model = FlatModel(Linear())
     x = torch.zeros(3, DIM)
@@ -388,3 +405,102 @@ def test_batches_part_the_examples_in_an_order_of_the_stream() -> None:
     ((x, y),) = problem.batches(stream(1, "b"), 0)
     assert torch.equal(x, problem.inputs)
     assert torch.equal(y, problem.targets)
+
+
+# ---- second derivatives -------------------------------------------------------------------------
+
+
+def test_the_hessians_product_is_the_quadratics() -> None:
+    (q,) = quadratics(1)
+    v = np.arange(1.0, DIM + 1)
+    product = q.problem().hessian_product(torch.tensor(q.X), torch.tensor(q.y), torch.tensor(v))
+    np.testing.assert_allclose(product, q.A @ v, rtol=1e-12)
+
+
+def test_the_penalty_adds_its_second_derivative_once() -> None:
+    (q,) = quadratics(1)
+    problem = Problem(
+        FlatModel(Linear()), q.problem().loss, torch.tensor(q.X), torch.tensor(q.y),
+        penalty=lambda w: (w**4).sum(),
+    )  # fmt: skip
+    w, v = np.linspace(-1, 2, DIM), np.arange(1.0, DIM + 1)
+    problem.model.vector.copy_(torch.tensor(w))
+    product = problem.hessian_product(problem.inputs, problem.targets, torch.tensor(v))
+    np.testing.assert_allclose(product, q.A @ v + 12 * w**2 * v, rtol=1e-12)
+
+
+class Sentence(nn.Module):
+    """Embedded words through an LSTM and through fused attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, 4)
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.lstm(self.words(x))[0]
+        out: Tensor = self.out(nn.functional.scaled_dot_product_attention(h, h, h)[:, -1])
+        return out
+
+
+@pytest.mark.parametrize("kind", ["convolution", "sentence", "tied"])
+def test_the_hessians_product_is_the_derivative_of_the_gradient(kind: str) -> None:
+    """By central differences of gradients, whose error falls with the step squared."""
+    torch.manual_seed(2)
+    if kind == "convolution":
+        problem = net_problem()
+    elif kind == "sentence":
+        words = torch.arange(18).view(3, 6) % 5
+        model = FlatModel(Sentence(), dtype=torch.float64)
+        problem = Problem(model, cross_entropy, words, torch.arange(3))
+    else:
+        model = FlatModel(Tied(), dtype=torch.float64)
+        problem = Problem(model, mean_square, torch.randn(4, 3), torch.randn(4, 3))
+    model, h = problem.model, 1e-5
+    model.module.train()
+    w, v = model.vector.clone(), torch.randn_like(model.vector)
+    product = problem.hessian_product(problem.inputs, problem.targets, v)
+
+    def gradient(at: Tensor) -> Tensor:
+        model.vector.copy_(at)
+        problem.gradient(problem.inputs, problem.targets)
+        return model.gradient.clone()
+
+    difference = (gradient(w + h * v) - gradient(w - h * v)) / (2 * h)
+    torch.testing.assert_close(product, difference, rtol=1e-5, atol=1e-8)
+    assert product.abs().max() > 1e-2
+
+
+def test_pieces_of_a_large_batch_add_up_to_its_hessian(monkeypatch: pytest.MonkeyPatch) -> None:
+    (q,) = quadratics(1)
+    problem, v = q.problem(), torch.arange(1.0, DIM + 1, dtype=torch.float64)
+    whole = problem.hessian_product(problem.inputs, problem.targets, v)
+    monkeypatch.setattr(problem_module, "CHUNK", 3)  # 7 examples: 3 + 2 + 2
+    pieces = problem.hessian_product(problem.inputs, problem.targets, v)
+    torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=0.0)
+
+
+def test_one_example_has_a_hessian_with_batchnorm_too() -> None:
+    problem = net_problem(1)
+    problem.model.module.train()
+    v = torch.ones_like(problem.model.vector)
+    assert torch.isfinite(problem.hessian_product(problem.inputs, problem.targets, v)).all()
+    module = problem.model.module
+    assert all(part.training for part in module.modules())
+    assert isinstance(module, Net)
+    assert module.norm.num_batches_tracked == 0
+
+
+def test_a_problem_on_a_batch_is_that_batchs_and_leaves_the_whole_as_it_was() -> None:
+    (q,) = quadratics(1)
+    problem = q.problem()
+    part = problem.on(problem.inputs[2:5], problem.targets[2:5])
+    w = np.linspace(-1, 2, DIM)
+    problem.model.vector.copy_(torch.tensor(w))
+    part.full_gradient()
+    X, y = q.X[2:5], q.y[2:5]
+    np.testing.assert_allclose(problem.model.gradient, X.T @ (X @ w - y) / 3, rtol=1e-12)
+    problem.full_gradient()
+    np.testing.assert_allclose(problem.model.gradient, q.gradient(w), rtol=1e-12)
+    assert (len(part), len(problem)) == (3, 7)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,8 @@ from fl_strategies import STRATEGIES, RoundInfo
 from fl_strategies.params import format_params, parse_params
 from simulations.compare import configs_for, main
 from simulations.config import RunConfig, knobs
-from simulations.experiment import Summary, app, run, run_in_process
+from simulations.experiment import Summary, app, metrics_of, run, run_in_process
+from simulations.figures import read_history
 from simulations.in_process import InProcessGrid
 
 ROOT = Path(__file__).parents[1]
@@ -66,6 +68,21 @@ def test_a_run_writes_its_results_and_prints_their_absolute_path_last(
     assert (folder / "curve.png").stat().st_size > 0
 
 
+def test_metrics_of_is_a_run_that_prints_nothing_and_leaves_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_in_process(small(tmp_path, **{"batch-size": 7}))
+    expected = read_history(tmp_path / "run/history.jsonl")
+    capsys.readouterr()
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    rows = metrics_of(**SMALL, batch_size=7)
+    assert [row["test-loss"] for row in rows] == [row["test-loss"] for row in expected]
+    assert capsys.readouterr().out == ""
+    assert list(temporary.iterdir()) == []
+
+
 def test_an_interrupted_run_leaves_what_was_computed_so_far(tmp_path: Path) -> None:
     def interrupt(info: RoundInfo) -> None:
         if info.server_round == 2:
@@ -83,6 +100,40 @@ def test_an_interrupted_run_leaves_what_was_computed_so_far(tmp_path: Path) -> N
 def test_a_run_may_stop_at_its_target(tmp_path: Path) -> None:
     summary = run_in_process(small(tmp_path, target=0.01, **{"stop-at-target": True}))
     assert (summary.rounds, summary.rounds_to_target) == (1, 1)
+
+
+def test_models_may_be_tested_in_every_nth_round_and_in_the_last(tmp_path: Path) -> None:
+    """As if the other rounds' tests were struck out: training is the same."""
+    summaries, histories = [], []
+    for every in (1, 2):
+        config = small(tmp_path, rounds=5, target=0.01, **{"evaluate-every": every})
+        summaries.append(run_in_process(config))
+        lines = (tmp_path / "run/history.jsonl").read_text().splitlines()
+        histories.append([json.loads(line) for line in lines])
+    each, some = histories
+    assert ["test-loss" in row for row in some] == [False, True, False, True, True]
+    for t in (1, 3, 4):
+        for name in ("test-loss", "test-accuracy"):
+            assert some[t][name] == each[t][name]
+    assert [row["train-loss"] for row in some] == [row["train-loss"] for row in each]
+    first, second = summaries
+    assert second.model_sha256 == first.model_sha256
+    assert (second.rounds, first.rounds_to_target, second.rounds_to_target) == (5, 1, 2)
+    assert second.final_accuracy == first.final_accuracy
+    assert second.best_accuracy == max(each[t]["test-accuracy"] for t in (1, 3, 4))
+
+
+def test_a_target_is_looked_for_where_models_are_tested(tmp_path: Path) -> None:
+    keys = {"stop-at-target": True, "evaluate-every": 2}
+    assert run_in_process(small(tmp_path, rounds=5, target=0.01, **keys)).rounds == 2
+
+
+def test_the_last_exchange_is_tested_where_rounds_are_skipped(tmp_path: Path) -> None:
+    keys = {"algorithm": "fedpd", "params": "eta=1 p=0.5", "fraction": 1.0, "evaluate-every": 100}
+    run_in_process(small(tmp_path, rounds=12, **keys))
+    rows = [json.loads(row) for row in (tmp_path / "run/history.jsonl").read_text().splitlines()]
+    assert 1 < len(rows) < 12
+    assert ["test-loss" in row for row in rows] == [False] * (len(rows) - 1) + [True]
 
 
 def test_clients_may_evaluate_on_data_of_their_own(tmp_path: Path) -> None:
@@ -106,6 +157,7 @@ def test_clients_may_evaluate_on_data_of_their_own(tmp_path: Path) -> None:
         ({"params": "rho=0"}, r"rho must be > 0, got 0"),
         ({"params": "mu=1"}, r"fedadmm has no knob \['mu'\]; it has \['rho', 'eta', "),
         ({"params": "rho"}, r"a knob is given as name=value, got 'rho'"),
+        ({"evaluate-every": 0}, r"evaluate_every must be >= 1, got 0"),
         ({"fraction": 1.5}, r"fraction must be > 0 and <= 1, got 1.5"),
         ({"clients": 5000}, r"clients must be from 1 to 1437 \(samples\), got 5000"),
         ({"clients": 1000}, r"shards must be at most 1437 \(samples\), got 2000"),

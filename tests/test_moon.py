@@ -1,0 +1,488 @@
+"""MOON: its term, what its fixed models are, what it reduces to, and what counts as features.
+
+Mutants tried by hand, each caught by a test here or in test_laws: the two unit vectors of (5)
+exchanged or added, one of them not at length 1, z in (6) not either; tau left out, or a factor; mu
+left out, the term subtracted, its sign within the sigmoid, a sum for the mean over the batch; zero
+length divided by; q's rows or the labels taken from the top; accuracy against row numbers; theta or
+the previous w not loaded, the previous statistics not, the fixed models in training mode, their
+trace left; theta, the old state or the old statistics kept; a newcomer's previous model at 0; the
+solver on f_i alone; hooks left on; the first linear layer's input; penalty or precision lost.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, Message
+from problems import DIM, Linear, grid, make_client_app, quadratics, to_record, to_vector
+from test_laws import START, contrast_gradient, contrasted_steps, local, train
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity, cross_entropy
+
+import clients.moon
+from clients import (
+    AnyAlgorithmClient,
+    ContextStore,
+    DirectoryStore,
+    FlatModel,
+    LocalTraining,
+    MOONClient,
+    Problem,
+    client_app,
+    client_id,
+    solve,
+)
+from clients import problem as problem_module
+from clients.moon import Contrast, frozen_features
+from fl_strategies import MOON, FedAvg, FederatedStrategy, moon
+from fl_strategies.subproblem import Subproblem
+from simulations import models
+from simulations.in_process import FIRST_NODE, InProcessGrid
+
+MU, TAU = 1.7, 0.3
+
+
+def strategy(**knobs: Any) -> MOON:
+    return MOON(**{"fraction_evaluate": 0.0, "local": local(), **knobs})
+
+
+class Net(nn.Module):
+    """A convolution with BatchNorm, dropout and two linear layers, the last one made first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 3)
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.drop = nn.Dropout(0.4)
+        self.middle = nn.Linear(16, 6)
+        self.passes = 0
+
+    def seen(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.conv(x))).flatten(1)
+        return torch.tanh(self.middle(self.drop(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        out: Tensor = self.out(self.seen(x))
+        return out
+
+
+def net(seed: int = 0) -> Net:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        module = Net().double()
+        module.norm.running_mean.normal_()
+        module.norm.running_var.uniform_(0.5, 2.0)
+    return module
+
+
+def examples(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    rng = np.random.default_rng(seed)
+    return torch.tensor(rng.normal(seed, 1 + seed, (n, 1, 4, 4))), torch.tensor(
+        rng.integers(0, 3, n)
+    )
+
+
+def net_problem(n: int = 7) -> Problem:
+    return Problem(FlatModel(net()), cross_entropy, *examples(n))
+
+
+def arrays(module: nn.Module) -> list[np.ndarray]:
+    return [tensor.detach().numpy().copy() for tensor in module.state_dict().values()]
+
+
+def nets(
+    of: type[FederatedStrategy],
+    rounds: int,
+    module: Callable[[], nn.Module] = net,
+    sizes: Sequence[int] = (9, 5, 6),
+    **knobs: Any,
+) -> list[np.ndarray]:
+    """Return the model after ``rounds`` of mini-batches, two of three clients in each."""
+    problems = [
+        Problem(FlatModel(module()), cross_entropy, *examples(n, i)) for i, n in enumerate(sizes)
+    ]
+
+    def client_fn(context: Any) -> AnyAlgorithmClient:
+        i = client_id(context)
+        return AnyAlgorithmClient(problems[i], client_id=i, store=ContextStore(context))
+
+    one = of(
+        fraction_train=0.7,
+        fraction_evaluate=0.0,
+        buffers=FlatModel(module()).buffers,
+        local={"batch-size": 4, "epochs": 2, "lr": 0.05, **knobs.pop("local", {})},
+        **knobs,
+    )
+    initial = ArrayRecord({n: Array(t.numpy()) for n, t in module().state_dict().items()})
+    federation = InProcessGrid(client_app(client_fn), len(sizes))
+    return [array.numpy() for array in one.start(federation, initial, rounds).arrays.values()]
+
+
+def same(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+# ---- the term -----------------------------------------------------------------------------------
+
+
+def published(z: Tensor, z_global: Tensor, z_previous: Tensor, tau: float) -> Tensor:
+    """(2) as it stands: cross-entropy of the two similarities, the first being the right one."""
+    sims = torch.stack([cosine_similarity(z, other) for other in (z_global, z_previous)], 1)
+    return cross_entropy(sims / tau, torch.zeros(len(z), dtype=torch.long))
+
+
+def test_loss_and_gradient_are_those_of_the_published_form() -> None:
+    """On three copies of the model, by autograd, with dropout off."""
+    live, received, previous = net(1), net(2), net(3)
+    problem = net_problem()
+    for module in (live, problem.model.module):
+        module.drop.p = 0.0
+    x, y = problem.inputs, problem.targets
+    with torch.no_grad():
+        z_global, z_previous = (module.eval().seen(x) for module in (received, previous))
+    expected = cross_entropy(live(x), y) + MU * published(live.seen(x), z_global, z_previous, TAU)
+    expected.backward()
+
+    contrast = Contrast(problem, moon.direction(z_global, z_previous, tau=TAU), mu=MU)
+    problem.model.load(arrays(net(1)))
+    problem.model.module.train()
+    loss, _ = contrast.gradient(contrast.inputs, contrast.targets)
+    assert float(loss) == pytest.approx(expected.item(), rel=1e-12)
+    for ours, theirs in zip(problem.model.module.parameters(), live.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_the_gradient_is_the_slope_of_the_loss() -> None:
+    (q,) = quadratics(1)
+    problem = q.problem(FlatModel(Linear(), head="out"))
+    w, theta, previous = START, START + 1.3, np.array([1.0, 2.0, -3.0, 0.5, 1.5])
+    towards = moon.direction(*(torch.tensor(q.X * v) for v in (theta, previous)), tau=TAU)
+    contrast = Contrast(problem, towards, mu=MU)
+
+    def value(v: np.ndarray) -> float:
+        problem.model.vector.copy_(torch.tensor(v))
+        return contrast.evaluate().loss
+
+    step = 1e-5
+    slopes = [(value(w + step * e) - value(w - step * e)) / (2 * step) for e in np.eye(DIM)]
+    value(w)
+    contrast.full_gradient()
+    found = problem.model.gradient.numpy()
+    np.testing.assert_allclose(found, slopes, rtol=1e-6)  # step^2 times third derivatives
+    exact = q.gradient(w) + MU * contrast_gradient(q, w, theta, previous, TAU)
+    np.testing.assert_allclose(found, exact, rtol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("z_global", "z_previous", "expected"),
+    [
+        ([3.0, 4.0], [3.0, 4.0], math.log(2)),
+        ([-4.0, 3.0], [4.0, -3.0], math.log(2)),  # both at right angles to z
+        ([3.0, 4.0], [-4.0, 3.0], math.log(1 + math.exp(-1 / TAU))),
+        ([-4.0, 3.0], [3.0, 4.0], math.log(1 + math.exp(1 / TAU))),
+        ([3.0, 4.0], [-3.0, -4.0], math.log(1 + math.exp(-2 / TAU))),
+        ([0.0, 0.0], [3.0, 4.0], math.log(1 + math.exp(1 / TAU))),  # length 0 is like nothing
+    ],
+)
+def test_the_term_at_known_angles(
+    z_global: list[float], z_previous: list[float], expected: float
+) -> None:
+    z = np.array([[6.0, 8.0]])
+    q = moon.direction(np.array([z_global]), np.array([z_previous]), tau=TAU)
+    assert math.log1p(math.exp(moon.excess(z, q).item())) == pytest.approx(expected, rel=1e-12)
+    assert moon.excess(17.0 * z, q) == pytest.approx(moon.excess(z, q))  # lengths do not matter
+
+
+def test_features_of_length_zero_have_a_finite_gradient() -> None:
+    z = torch.tensor([[0.0, 0.0], [1.0, 2.0]], requires_grad=True)
+    s = moon.excess(z, torch.tensor([[5.0, -5.0], [5.0, -5.0]]))
+    s.sum().backward()
+    assert s[0] == 0.0
+    assert torch.isfinite(z.grad).all()
+
+
+def test_the_rule_runs_on_a_stack_of_clients_and_writes_to_nothing() -> None:
+    z, a, b = np.random.default_rng(3).normal(size=(3, 4, 6, 5))
+    given = [v.copy() for v in (z, a, b)]
+    stacked = moon.excess(z, moon.direction(a, b, tau=TAU))
+    for i in range(4):
+        alone = [torch.tensor(v[i]) for v in (z, a, b)]
+        s = moon.excess(alone[0], moon.direction(*alone[1:], tau=TAU))
+        np.testing.assert_allclose(stacked[i], s.numpy(), rtol=1e-12)
+    assert same(given, [z, a, b])
+
+
+@pytest.mark.parametrize("solver", ["gd", "adam", "delta-sgd", "sps", "lbfgs"])
+def test_every_solver_goes_to_where_the_gradient_of_the_whole_vanishes(solver: str) -> None:
+    (q,) = quadratics(1)
+    problem = q.problem(FlatModel(Linear(), head="out"))
+    theta, previous = START, np.array([1.0, 2.0, -3.0, 0.5, 1.5])
+    towards = moon.direction(*(torch.tensor(q.X * v) for v in (theta, previous)), tau=TAU)
+    contrast = Contrast(problem, towards, mu=MU)
+    params = {"sps": "c=1 growth=0 max_step=0.3"}.get(solver, "")
+    training = LocalTraining(
+        solver=solver, lr=1.0 if solver == "lbfgs" else 0.1, epochs=600, batch_size=0,
+        solver_params=params,
+    )  # fmt: skip
+    w, info = solve(contrast, torch.tensor(theta), Subproblem(), training, np.random.default_rng(0))
+    left = q.gradient(w.numpy()) + MU * contrast_gradient(q, w.numpy(), theta, previous, TAU)
+    assert np.abs(left).max() < 1e-5
+    assert np.abs(MU * contrast_gradient(q, w.numpy(), theta, previous, TAU)).max() > 1e-2
+    assert info.steps == 600
+
+
+def test_pieces_of_a_large_batch_find_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gradient() -> tuple[Tensor, Tensor]:
+        problem = net_problem(11)
+        problem.model.module.eval()
+        q = moon.direction(frozen_features(problem), torch.tensor(np.eye(11, 6)), tau=TAU)
+        contrast = Contrast(problem, q, mu=MU)
+        loss, _ = contrast.gradient(contrast.inputs, contrast.targets)
+        return loss, problem.model.gradient
+
+    whole = gradient()
+    for module in (problem_module, clients.moon):
+        monkeypatch.setattr(module, "CHUNK", 4)
+    for ours, theirs in zip(gradient(), whole, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-14)
+
+
+def test_accuracy_is_by_labels() -> None:
+    problem = net_problem()
+    contrast = Contrast(problem, torch.zeros(7, 6, dtype=torch.float64), mu=MU)
+    assert contrast.evaluate().accuracy == problem.evaluate().accuracy
+    assert contrast.classifies
+    (q,) = quadratics(1)
+    assert not Contrast(q.problem(), torch.zeros(q.n, DIM), mu=MU).classifies
+
+
+def test_penalty_and_precision_are_those_of_the_problem() -> None:
+    """With q = 0 the term is log 2, and the gradient the problem's own to the bit."""
+    module = models.build("mlp", (1, 4, 4), 3, seed=0)
+    problem = Problem(
+        FlatModel(module),
+        cross_entropy,
+        *examples(7),
+        penalty=lambda w: (w * w).sum(),
+        autocast=torch.bfloat16,
+    )
+    loss, _ = problem.gradient(problem.inputs, problem.targets)
+    plain, z = problem.model.gradient.clone(), frozen_features(problem)
+    contrast = Contrast(problem, 0.0 * z, mu=MU)
+    found, _ = contrast.gradient(contrast.inputs, contrast.targets)
+    assert torch.equal(problem.model.gradient, plain)
+    assert float(found - loss) == pytest.approx(MU * math.log(2), rel=1e-5)
+    assert z.dtype == torch.float32
+
+
+# ---- the fixed models ---------------------------------------------------------------------------
+
+
+def test_the_fixed_models_are_whole_models_in_evaluation_mode_and_leave_no_trace() -> None:
+    received, previous = net(2), net(3)
+    problem = net_problem()
+    problem.model.load(arrays(previous))
+    client = MOONClient(problem, client_id=0)
+    kept = client.first_state(problem.model.vector.clone(), {})
+    theta = problem.model.load(arrays(received))
+    problem.model.vector.neg_()  # theta is what counts, wherever the module stands
+    problem.model.module.train()
+    before = torch.get_rng_state()
+    found = client.objective(kept, theta, {"mu": MU, "tau": TAU})
+    assert torch.equal(torch.get_rng_state(), before)
+    for ours, theirs in zip(problem.model.module.buffers(), received.buffers(), strict=True):
+        assert torch.equal(ours, theirs)
+    with torch.no_grad():
+        unit = [
+            nn.functional.normalize(module.eval().seen(problem.inputs))
+            for module in (previous, received)
+        ]
+    torch.testing.assert_close(found.q, (unit[0] - unit[1]) / TAU, rtol=1e-10, atol=1e-12)
+
+
+def test_what_is_kept_is_the_trained_model_with_its_own_running_statistics() -> None:
+    problem = net_problem()
+    client = MOONClient(problem, client_id=0, training=LocalTraining(batch_size=4, epochs=2))
+    theta = problem.model.vector.clone()
+    torch.manual_seed(0)
+
+    def solver(start: Tensor, subproblem: Subproblem) -> Tensor:
+        return solve(problem, start, subproblem, client.training, np.random.default_rng(0))[0]
+
+    step = client.step(client.first_state(theta, {}), theta, solver, {})
+    assert torch.equal(step.state.w, step.upload)
+    assert not torch.equal(step.upload, theta)
+    norm = problem.model.module.norm
+    expected = torch.cat([norm.running_mean, norm.running_var])
+    assert torch.equal(step.state.statistics, expected)
+    assert not torch.equal(expected, torch.cat([net().norm.running_mean, net().norm.running_var]))
+
+
+def test_a_step_runs_the_model_once_so_that_features_and_outputs_share_their_masks() -> None:
+    problem = net_problem(9)
+    q = torch.zeros(9, 6, dtype=torch.float64)
+    training = LocalTraining(batch_size=4, epochs=3)
+    contrast = Contrast(problem, q, mu=MU)
+    _, info = solve(
+        contrast, problem.model.vector.clone(), Subproblem(), training, np.random.default_rng(0)
+    )
+    assert problem.model.module.passes == info.steps == 9
+    assert not problem.model.module.out._forward_pre_hooks  # nothing is left on the module
+    assert not problem.model.module.middle._forward_pre_hooks
+
+
+# ---- rounds -------------------------------------------------------------------------------------
+
+
+def test_rounds_with_absent_new_reset_and_unheard_clients_are_those_of_the_equations() -> None:
+    """The previous model is that of the client's last reply that the server used, or theta."""
+    problems, rng = quadratics(6), np.random.default_rng(5)
+    events: dict[int, list[tuple[int, bool]]] = {}
+
+    def fault(request: Message, reply: Message) -> Message | None:
+        if request.metadata.message_type != "train":
+            return reply
+        server_round = request.content.config_records["config"]["server-round"]
+        lost = bool(rng.random() < 0.3)
+        client = request.metadata.dst_node_id - FIRST_NODE
+        events.setdefault(server_round, []).append((client, lost))
+        return None if lost else reply
+
+    federation = grid(problems, fault=fault)
+    one = strategy(fraction_train=0.6)
+    half = train(one, federation, 8)
+    state = federation.contexts[FIRST_NODE + 2].state
+    for key in list(state):
+        del state[key]
+    found = to_vector(one.start(federation, to_record(half), 8).arrays)
+
+    theta, own = START, {}
+    for server_round, asked in sorted(events.items()):
+        if server_round == 9:
+            own.pop(2)
+        used = {
+            i: contrasted_steps(problems[i], theta, own.get(i, theta))
+            for i, lost in asked
+            if not lost
+        }
+        own |= used
+        total = sum(problems[i].n for i in used)
+        theta = sum((problems[i].n / total * w for i, w in used.items()), np.zeros(DIM))
+    np.testing.assert_allclose(found, theta, rtol=1e-9)
+    assert any(lost for asked in events.values() for _, lost in asked)
+    assert len(events[9]) == 3
+
+
+def test_with_mu_zero_it_is_fedavg_to_the_bit() -> None:
+    """With batches, dropout and BatchNorm: neither masks nor statistics are touched."""
+    assert same(nets(MOON, 4, mu=0.0), nets(FedAvg, 4))
+
+
+def test_a_newcomers_round_is_fedavgs_to_the_bit_and_its_next_is_not() -> None:
+    assert same(nets(MOON, 1, mu=5.0), nets(FedAvg, 1))
+    assert not same(nets(MOON, 3, mu=5.0), nets(FedAvg, 3))
+
+
+def test_delta_sgd_sees_one_mask_and_updates_statistics_once_a_step() -> None:
+    """As FedAvg's client: counters of batches are equal."""
+    settings = {"solver": "delta-sgd"}
+    found, plain = nets(MOON, 3, local=settings), nets(FedAvg, 3, local=settings)
+    counter = [*net().state_dict()].index("norm.num_batches_tracked")
+    assert found[counter] == plain[counter] > 0
+    assert all(np.isfinite(array).all() for array in found)
+    assert same(nets(MOON, 3, mu=0.0, local=settings), plain)
+
+
+def test_state_in_a_directory_gives_the_same_model_as_in_the_context(tmp_path: Any) -> None:
+    problems = quadratics(4)
+    app = make_client_app(problems, store=lambda c: DirectoryStore(tmp_path, client_id(c)))
+    np.testing.assert_array_equal(
+        train(strategy(fraction_train=0.5), InProcessGrid(app, 4), 5),
+        train(strategy(fraction_train=0.5), grid(problems), 5),
+    )
+
+
+def test_mu_and_tau_follow_their_schedules() -> None:
+    one = strategy(mu={0: 5.0, 3: 0.0}, tau={0: 0.5, 2: 1.0})
+    assert [one.client_knobs(r) for r in (1, 2, 3)] == [
+        {"mu": 5.0, "tau": 0.5},
+        {"mu": 5.0, "tau": 1.0},
+        {"mu": 0.0, "tau": 1.0},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"mu": -0.1}, r"mu must be >= 0, got -0.1"),
+        ({"mu": "much"}, r"mu must be >= 0, got 'much'"),
+        ({"tau": 0.0}, r"tau must be > 0, got 0.0"),
+        ({"tau": {0: 0.5, 4: -1.0}}, r"tau must be > 0, got -1.0"),
+        ({"weights": "size"}, r"weights must be one of \['examples', 'uniform'\], got 'size'"),
+    ],
+)
+def test_bad_knobs_are_refused_with_bound_and_value(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MOON(**knobs)
+
+
+# ---- what counts as features --------------------------------------------------------------------
+
+
+def features(module: nn.Module, x: Tensor, **options: Any) -> Tensor:
+    model = FlatModel(module, **options)
+    return model.with_features(lambda x, y: model.module(x), x, x)[1]
+
+
+def test_features_are_the_input_of_the_linear_layer_that_runs_last() -> None:
+    x, module = examples(4)[0], net().eval()
+    torch.testing.assert_close(features(module, x), module.seen(x))
+
+
+def test_another_head_can_be_named() -> None:
+    x, module = examples(4)[0], net().eval()
+    torch.testing.assert_close(features(module, x, head="norm"), module.conv(x).flatten(1))
+    with pytest.raises(ValueError, match=r"head must be one of .*'middle'.*, got 'classifier'"):
+        FlatModel(net(), head="classifier")
+
+
+def test_a_model_without_features_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    convolution = nn.Sequential(nn.Conv2d(1, 3, 4), nn.Flatten()).double()
+    with pytest.raises(ValueError, match=r"it has no nn\.Linear that runs: name the module"):
+        features(convolution, examples(4)[0])
+    by_pixel = nn.Sequential(nn.Flatten(0), nn.Unflatten(0, (-1, 2)), nn.Linear(2, 2)).double()
+    with pytest.raises(ValueError, match="it has 32 rows for 4 inputs: name the module"):
+        features(by_pixel, examples(4)[0])
+    nets(MOON, 1, lambda: copy.deepcopy(convolution))
+    assert "it has no nn.Linear that runs: name the module" in caplog.text
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_every_model_of_the_simulations_has_features(name: str) -> None:
+    module = models.build(name, (1, 16, 16), 3, seed=1).eval()
+    x = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(3))
+    found = features(module, x)
+    last = [layer for layer in module.modules() if isinstance(layer, nn.Linear)][-1]
+    assert found.shape == (5, last.in_features)
+    assert found.requires_grad == (not name.startswith(("logistic", "binary")))
+    if not found.requires_grad:
+        assert torch.equal(found, x.flatten(1))
+
+
+def test_with_features_that_no_parameter_moves_it_is_fedavg_and_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def logistic() -> nn.Module:
+        return models.build("logistic", (1, 4, 4), 3, seed=0).double()
+
+    clients.moon._warn_once.cache_clear()
+    assert same(nets(MOON, 3, logistic), nets(FedAvg, 3, logistic))
+    assert caplog.text.count("features do not depend on its parameters: moon is fedavg") == 1

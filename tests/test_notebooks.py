@@ -1,0 +1,70 @@
+"""Notebooks: each runs in a kernel of its own and shows what it should; none is committed run.
+
+Mutants tried by hand, each caught by a test here: a notebook with an output, an execution count,
+metadata, a cell without id; one that warns, raises, draws nothing, writes a file, reads one beside
+itself; a strategy in another than the last; one that the README does not name; a dead link.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import matplotlib.font_manager  # noqa: F401  # else the first notebook reports its cache
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NO_WIDGETS = "ignore:IProgress not found"
+"""tqdm misses ipywidgets, which nothing here needs."""
+
+
+def read(path: Path) -> nbformat.NotebookNode:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    return notebook
+
+
+def code(path: Path) -> list[nbformat.NotebookNode]:
+    return [cell for cell in read(path).cells if cell.cell_type == "code"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_anywhere_without_a_warning_and_draws(path: Path, tmp_path: Path) -> None:
+    """In a folder that is neither its own nor the root. The result is what the site shows."""
+    notebook = read(path)
+    client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": tmp_path}})
+    client.execute(env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": NO_WIDGETS})
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert [output.text for output in outputs if output.get("name") == "stderr"] == []
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert list(tmp_path.iterdir()) == []
+    executed = ROOT / "build/notebooks" / path.name
+    executed.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(notebook, executed)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_committed_without_outputs(path: Path) -> None:
+    for cell in code(path):
+        assert (cell.outputs, cell.execution_count, cell.metadata) == ([], None, {}), cell.id
+
+
+def test_only_the_last_notebook_defines_an_algorithm() -> None:
+    source = {path.stem: "\n".join(cell.source for cell in code(path)) for path in NOTEBOOKS}
+    defining = [n for n, text in source.items() if re.search(r"^class \w+\(Federated", text, re.M)]
+    assert defining == ["8-your-algorithm"]
+
+
+def test_the_readme_names_every_notebook() -> None:
+    named = re.findall(r"\]\(notebooks/([^)]+)\)", (ROOT / "README.md").read_text())
+    assert named == [path.name for path in NOTEBOOKS]
+
+
+def test_links_between_pages_lead_to_files_of_the_repository() -> None:
+    for path in NOTEBOOKS:
+        for link in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
+            assert (path.parent / link).is_file(), f"{path.name}: {link}"

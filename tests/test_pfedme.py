@@ -1,0 +1,281 @@
+"""pFedMe: the Moreau envelope, its minimiser, what a client keeps, and whatever gets lost.
+
+Mutants tried by hand, each caught by a test here or in test_laws. In the
+rule: twice the pull, none, towards theta; w moving away, without lambda, without eta; theta kept as
+w, uploaded, not kept; (1) started from w, and from theta where w is asked for; beta and 1 - beta
+exchanged, w kept whole; uniform weights always. In the client:
+all examples in place of a mini-batch, one inner step, the outer steps' number inside, parts of it
+in its place, one outer step; theta not measured; losses and steps of the last mini-batch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Message
+from problems import DIM, Quadratic, grid, quadratics, to_record, to_vector
+from test_laws import RATE, START, local, train
+
+from clients.state import ContextStore, Owner, peek
+from fl_strategies import PFedMe, pfedme
+from fl_strategies.randomness import stream
+from fl_strategies.strategy import Upload
+from fl_strategies.subproblem import Subproblem
+from simulations.in_process import FIRST_NODE, InProcessGrid
+
+LAM, ETA = 2.0, 0.2
+
+
+def strategy(**knobs: Any) -> PFedMe:
+    return PFedMe(**{"lam": LAM, "eta": ETA, "fraction_evaluate": 0.0, "local": local(), **knobs})
+
+
+def exact(q: Quadratic) -> Any:
+    return lambda start, sub: q.argmin(sub.slope, sub.pull, sub.centre)
+
+
+def envelope_curvature(q: Quadratic) -> np.ndarray:
+    """Return E of F(w) = 1/2 (w - b)^T E (w - b) + F(b): E = (A^-1 + I/lambda)^-1."""
+    return np.linalg.inv(np.linalg.inv(q.A) + np.eye(DIM) / LAM)
+
+
+def envelopes_minimiser(problems: list[Quadratic]) -> np.ndarray:
+    E = [envelope_curvature(q) for q in problems]
+    return np.linalg.solve(sum(E), sum(e @ q.b for e, q in zip(E, problems, strict=True)))
+
+
+def mean(vectors: list[np.ndarray], w: np.ndarray, **knobs: Any) -> np.ndarray:
+    uploads = [Upload(i, v, 1 + i, {}) for i, v in enumerate(vectors)]
+    return pfedme.server_rule(w, uploads, **{"beta": 1.0, "weights": "uniform", **knobs})
+
+
+def test_with_the_inner_problem_solved_a_step_is_gradient_descent_on_the_envelope() -> None:
+    (q,) = quadratics(1)
+    state = pfedme.State(START + 3.0)
+    new, w = pfedme.client_rule(state, START, exact(q), lam=LAM, eta=ETA, steps=3)
+    expected = START
+    for _ in range(3):
+        before, expected = expected, expected - ETA * envelope_curvature(q) @ (expected - q.b)
+    np.testing.assert_allclose(w, expected, rtol=1e-11)
+    np.testing.assert_allclose(new.theta, q.argmin(pull=LAM, centre=before), rtol=1e-12)
+
+
+def test_the_envelope_is_what_its_name_says() -> None:
+    """Its value at w is the least f(theta) + (lambda/2) ||theta - w||^2, up to f(b)."""
+    (q,) = quadratics(1)
+    theta, away = q.argmin(pull=LAM, centre=START), START - q.b
+    least = q.value(theta) + LAM / 2 * ((theta - START) ** 2).sum()
+    curved = away @ envelope_curvature(q) @ away / 2
+    assert curved + q.value(q.b) == pytest.approx(least, rel=1e-12)
+
+
+def test_the_minimiser_of_the_mean_envelope_is_a_fixed_point_of_the_rules() -> None:
+    """Whatever eta and beta, with R = 1; with R = 2 it is not, as clients drift apart."""
+    problems = quadratics(3)
+    best = envelopes_minimiser(problems)
+    for steps, eta, beta in ((1, 0.1, 1.0), (1, 0.5, 2.0), (2, 0.5, 1.0)):
+        uploads = [
+            pfedme.client_rule(
+                pfedme.first_state(best), best, exact(q), lam=LAM, eta=eta, steps=steps
+            )[1]
+            for q in problems
+        ]
+        moved = np.abs(mean(uploads, best, beta=beta) - best).max()
+        assert moved < 1e-12 if steps == 1 else moved > 1e-3
+
+
+def test_a_run_of_few_inner_steps_ends_at_the_minimiser_of_the_mean_envelope() -> None:
+    """R = 1: theta starts where it was, so that K = 2 steps a round are exact in the end."""
+    problems = quadratics(3)
+    one = strategy(local=local(epochs=1), inner_steps=2, eta=0.5, beta=1.5)
+    federation = grid(problems)
+    found = train(one, federation, 120)
+    np.testing.assert_allclose(found, envelopes_minimiser(problems), atol=1e-8)
+    for q, theta in zip(problems, thetas(federation, one._acked), strict=True):
+        np.testing.assert_allclose(theta, q.argmin(pull=LAM, centre=found), atol=1e-8)
+
+
+def test_with_a_strong_pull_it_is_gradient_descent_on_the_loss() -> None:
+    (q,) = quadratics(1)
+    lam = 1e7
+    _, w = pfedme.client_rule(pfedme.first_state(START), START, exact(q), lam=lam, eta=0.1, steps=1)
+    np.testing.assert_allclose(w, START - 0.1 * q.gradient(START), rtol=1e-5)
+
+
+def test_the_server_moves_by_beta_towards_the_mean_and_beyond() -> None:
+    w, uploads = START, [START + 1.0, START - 4.0]
+    np.testing.assert_allclose(mean(uploads, w, beta=0.5), START - 0.75)
+    np.testing.assert_allclose(mean(uploads, w, beta=2.0), START - 3.0)
+    np.testing.assert_allclose(mean(uploads, w, weights="examples"), START - 7 / 3)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.tensor], ids=["numpy", "torch"])
+def test_the_rule_runs_on_a_stack_of_clients_and_writes_to_nothing(kind: Any) -> None:
+    rng = np.random.default_rng(3)
+    theta, w = rng.normal(size=(4, DIM)), rng.normal(size=DIM)
+
+    def half_way(start: Any, sub: Subproblem) -> Any:
+        return start - 0.5 * sub.gradient(start, start**3)
+
+    def rule(theta: Any, w: Any) -> Any:
+        return pfedme.client_rule(pfedme.State(theta), w, half_way, lam=LAM, eta=ETA, steps=3)
+
+    given = kind(theta.copy()), kind(w.copy())
+    stacked, moved = rule(*given)
+    for i in range(4):
+        alone, upload = rule(theta[i], w)
+        np.testing.assert_allclose(np.asarray(stacked.theta)[i], alone.theta, rtol=1e-13)
+        np.testing.assert_allclose(np.asarray(moved)[i], upload, rtol=1e-13)
+    for before, after in zip((theta, w), given, strict=True):
+        np.testing.assert_array_equal(np.asarray(after), before)
+
+
+# ---- through Flower -----------------------------------------------------------------------------
+
+
+def thetas(federation: InProcessGrid, acked: Mapping[int, int]) -> list[np.ndarray]:
+    """Return the theta of each client that the server counts on."""
+    found = []
+    for node, context in federation.contexts.items():
+        store = ContextStore(context)
+        about = context.state.config_records[store.prefix]
+        owner = Owner(str(about["algorithm"]), str(about["model"]))
+        _, fields = peek(store, owner, acked.get(node - FIRST_NODE, -1))
+        assert fields is not None
+        found.append(fields["theta"])
+    return found
+
+
+class Twin:
+    """The whole algorithm on NumPy's quadratics: a fresh mini-batch a step, K GD steps on it."""
+
+    def __init__(self, problems: list[Quadratic], epochs: int = 2, batch: int = 4) -> None:
+        self.problems, self.epochs, self.batch = problems, epochs, batch
+        self.theta: dict[int, np.ndarray] = {}
+        self.w = START
+
+    def round(self, number: int, used: tuple[int, ...], inner_steps: int = 3) -> None:
+        uploads = []
+        for i in used:
+            q, rng = self.problems[i], stream(0, "meta", number, i)
+            theta, w = self.theta.get(i, self.w), self.w
+            for _ in range(self.epochs):
+                order = rng.permutation(q.n)
+                for start in range(0, q.n, self.batch):
+                    X, y = (part[order[start : start + self.batch]] for part in (q.X, q.y))
+                    for _ in range(inner_steps):
+                        slope = X.T @ (X @ theta - y) / len(y)
+                        theta = theta - RATE * (slope + LAM * (theta - w))
+                    w = (1 - ETA * LAM) * w + ETA * LAM * theta
+            self.theta[i] = theta
+            uploads.append(w)
+        self.w = np.mean(uploads, axis=0)
+
+
+MINI = local(solver="sgd", epochs=2, **{"batch-size": 4})
+
+
+def test_a_run_equals_the_twin_with_lost_replies_newcomers_and_clients_that_come_back() -> None:
+    """Round 2: client 0's reply is lost. 3 and 4: client 1 is away. Client 3 is new in round 4."""
+    problems = quadratics(4)
+
+    def lost(request: Message, reply: Message) -> Message | None:
+        server_round = request.content.config_records.get("config", {}).get("server-round")
+        return None if (server_round, request.metadata.dst_node_id) == (2, FIRST_NODE) else reply
+
+    federation = grid(problems, fault=lost)
+    one = strategy(local=MINI, inner_steps=3, node_wait=1e-3)
+    contexts, twin, w = dict(federation.contexts), Twin(problems), START
+    plan = [((0, 1, 2), (0, 1, 2)), ((0, 1, 2), (1, 2)), ((0, 2), (0, 2)),
+            ((0, 2, 3), (0, 2, 3)), ((0, 1, 2, 3), (0, 1, 2, 3))]  # fmt: skip
+    for number, (there, used) in enumerate(plan, start=1):
+        federation.contexts.clear()
+        federation.contexts.update({FIRST_NODE + i: contexts[FIRST_NODE + i] for i in there})
+        w = to_vector(one.start(federation, to_record(w), 1).arrays)
+        twin.round(number, used)
+        np.testing.assert_allclose(w, twin.w, rtol=1e-11)
+    for i, found in enumerate(thetas(federation, one._acked)):
+        np.testing.assert_allclose(found, twin.theta[i], rtol=1e-11)
+
+
+def test_a_client_whose_state_is_lost_starts_from_the_common_model_again() -> None:
+    problems = quadratics(3)
+    federation, one, twin = grid(problems), strategy(local=MINI, inner_steps=3), Twin(problems)
+    w = train(one, federation, 2)
+    context = federation.contexts[FIRST_NODE + 1]
+    for key in list(context.state):
+        del context.state[key]
+    w = to_vector(one.start(federation, to_record(w), 1).arrays)
+    for number in (1, 2):
+        twin.round(number, (0, 1, 2))
+    del twin.theta[1]
+    twin.round(3, (0, 1, 2))
+    np.testing.assert_allclose(w, twin.w, rtol=1e-11)
+
+
+def test_the_own_model_is_theta_by_value_and_not_the_upload() -> None:
+    problems = quadratics(3)
+    seen: list[Any] = []
+    one = strategy(local=MINI, inner_steps=3, fraction_evaluate=1.0, callbacks=[seen.append])
+    w, twin = to_vector(one.start(grid(problems), to_record(START), 1).arrays), Twin(problems)
+    twin.round(1, (0, 1, 2))
+    for i, (q, row) in enumerate(zip(problems, seen[-1].clients.values(), strict=True)):
+        assert row["own-loss"] == pytest.approx(q.value(twin.theta[i]), rel=1e-10)
+        assert row["eval-loss"] == pytest.approx(q.value(w), rel=1e-10)
+        assert row["own-loss"] < row["eval-loss"]
+
+
+def test_training_starts_from_the_common_model_where_that_is_asked_for() -> None:
+    problems, twin = quadratics(3), Twin(quadratics(3))
+    found = train(strategy(local=MINI, inner_steps=3, local_start="global"), grid(problems), 2)
+    for number in (1, 2):
+        twin.theta.clear()
+        twin.round(number, (0, 1, 2))
+    np.testing.assert_allclose(found, twin.w, rtol=1e-11)
+
+
+def test_any_solver_does_the_inner_steps_and_may_end_them_early() -> None:
+    """L-BFGS solves (1) to the end; a residual that any theta meets leaves one of five."""
+    (q,) = quadratics(1)
+    options = {"epochs": 1, "residual": 1e-8}
+    one = strategy(local=local(solver="lbfgs", lr=1.0, **options), inner_steps=20)
+    result = one.start(grid([q]), to_record(START), 1)
+    expected = START - ETA * envelope_curvature(q) @ (START - q.b)
+    # |theta - argmin| <= 1e-4 / (lambda + 0.4), and w moves by eta lambda of it
+    np.testing.assert_allclose(to_vector(result.arrays), expected, atol=ETA * LAM * 1e-4 / LAM)
+    assert result.train_metrics_clientapp[1]["residual"] <= 1e-8
+    for residual, steps in ((1e9, 2), (-1.0, 10)):
+        one = strategy(local=local(steps=2, residual=residual))
+        metrics = one.start(grid([q]), to_record(START), 1).train_metrics_clientapp[1]
+        assert metrics["steps"] == steps
+
+
+def test_the_training_loss_is_thetas_before_its_last_step() -> None:
+    (q,) = quadratics(1)
+    one = strategy(local=local(epochs=2), inner_steps=1)
+    metrics = one.start(grid([q]), to_record(START), 1).train_metrics_clientapp[1]
+    theta = START - RATE * q.gradient(START)
+    assert metrics["train-loss"] == pytest.approx((q.value(START) + q.value(theta)) / 2, rel=1e-12)
+    assert metrics["steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"lam": 0.0}, r"lam must be > 0, got 0.0"),
+        ({"eta": -1.0}, r"eta must be > 0, got -1.0"),
+        ({"beta": 0.0}, r"beta must be > 0, got 0.0"),
+        ({"beta": {0: 1.0}}, r"beta must be > 0, got \{0: 1.0\}"),
+        ({"inner_steps": 0}, r"inner_steps must be an integer >= 1, got 0"),
+        ({"inner_steps": 1.5}, r"inner_steps must be an integer >= 1, got 1.5"),
+        ({"local_start": "w"}, r"local_start must be one of \['client', 'global'\], got 'w'"),
+        ({"weights": "equal"}, r"weights must be one of \['examples', 'uniform'\], got 'equal'"),
+    ],
+)
+def test_bad_knobs_are_refused_with_bound_and_value(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PFedMe(**knobs)

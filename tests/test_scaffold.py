@@ -1,0 +1,462 @@
+"""SCAFFOLD: the matrix recursion, its invariant, lost replies, and vectors beside the model.
+
+Mutants tried by hand, each caught here: the slope c_i - c, the slope without c_i; theta - eta_g
+mean, theta + mean without eta_g.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, Message, RecordDict
+from problems import (
+    DIM,
+    Linear,
+    Quadratic,
+    grid,
+    half_mean_square,
+    kept,
+    make_client_app,
+    optimum,
+    quadratics,
+    to_record,
+    to_vector,
+)
+from test_fedadmm import drop
+from test_laws import RATE, START, STEPS, local, train
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from clients import (
+    AnyAlgorithmClient,
+    ContextStore,
+    FlatModel,
+    LocalTraining,
+    Problem,
+    SCAFFOLDClient,
+)
+from fl_strategies import SCAFFOLD, FedAvg, scaffold
+from fl_strategies.schedules import at
+from fl_strategies.subproblem import Subproblem
+from simulations import models
+from simulations.in_process import FIRST_NODE, InProcessGrid
+
+
+def one(**knobs: Any) -> SCAFFOLD:
+    return SCAFFOLD(**{"fraction_evaluate": 0.0, "local": local(), **knobs})
+
+
+def control(strategy: SCAFFOLD) -> np.ndarray:
+    """Return c [5]."""
+    return np.asarray(strategy.vectors()["control"])
+
+
+def gap(strategy: SCAFFOLD, federation: InProcessGrid) -> float:
+    """Return max |c - mean_i c_i|."""
+    each = [fields["c"] for fields in kept(federation, strategy._acked)]
+    return float(np.abs(control(strategy) - np.mean(each, axis=0)).max())
+
+
+def recursion(
+    problems: list[Quadratic],
+    who: list[list[int]],
+    *,
+    lr: Any = RATE,
+    eta_g: Any = 1.0,
+    option: str = "II",
+    decay: float = 0.0,
+) -> np.ndarray:
+    """Return the model after the rounds ``who``, by matrices: c_i+ is the mean of the gradients."""
+    theta, c, own = START, np.zeros(DIM), np.zeros((len(problems), DIM))
+    for number, chosen in enumerate(who, start=1):
+        ends, before = [], own.copy()
+        for i in chosen:
+            w, seen, rate = theta, [], at(lr, number)
+            for _ in range(STEPS):
+                seen.append(problems[i].A @ (w - problems[i].b) + decay * w)
+                w = w - rate * (seen[-1] - before[i] + c)
+            own[i] = np.mean(seen, axis=0) if option == "II" else problems[i].gradient(theta)
+            ends.append(w)
+        theta = theta + at(eta_g, number) * (np.mean(ends, axis=0) - theta)
+        c = c + (own - before).sum(axis=0) / len(problems)
+    return theta
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        {"eta_g": 1.4},
+        {"eta_g": {0: 1.2, 3: 0.5}},
+        {"option": "I"},
+        {"lr": {0: 0.15, 3: 0.05}},
+        {"decay": 0.2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_rounds_are_the_matrix_recursion(knobs: dict[str, Any], share: float) -> None:
+    problems, who = quadratics(4), []
+    mine = {name: value for name, value in knobs.items() if name in ("eta_g", "option")}
+    settings = local(lr=knobs.get("lr", RATE), **{"weight-decay": knobs.get("decay", 0.0)})
+    strategy = one(
+        **mine,
+        local=settings,
+        fraction_train=share,
+        callbacks=[lambda info: who.append(sorted(info.clients))],
+    )
+    found = train(strategy, grid(problems), 5)
+    assert [len(chosen) for chosen in who] == [int(4 * share)] * 5
+    np.testing.assert_allclose(found, recursion(problems, who, **knobs), rtol=1e-12)
+
+
+def test_with_lost_replies_it_still_converges_to_the_optimum_and_fedavg_does_not() -> None:
+    problems = quadratics(4)
+    found = train(one(fraction_train=0.5), grid(problems, fault=drop(0.3)), 100)
+    np.testing.assert_allclose(found, optimum(problems), atol=1e-6)
+    uniform = FedAvg(weights="uniform", fraction_evaluate=0.0, local=local())
+    assert np.abs(train(uniform, grid(problems), 60) - optimum(problems)).max() > 1e-2
+
+
+def test_option_one_goes_with_momentum_and_converges_to_the_optimum() -> None:
+    problems = quadratics(4)
+    strategy = one(option="I", local=local(lr=0.05, momentum=0.5))
+    np.testing.assert_allclose(train(strategy, grid(problems), 90), optimum(problems), atol=1e-7)
+
+
+def test_a_first_round_is_fedavgs_with_uniform_weights() -> None:
+    uniform = FedAvg(weights="uniform", fraction_evaluate=0.0, local=local())
+    expected = train(uniform, grid(quadratics(4)), 1)
+    np.testing.assert_allclose(train(one(), grid(quadratics(4)), 1), expected, rtol=1e-13)
+
+
+def test_one_full_step_of_all_clients_is_gradient_descent() -> None:
+    problems, theta = quadratics(4), START
+    for _ in range(6):
+        theta = theta - RATE * np.mean([q.gradient(theta) for q in problems], axis=0)
+    np.testing.assert_allclose(
+        train(one(local=local(epochs=1)), grid(problems), 6), theta, rtol=1e-12
+    )
+
+
+# ---- c is the mean of the c_i -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["I", "II"])
+def test_c_is_the_mean_of_the_clients_c_also_when_replies_are_lost(option: str) -> None:
+    federation = grid(quadratics(6), fault=drop(0.3))
+    strategy = one(option=option, min_train_nodes=6)
+    theta = train(strategy, federation, 1)
+    strategy.fraction_train, strategy.min_train_nodes = 0.5, 1
+    strategy.start(federation, to_record(theta), 25)
+    assert gap(strategy, federation) < 1e-12
+    assert np.abs(control(strategy)).max() > 1e-3
+
+
+def test_without_acknowledgement_lost_replies_make_c_another_than_the_mean() -> None:
+    federation = grid(quadratics(6), fault=drop(0.3))
+    strategy = one(acknowledge=False)
+    train(strategy, federation, 25)
+    rounds = [
+        [int(key.rsplit("-", 1)[1]) for key in context.state.array_records]
+        for context in federation.contexts.values()
+    ]
+    newest = [fields["c"] for fields in kept(federation, dict(enumerate(map(max, rounds))))]
+    assert np.abs(control(strategy) - np.mean(newest, axis=0)).max() > 1e-2
+
+
+def test_the_invariant_holds_in_float32_with_mini_batches_and_lost_replies() -> None:
+    """Rounding: each change used has entries below 200 and is rounded once, by 2^-24 of itself."""
+    app = make_client_app(quadratics(6), dtype=torch.float32)
+    federation = InProcessGrid(app, 6, fault=drop(0.3))
+    settings = local(solver="sgd", **{"batch-size": 3, "random-epochs": True})
+    start = {name: Array(a.numpy().astype(np.float32)) for name, a in to_record(START).items()}
+    strategy = one(local=settings)
+    result = strategy.start(federation, ArrayRecord(start), 25)
+    used = sum(int(m["clients-used"]) for m in result.train_metrics_clientapp.values())
+    assert gap(strategy, federation) < used * 200 * 2**-24 / 6
+
+
+def test_a_client_that_joins_later_has_c_zero_and_counts_in_the_mean() -> None:
+    federation = grid(quadratics(4))
+    absent = federation.contexts.pop(FIRST_NODE + 3)
+    strategy = one()
+    theta = train(strategy, federation, 3)
+    three = control(strategy)
+    assert gap(strategy, federation) < 1e-12
+    federation.contexts[FIRST_NODE + 3] = absent
+    seen: list[np.ndarray] = []
+
+    def listen(request: Message, reply: Message) -> Message:
+        if request.metadata.message_type == "train":
+            sent = request.content["arrays"]
+            seen.append(to_vector([sent["control/head"].numpy(), sent["control/tail"].numpy()]))
+        return reply
+
+    federation.fault = listen
+    strategy.start(federation, to_record(theta), 1)
+    np.testing.assert_allclose(seen, [three * 3 / 4] * 4, rtol=1e-12)
+    assert gap(strategy, federation) < 1e-12
+
+
+@pytest.mark.parametrize("policy", ["reset", "refuse"])
+def test_what_a_lost_state_had_put_into_c_stays_there(policy: str) -> None:
+    """A reset client begins anew beside it; a refused one is left out, and its c_i stands."""
+    federation = grid(quadratics(4))
+    strategy = one(lost_state=policy)
+    theta = train(strategy, federation, 3)
+    before = [fields["c"] for fields in kept(federation, strategy._acked)]
+    context = list(federation.contexts.values())[2]
+    for key in list(context.state):
+        del context.state[key]
+    result = strategy.start(federation, to_record(theta), 2)
+    rejected = result.train_metrics_clientapp[2]["clients-rejected"]
+    assert rejected == (1 if policy == "refuse" else 0)
+    rest = [i for i in range(4) if i != 2]
+    after = [fields["c"] for fields in kept(federation, strategy._acked | {2: 5})]
+    total = sum(after[i] for i in rest) + before[2] + (after[2] if policy == "reset" else 0.0)
+    np.testing.assert_allclose(4 * control(strategy), total, rtol=1e-11)
+
+
+def test_a_second_start_goes_on_where_the_first_ended() -> None:
+    at_once, in_two = (grid(quadratics(5), fault=drop(0.3)) for _ in range(2))
+    whole, strategy = one(fraction_train=0.6), one(fraction_train=0.6)
+    expected = train(whole, at_once, 6)
+    first = train(strategy, in_two, 2)
+    found = to_vector(strategy.start(in_two, to_record(first), 4).arrays)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(control(strategy), control(whole))
+
+
+# ---- what a reply that is not used must not do --------------------------------------------------
+
+
+BAD = {
+    "nan": (np.array([np.nan]), "array 'control/tail' is not finite"),
+    "shape": (np.zeros(2), "array 'control/tail' has shape"),
+    "type": (np.zeros(1, np.float32), "array 'control/tail' has type <f4"),
+    "missing": (None, "missing ['control/tail']"),
+}
+
+
+@pytest.mark.parametrize(("array", "reason"), BAD.values(), ids=BAD)
+def test_a_bad_control_variate_makes_a_bad_reply(
+    array: np.ndarray | None, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def bad(request: Message, reply: Message) -> Message:
+        if request.metadata.message_type == "train" and request.metadata.dst_node_id == FIRST_NODE:
+            content = RecordDict({k: v.copy() for k, v in reply.content.items()})
+            if array is None:
+                del content["arrays"]["control/tail"]
+            else:
+                content["arrays"]["control/tail"] = Array(array)
+            reply.content = content
+        return reply
+
+    def silent(request: Message, reply: Message) -> Message | None:
+        mine = request.metadata.dst_node_id == FIRST_NODE
+        return None if mine and request.metadata.message_type == "train" else reply
+
+    first, other = one(), one()
+    found = train(first, grid(quadratics(3), fault=bad), 2)
+    assert reason in caplog.text
+    np.testing.assert_array_equal(found, train(other, grid(quadratics(3), fault=silent), 2))
+    np.testing.assert_array_equal(control(first), control(other))
+
+
+def test_c_stands_in_a_round_that_is_void_by_overflow(caplog: pytest.LogCaptureFixture) -> None:
+    def huge(request: Message, reply: Message) -> Message:
+        config = request.content.config_records.get("config", {})
+        if config.get("server-round") == 3:
+            content = RecordDict({k: v.copy() for k, v in reply.content.items()})
+            content["arrays"]["tail"] = Array(np.array([1.7e308]))
+            reply.content = content
+        return reply
+
+    first, other = one(), one()
+    found = train(first, grid(quadratics(3), fault=huge), 3)
+    assert "round 3 is void: the aggregated model is not finite" in caplog.text
+    np.testing.assert_array_equal(found, train(other, grid(quadratics(3)), 2))
+    np.testing.assert_array_equal(control(first), control(other))
+
+
+# ---- the client by itself -----------------------------------------------------------------------
+
+
+class Recording(Problem):
+    """Remembers the gradient of each step that training took."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.seen: list[Tensor] = []
+
+    def gradient(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        found = super().gradient(inputs, targets)
+        self.seen.append(self.model.gradient.clone())
+        return found
+
+    def full_gradient(self) -> Tensor:
+        loss = super().full_gradient()
+        self.seen.pop()
+        return loss
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"batch-size": 3, "epochs": 2},
+        {"batch-size": 3, "epochs": 6, "random-epochs": True},
+        {"batch-size": 2, "steps": 9, "random-steps": True},
+        {"solver": "gd", "epochs": 5, "residual": 1e9},
+    ],
+    ids=["a last batch of one", "random epochs", "random steps", "stopped early"],
+)
+def test_a_clients_c_is_the_mean_of_the_gradients_of_the_steps_it_took(
+    settings: dict[str, Any],
+) -> None:
+    """7 examples; also through the plain NumPyClient, given what the last request acknowledges."""
+    (q,) = quadratics(1)
+    problem = Recording(FlatModel(Linear()), half_mean_square, torch.tensor(q.X), torch.tensor(q.y))
+    context = next(iter(grid([q]).contexts.values()))
+    client = AnyAlgorithmClient(problem, client_id=0, store=ContextStore(context))
+    rng = np.random.default_rng(1)
+    own = np.zeros(DIM)
+    for number in (1, 2, 3):
+        theta, c = rng.normal(size=DIM), rng.normal(size=DIM)
+        parameters = [a for v in (theta, c) for a in (v[:4].reshape(2, 2), v[4:])]
+        problem.seen.clear()
+        config = {"algorithm": "scaffold", "option": "II", "lr": 0.05, "seed": 3, **settings}
+        config |= {"server-round": number, "acked-round": number - 1 if number > 1 else -1}
+        arrays, examples, metrics = client.fit(parameters, config)
+        assert (examples, metrics["steps"]) == (7, len(problem.seen))
+        expected = np.mean([g.numpy() for g in problem.seen], axis=0)
+        np.testing.assert_allclose(own + to_vector(arrays[2:]), expected, rtol=1e-9)
+        walked = -0.05 * len(problem.seen) * (expected - own + c)
+        np.testing.assert_allclose(to_vector(arrays[:2]), walked, rtol=1e-9)
+        own = expected
+    if "residual" in settings:
+        assert metrics["steps"] == 1
+
+
+def test_control_variates_lie_over_the_trainable_arrays_by_name() -> None:
+    """One step: c_i+ is the gradient g and w - theta = -lr (g + c), array by array, also of filters
+    that the client keeps channels-last; there is none for a running statistic."""
+    rng = np.random.default_rng(5)
+    model = FlatModel(models.build("cnn-bn", (2, 4, 4), 3, seed=0), dtype=torch.float64)
+    x, y = torch.tensor(rng.normal(size=(6, 2, 4, 4))), torch.tensor(rng.integers(0, 3, 6))
+    context = next(iter(grid(quadratics(1)).contexts.values()))
+    client = SCAFFOLDClient(
+        Problem(model, cross_entropy, x, y),
+        client_id=0,
+        store=ContextStore(context),
+        training=LocalTraining(solver="gd", lr=0.1),
+    )
+    trained = model.layout.trainable
+    c = [rng.normal(size=model.layout.shapes[name]) for name in trained]
+    arrays, _, _ = client.fit([*model.arrays(model.vector), *c], {"option": "II"})
+    assert len(arrays) == len(model.names) + len(trained) > 2 * len(trained)
+    moved = dict(zip(model.names, arrays, strict=False))
+    for name, v, g in zip(trained, c, arrays[len(model.names) :], strict=True):
+        assert v.shape == g.shape
+        np.testing.assert_allclose(moved[name], -0.1 * (g + v), rtol=1e-9, atol=1e-12)
+
+
+def test_arrays_without_a_control_variate_are_refused_with_the_numbers() -> None:
+    (q,) = quadratics(1)
+    client = SCAFFOLDClient(q.problem(), client_id=0)
+    with pytest.raises(ValueError, match="scaffold takes 4 arrays for the model, control; 2 were"):
+        client.fit([START[:4].reshape(2, 2), START[4:]], {"option": "II"})
+
+
+def test_bytes_of_both_vectors_are_counted_both_ways() -> None:
+    seen: dict[str, int] = {"down": 0, "up": 0}
+
+    def listen(request: Message, reply: Message) -> Message:
+        if request.metadata.message_type == "train":
+            for way, message in (("down", request), ("up", reply)):
+                arrays = message.content["arrays"]
+                assert list(arrays) == ["head", "tail", "control/head", "control/tail"]
+                seen[way] += sum(len(array.data) for array in arrays.values())
+        return reply
+
+    result = one().start(grid(quadratics(3), fault=listen), to_record(START), 1)
+    metrics = result.train_metrics_clientapp[1]
+    assert (metrics["bytes-down"], metrics["bytes-up"]) == (seen["down"], seen["up"])
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+NOT_PLAIN = {
+    "momentum": 0.9,
+    "solver": "adam",
+    "extrapolation": 0.5,
+    "box": 1.0,
+    "solver-params": "dampening=0.5",
+}
+
+
+@pytest.mark.parametrize("name", NOT_PLAIN)
+def test_option_two_refuses_what_is_no_plain_gradient_step(name: str) -> None:
+    message = f'{name} must be one of .*got .*: SCAFFOLD with option="II" needs plain'
+    with pytest.raises(ValueError, match=message):
+        one(local=local() | {name: NOT_PLAIN[name]})
+    assert one(option="I", local=local() | {name: NOT_PLAIN[name]}).option == "I"
+    (q,) = quadratics(1)
+    mine = {name.replace("-", "_"): NOT_PLAIN[name]}
+    context = next(iter(grid([q]).contexts.values()))
+    client = SCAFFOLDClient(
+        q.problem(),
+        client_id=0,
+        store=ContextStore(context),
+        training=LocalTraining(**mine),
+    )
+    arrays = [START[:4].reshape(2, 2), START[4:]] * 2
+    with pytest.raises(ValueError, match=message):
+        client.fit(arrays, {"option": "II"})
+
+
+def test_momentum_would_make_c_too_large() -> None:
+    """Why it is refused: 10 steps of a constant gradient g with momentum 0.9 walk 5.9 g per lr."""
+    g, w, v = np.ones(DIM), np.zeros(DIM), np.zeros(DIM)
+    for _ in range(10):
+        v = 0.9 * v + g
+        w = w - 0.1 * v
+    state = scaffold.first_state(np.zeros(DIM))
+    new, _, _ = scaffold.client_rule(state, 0.0 * w, 0.0 * w, lambda start, sub: (w, 10 * 0.1))
+    assert (new.c > 4.0 * g).all()
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"eta_g": 0.0}, r"eta_g must be > 0, got 0.0"),
+        ({"eta_g": {0: 1.0, 5: -1.0}}, r"eta_g must be > 0, got -1.0"),
+        ({"option": "III"}, r"option must be one of \['I', 'II'\], got 'III'"),
+    ],
+)
+def test_bad_knobs_are_refused_with_bound_and_value(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SCAFFOLD(**knobs)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.tensor], ids=["numpy", "torch"])
+def test_the_rule_runs_on_a_stack_of_clients_and_writes_to_nothing(kind: Any) -> None:
+    rng = np.random.default_rng(3)
+    own, theta, c = rng.normal(size=(4, DIM)), rng.normal(size=DIM), rng.normal(size=DIM)
+
+    def walk(start: Any, sub: Subproblem) -> Any:
+        return start - 0.3 * sub.gradient(start, start), 0.3
+
+    given = kind(own.copy()), kind(theta.copy()), kind(c.copy())
+    stacked = scaffold.client_rule(scaffold.State(given[0]), given[1], given[2], walk)
+    for i in range(4):
+        alone = scaffold.client_rule(scaffold.State(own[i]), theta, c, walk)
+        np.testing.assert_array_equal(np.asarray(stacked[0].c)[i], alone[0].c)
+        for found, expected in zip(stacked[1:], alone[1:], strict=True):
+            np.testing.assert_array_equal(np.asarray(found)[i], expected)
+    for before, after in zip((own, theta, c), given, strict=True):
+        np.testing.assert_array_equal(np.asarray(after), before)
