@@ -3,10 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.installed-from-pyproject
 
-.PHONY: demo test lint format wheel clean
+.PHONY: demo deployment test lint format wheel docs clean
 
 demo: $(READY)
 	$(BIN)/python -m simulations.demo
+
+deployment: $(READY)
+	$(BIN)/python -m simulations.deployment
 
 test: $(READY)
 	$(BIN)/python -m pytest
@@ -23,6 +26,13 @@ format: $(READY)
 wheel: $(READY)
 	rm -rf dist
 	$(BIN)/python -m build --wheel
+
+# Notebooks are shown with the outputs of the tests' last run of them.
+docs: $(READY) $(addprefix build/,$(wildcard notebooks/*.ipynb))
+	$(BIN)/python -m sphinx --fresh-env --fail-on-warning --keep-going -b html -c notebooks . build/docs
+
+build/notebooks/%.ipynb: notebooks/%.ipynb | $(READY)
+	$(BIN)/python -m pytest tests/test_notebooks.py -k $*
 
 clean:
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache
