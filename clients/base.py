@@ -288,7 +288,8 @@ class FederatedClient(NumPyClient):
     def _settled(self, theta: Tensor, config: Config) -> tuple[State, str]:
         if self.state_type is None:
             return None, ""
-        _, fields = settle(self._need_store(), self._owner(), config.get("acked-round"))
+        kept = [int(number) for number in str(config.get("kept-rounds", "")).split()]
+        _, fields = settle(self._need_store(), self._owner(), config.get("acked-round"), kept)
         if fields is None:
             return self.first_state(theta, config), fresh_nonce()
         return self._from_fields(fields, theta), fields["nonce"].tobytes().decode()

@@ -3,15 +3,15 @@
 A client never learns whether the server used its reply until the next request says which reply
 was used last (``acked-round``). So it keeps one *version* of its state per round that may still be
 asked for: the acknowledged one and what it produced since. A request settles them: the version of
-the acknowledged round stands, later ones are undone, earlier ones are dropped.
+the acknowledged round stands, later ones are undone, earlier ones are dropped, but for those that a
+checkpoint of the server would have it go back to (``kept-rounds``).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -19,10 +19,8 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
-from fl_strategies.files import write_atomically
+from fl_strategies.files import DamagedFile, load_arrays, save_arrays, write_atomically
 
 Fields: TypeAlias = Mapping[str, npt.NDArray[Any]]
 """A state as named arrays (a number is an array of shape ())."""
@@ -71,12 +69,14 @@ def peek(store: Store, owner: Owner, acked_round: int | None) -> tuple[int, Fiel
     return acked_round, store.load(owner, acked_round)
 
 
-def settle(store: Store, owner: Owner, acked_round: int | None) -> tuple[int, Fields | None]:
-    """As :func:`peek`, and undo the versions after the one that stands, drop those before it."""
+def settle(
+    store: Store, owner: Owner, acked_round: int | None, kept_rounds: Collection[int] = ()
+) -> tuple[int, Fields | None]:
+    """As :func:`peek`, and drop the other versions but those of ``kept_rounds``."""
     standing, fields = peek(store, owner, acked_round)
-    for kept in store.rounds(owner):
-        if kept != standing:
-            store.drop(kept)
+    for version in store.rounds(owner):
+        if version != standing and version not in kept_rounds:
+            store.drop(version)
     return standing, fields
 
 
@@ -160,13 +160,11 @@ class DirectoryStore:
         """As :meth:`Store.load`; raises :class:`StateError` for a damaged file."""
         path = self._path(server_round)
         try:
-            with safe_open(path, framework="numpy") as file:
-                about = file.metadata() or {}
-                written = Owner(**json.loads(about["owner"]))
-                fields = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if about["sha256"] != _digest(fields):
-                raise ValueError("its checksum differs")
-        except (SafetensorError, KeyError, ValueError, TypeError) as error:
+            fields, about = load_arrays(path)
+            written = Owner(**json.loads(about))
+        except DamagedFile as error:
+            raise StateError(str(error)) from None
+        except (ValueError, TypeError) as error:
             raise StateError(f"{path} is damaged: {error}") from None
         _check_owner(owner, written, str(path))
         return fields
@@ -178,21 +176,11 @@ class DirectoryStore:
         manifest = self.directory / "owner.json"
         if not manifest.exists():
             write_atomically(manifest, about.encode())
-        arrays = {name: np.asarray(value, order="C") for name, value in fields.items()}
-        metadata = {"owner": about, "sha256": _digest(arrays)}
-        write_atomically(self._path(server_round), save(arrays, metadata=metadata))
+        save_arrays(self._path(server_round), fields, about)
 
     def drop(self, server_round: int) -> None:
         """As :meth:`Store.drop`."""
         self._path(server_round).unlink(missing_ok=True)
-
-
-def _digest(fields: Fields) -> str:
-    digest = hashlib.sha256()
-    for name, value in sorted(fields.items()):
-        digest.update(repr((name, value.dtype.str, value.shape)).encode())
-        digest.update(np.ascontiguousarray(value).data)
-    return digest.hexdigest()
 
 
 def _check_owner(asked: Owner, written: Owner, where: str) -> None:

@@ -1,6 +1,7 @@
 """Strategies for the Flower federated-learning framework, for clients whose data differ."""
 
 from fl_strategies.callbacks import BestModel, ClientHistory, EarlyStop, History, RoundInfo
+from fl_strategies.checkpoints import Checkpoints
 from fl_strategies.fedadmm import FedADMM
 from fl_strategies.fedavg import FedAvg
 from fl_strategies.fedbc import FedBC
@@ -47,6 +48,7 @@ __all__ = [
     "SCAFFOLD",
     "STRATEGIES",
     "BestModel",
+    "Checkpoints",
     "ClientHistory",
     "EarlyStop",
     "FedADMM",

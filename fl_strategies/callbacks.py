@@ -1,13 +1,15 @@
 """Callbacks for the end of a round.
 
-Any function of a :class:`RoundInfo` is one; returning ``True`` stops the run after that round.
+Any function of a :class:`RoundInfo` is one; returning ``True`` stops the run after that round. One
+with a method ``recall(rows)`` is told, when a run is resumed, the metrics of the rounds before it,
+by round.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -39,38 +41,49 @@ class RoundInfo:
 
 
 Callback: TypeAlias = Callable[[RoundInfo], bool | None]
+Rows: TypeAlias = Mapping[int, Mapping[str, float]]
 
 
-class History:
-    """Appends one JSON line a round to ``path``, written out at once; null is "not finite"."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = Path(path)
-        self.path.write_text("")
-
-    def __call__(self, info: RoundInfo) -> None:
-        with self.path.open("a") as file:
-            row = {name: finite(value) for name, value in info.metrics.items()}
-            file.write(json.dumps({"round": info.server_round, **row}) + "\n")
-
-
-class ClientHistory:
-    """Appends one JSON line per client and round to ``path``: ``RoundInfo.clients``.
-
-    A round's lines are written out at once, in one piece; null is "not finite".
-    """
+class _Lines:
+    """A file of JSON lines, begun anew by the first that is written."""
 
     def __init__(self, path: Path) -> None:
-        self.path = Path(path)
-        self.path.write_text("")
+        self.path, self._mode = Path(path), "w"
+        if not self.path.parent.is_dir():
+            raise ValueError(f"{self.path.parent} is no directory to write {self.path.name} in")
 
-    def __call__(self, info: RoundInfo) -> None:
-        lines = []
-        for client, numbers in sorted(info.clients.items()):
-            row = {name: finite(value) for name, value in numbers.items()}
-            lines.append(json.dumps({"round": info.server_round, "client": client, **row}) + "\n")
-        with self.path.open("a") as file:
+    def recall(self, rows: Rows) -> None:
+        """Keep the lines of the rounds before."""
+        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+        whole = [line for line in lines if line.endswith("\n")]
+        before = [line for line in whole if json.loads(line)["round"] <= max(rows, default=0)]
+        write_atomically(self.path, "".join(before).encode())
+        self._mode = "a"
+
+    def append(self, server_round: int, rows: Iterable[Mapping[str, float]]) -> None:
+        """Write the round's rows out at once, in one piece."""
+        lines = [
+            json.dumps({"round": server_round, **{n: finite(v) for n, v in row.items()}}) + "\n"
+            for row in rows
+        ]
+        with self.path.open(self._mode) as file:
             file.write("".join(lines))
+        self._mode = "a"
+
+
+class History(_Lines):
+    """Appends one JSON line a round to ``path``: ``RoundInfo.metrics``; null is "not finite"."""
+
+    def __call__(self, info: RoundInfo) -> None:
+        self.append(info.server_round, [info.metrics])
+
+
+class ClientHistory(_Lines):
+    """Appends one JSON line per client and round to ``path``: ``RoundInfo.clients``."""
+
+    def __call__(self, info: RoundInfo) -> None:
+        rows = [{"client": client, **info.clients[client]} for client in sorted(info.clients)]
+        self.append(info.server_round, rows)
 
 
 class BestModel:
@@ -86,12 +99,22 @@ class BestModel:
         self.best_round = 0
 
     def __call__(self, info: RoundInfo) -> None:
-        value = info.metrics[self.metric]
-        if math.isnan(value):
-            return
-        if self.best is None or (value < self.best if self.smaller else value > self.best):
-            self.best, self.best_round = value, info.server_round
+        if self._better(info.server_round, info.metrics):
             write_atomically(self.path, model_bytes(info.arrays))
+
+    def recall(self, rows: Rows) -> None:
+        """Take note of the best of the rounds before; its model is in the file already."""
+        for server_round, metrics in rows.items():
+            self._better(server_round, metrics)
+
+    def _better(self, server_round: int, metrics: Mapping[str, float]) -> bool:
+        value, best = metrics[self.metric], self.best
+        if math.isnan(value):
+            return False
+        better = best is None or (value < best if self.smaller else value > best)
+        if better:
+            self.best, self.best_round = value, server_round
+        return better
 
 
 class EarlyStop:
@@ -118,7 +141,15 @@ class EarlyStop:
         self._stale = 0
 
     def __call__(self, info: RoundInfo) -> bool:
-        value = self.sign * info.metrics[self.metric]
+        return self._ends(info.metrics)
+
+    def recall(self, rows: Rows) -> None:
+        """Count the rounds before; a run that ended there is not gone on with."""
+        for metrics in rows.values():
+            self._ends(metrics)
+
+    def _ends(self, metrics: Mapping[str, float]) -> bool:
+        value = self.sign * metrics[self.metric]
         self._stale = 0 if value > self._best else self._stale + 1
         self._best = max(self._best, value)
         reached = self.target is not None and value >= self.sign * self.target

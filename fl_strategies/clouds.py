@@ -79,6 +79,7 @@ class CloudStrategy(FederatedStrategy):
     """The virtual clock; assign another to a strategy before it starts."""
     step_per_cloud: ClassVar[bool] = False
     """Whether a server step goes over one cloud server's devices, not over all."""
+    saved: ClassVar[tuple[str, ...]] = ("_cloud_of", "_origin", "_seconds")
 
     def __init__(
         self,

@@ -101,10 +101,21 @@ def server_rule(
 class BookedStrategy(CloudStrategy):
     """A strategy whose cloud servers keep the sums of all their devices' last models."""
 
+    saved: ClassVar[tuple[str, ...]] = ("books",)
+
     def __init__(self, **options: Unpack[CloudOptions]) -> None:
         super().__init__(**options)
         self._books = [Sum()] * self.servers
         self._next = self._books
+
+    @property
+    def books(self) -> list[Sum]:
+        """Each cloud server's sum."""
+        return self._books
+
+    @books.setter
+    def books(self, books: Iterable[Iterable[Vector]]) -> None:
+        self._books = [Sum(*book) for book in books]
 
     def joined(self, client: int, cloud: int) -> None:
         gamma = self.gamma_of(client)

@@ -35,9 +35,9 @@ Personalized Models", AAAI 2021, eq. 6, Section 3.1 and Appendix A.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import numpy as np
 
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
     from fl_strategies.replies import Asked
-    from fl_strategies.strategy import EvaluateFn
 
 PAUSE = 0.5
 """Seconds between two looks for replies, while none come."""
@@ -107,6 +106,7 @@ class FedBCDAsync(BookedStrategy):
 
     algorithm = "fedbcd-async"
     step_per_cloud = True
+    saved = ("_z", "_clocks", "_mixed", "unfinished")
 
     def __init__(
         self,
@@ -131,6 +131,7 @@ class FedBCDAsync(BookedStrategy):
         self._z: list[Vector] = []
         self._next_z: list[Vector] = []
         self._phases: dict[int, Phase] = {}
+        self._unfinished: dict[int, Sequence[Any]] = {}
         self._underway: dict[str, Request] = {}
         self._clocks, self._mixed = [0.0 for _ in clouds], [0 for _ in clouds]
         self._ready: list[int] = []
@@ -141,7 +142,7 @@ class FedBCDAsync(BookedStrategy):
     def begin(self, theta: Vector) -> None:
         super().begin(theta)
         self._z = [theta] * self.servers
-        self._phases, self._underway = {}, {}
+        self._phases, self._underway, self._unfinished = {}, {}, {}
         self._mixed = [self._rounds_before] * self.servers
         self._started = time.monotonic()
 
@@ -150,35 +151,43 @@ class FedBCDAsync(BookedStrategy):
         """Each cloud server's model, 0 to V - 1."""
         return [self.model_record(z) for z in self._z]
 
+    @property
+    def unfinished(self) -> dict[int, Sequence[Any]]:
+        """By cloud server, the round in which its devices were asked and these clients.
+
+        What a checkpoint holds of work under way: a run that goes on asks for it again, and by the
+        round's random streams gets what it would have got.
+        """
+        return {
+            n: (p.server_round, list(p.asked.clients.values())) for n, p in self._phases.items()
+        }
+
+    @unfinished.setter
+    def unfinished(self, work: Mapping[int, Sequence[Any]]) -> None:
+        self._unfinished = dict(work)
+        self._started = time.monotonic() - self._seconds
+
     # ---- one round ----------------------------------------------------------------------------
 
-    def _rounds(
+    def train_round(
         self,
-        grid: Grid,
+        server_round: int,
         arrays: ArrayRecord,
-        num_rounds: int,
+        grid: Grid,
         timeout: float,
-        train_config: ConfigRecord,
-        evaluate_config: ConfigRecord,
-        evaluate_fn: EvaluateFn,
-    ) -> None:
-        evaluate_fn(0, arrays)
-        for server_round in range(1, num_rounds + 1):
-            self._read_model(arrays)
-            self._round, number = server_round, self._rounds_before + server_round
-            requests = self._ask(number, train_config, grid, timeout)
-            if self.order == "virtual":
-                self._answered(grid.send_and_receive(requests, timeout=timeout))
-            else:
-                self._push(requests, grid)
-            while not self._choose(number):
-                self._pull(grid)
-            self._mixing = {n: self._phases.pop(n) for n in self._ready + self._alone}
-            new, _ = self.aggregate_train(server_round, self._replies())
-            arrays = arrays if new is None else new
-            requests = list(self.configure_evaluate(server_round, arrays, evaluate_config, grid))
-            self.aggregate_evaluate(server_round, grid.send_and_receive(requests, timeout=timeout))
-            evaluate_fn(server_round, arrays)
+        config: ConfigRecord,
+    ) -> ArrayRecord | None:
+        self._read_model(arrays)
+        number = self._rounds_before + server_round
+        requests = self._ask(number, config, grid, timeout)
+        if self.order == "virtual":
+            self._answered(grid.send_and_receive(requests, timeout=timeout))
+        else:
+            self._push(requests, grid)
+        while not self._choose(number):
+            self._pull(grid)
+        self._mixing = {n: self._phases.pop(n) for n in self._ready + self._alone}
+        return self.aggregate_train(server_round, self._replies())[0]
 
     def _ask(
         self, server_round: int, config: ConfigRecord, grid: Grid, timeout: float
@@ -192,13 +201,15 @@ class FedBCDAsync(BookedStrategy):
         for n in range(self.servers):
             if n in self._phases or not self.devices(n, nodes):
                 continue
-            chosen, model = self.active(server_round, n, free), self.model_record(self._z[n])
-            requests += self._requests(server_round, model, config, nodes, chosen, "train")
-            rounds = dict.fromkeys(chosen, server_round)
+            begun, chosen = server_round, self.active(server_round, n, free)
+            if n in self._unfinished:
+                begun, before = self._unfinished.pop(n)
+                chosen = [client for client in before if client in free]
+            model = self.model_record(self._z[n])
+            requests += self._requests(begun, model, config, nodes, chosen, "train")
+            rounds = dict.fromkeys(chosen, begun)
             deadline = time.monotonic() + timeout
-            self._phases[n] = Phase(
-                server_round, replace(self._asked, rounds=rounds), deadline=deadline
-            )
+            self._phases[n] = Phase(begun, replace(self._asked, rounds=rounds), deadline=deadline)
         return requests
 
     def _choose(self, server_round: int) -> bool:

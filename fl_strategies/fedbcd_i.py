@@ -88,6 +88,7 @@ class FedBCDI(CloudStrategy):
 
     algorithm = "fedbcd-i"
     scalar_bounds: Mapping[str, tuple[float, float]] = MappingProxyType({"work": (1.0, 2.0**53)})
+    saved = ("_offline",)
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ Non-IID Data", IEEE Transactions on Signal Processing 2021, Algorithms 2-4.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, Unpack, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, Unpack, cast
 
 from fl_strategies.randomness import stream
 from fl_strategies.schedules import check, one_of
@@ -54,8 +54,6 @@ from fl_strategies.subproblem import Solve, Subproblem, Vector, weighted_mean
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord, Message, MetricRecord
-    from flwr.serverapp import Grid
-    from flwr.serverapp.strategy import Result
 
 X0Rule: TypeAlias = Literal["paper", "authors"]
 
@@ -180,6 +178,7 @@ class FedPD(FederatedStrategy):
     """
 
     algorithm = "fedpd"
+    saved = ("exchanges", "_first", "_done")
 
     def __init__(
         self,
@@ -212,23 +211,21 @@ class FedPD(FederatedStrategy):
         self.eta, self.p, self.oracle, self.x0_rule = eta, p, oracle, x0_rule
         self.gamma, self.inner_steps, self.inner_batch = gamma, inner_steps, inner_batch
         self.full_every, self.missing = full_every, missing
-        self.exchanges = 0
-        self.next_rounds = rounds_from(0, p=p, seed=self.seed)
+        self.exchanges = self._first = self._done = 0
 
-    def start(
-        self,
-        grid: Grid,
-        initial_arrays: ArrayRecord,
-        num_rounds: int = 3,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Result:
-        """Run ``num_rounds`` algorithm rounds; else as :meth:`FederatedStrategy.start`."""
-        first = self.next_rounds.start
-        exchanges = sum(
-            exchanges_after(r, p=self.p, seed=self.seed) for r in range(first, first + num_rounds)
-        )
-        return super().start(grid, initial_arrays, exchanges, *args, **kwargs)
+    def open(self, initial_arrays: ArrayRecord, num_rounds: int) -> None:
+        self._first = self._done
+        super().open(initial_arrays, num_rounds)
+
+    def exchanges_in(self, num_rounds: int) -> int:
+        """Return how many of the run's ``num_rounds`` algorithm rounds end in an exchange."""
+        rounds = range(self._first, self._first + num_rounds)
+        return sum(exchanges_after(r, p=self.p, seed=self.seed) for r in rounds)
+
+    @property
+    def next_rounds(self) -> range:
+        """The algorithm rounds up to the next exchange."""
+        return rounds_from(self._done, p=self.p, seed=self.seed)
 
     def client_knobs(self, server_round: int) -> dict[str, Scalar]:
         knobs: dict[str, Scalar] = {
@@ -268,8 +265,8 @@ class FedPD(FederatedStrategy):
         if arrays is not None:
             skipped = len(self.next_rounds) - 1
             self.exchanges += 1
-            self.next_rounds = rounds_from(self.next_rounds.stop, p=self.p, seed=self.seed)
-        metrics["algorithm-round"] = self.next_rounds.start
+            self._done = self.next_rounds.stop
+        metrics["algorithm-round"] = self._done
         metrics["exchanges"] = self.exchanges
         bytes_each = sum(cast(int, metrics[name]) for name in ("bytes-down", "bytes-up"))
         metrics["bytes-saved"] = skipped * bytes_each

@@ -70,7 +70,11 @@ def as_legacy(
     ValueError
         For a strategy that does not wait for a round's replies, and what ``start`` raises.
     """
-    if type(strategy)._rounds is not FederatedStrategy._rounds:
+    if strategy.checkpoints is not None:
+        raise ValueError(
+            "checkpoints need Strategy.start: a legacy server counts its rounds itself, from 1"
+        )
+    if type(strategy).train_round is not FederatedStrategy.train_round:
         raise ValueError(
             f"{type(strategy).__name__} has no legacy form: it does not wait for the replies of a"
             " round, and a legacy server does"

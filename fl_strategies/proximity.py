@@ -179,6 +179,8 @@ class ProximityStrategy(FederatedStrategy):
         For a knob outside its range, or lambda_min > lambda_max.
     """
 
+    saved = ("_clock",)
+
     def __init__(
         self,
         *,

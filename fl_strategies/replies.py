@@ -13,6 +13,9 @@ from flwr.common import log
 
 from fl_strategies.wire import BadReply
 
+SPREAD = ("-mean", "-variance", "-min", "-max", "-smallest", "-largest")
+"""How the names of the metrics end that :func:`spread` adds to a mean by examples."""
+
 
 @dataclass(frozen=True)
 class Asked:

@@ -125,6 +125,7 @@ class SCAFFOLD(FederatedStrategy):
 
     algorithm = "scaffold"
     beside = (CONTROL,)
+    saved = ("_total",)
 
     def __init__(
         self, *, eta_g: Knob = 1.0, option: Option = "II", **options: Unpack[Options]

@@ -39,10 +39,11 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import Result
 
 from fl_strategies.callbacks import Callback, RoundInfo
+from fl_strategies.checkpoints import Checkpoint, Checkpoints
 from fl_strategies.layout import Arrays, BufferMean, Layout
 from fl_strategies.nodes import Nodes
 from fl_strategies.randomness import stream
-from fl_strategies.replies import Asked, by_client, nonce_of, only, sift, spread
+from fl_strategies.replies import SPREAD, Asked, by_client, nonce_of, only, sift, spread
 from fl_strategies.schedules import Knob, at, check, one_of
 from fl_strategies.subproblem import Vector
 from fl_strategies.wire import BadReply, check_scalars, decode, decode_model
@@ -110,10 +111,7 @@ class Options(TypedDict, total=False):
     callbacks: Sequence[Callback]
     acknowledge: bool
     node_wait: float
-
-
-class _Stop(Exception):
-    """Raised by a callback's wish to stop, caught in ``start``."""
+    checkpoints: Checkpoints | None
 
 
 class FederatedStrategy(FlowerFedAvg):
@@ -153,6 +151,8 @@ class FederatedStrategy(FlowerFedAvg):
     node_wait : float > 0, seconds (default 60)
         How long a query for a client's id may take, and how long the first round waits for nodes
         that the connected ones say exist.
+    checkpoints : Checkpoints, optional
+        Where to write checkpoints, from which ``start(resume=True)`` goes on; none by default.
 
     Raises
     ------
@@ -166,6 +166,9 @@ class FederatedStrategy(FlowerFedAvg):
     """Names of vectors [d] that travel beside the model, in training requests and replies."""
     scalar_bounds: Mapping[str, tuple[float, float]] = MappingProxyType({})
     """Metrics that each reply must carry, with the range that each must be in."""
+    saved: ClassVar[tuple[str, ...]] = ("_acked", "_nonces")
+    """Names of the attributes that a checkpoint holds: what the server keeps from round to round.
+    Numbers, texts, arrays, lists and dicts of them. A subclass names its own, without these."""
 
     def __init__(
         self,
@@ -188,6 +191,7 @@ class FederatedStrategy(FlowerFedAvg):
         callbacks: Sequence[Callback] = (),
         acknowledge: bool = True,
         node_wait: float = 60.0,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         check("fraction_train", fraction_train, above=0.0, high=1.0, scheduled=False)
         check("fraction_evaluate", fraction_evaluate, low=0.0, high=1.0, scheduled=False)
@@ -223,7 +227,7 @@ class FederatedStrategy(FlowerFedAvg):
             if isinstance(value, Mapping):
                 check(name, value)
         self.lost_state, self.callbacks = lost_state, tuple(callbacks)
-        self.acknowledge = acknowledge
+        self.acknowledge, self.checkpoints = acknowledge, checkpoints
         self.nodes = Nodes(node_wait)
         self._rounds_before = self._round = self.num_rounds = 0
         self._acked: dict[int, int] = {}
@@ -293,58 +297,76 @@ class FederatedStrategy(FlowerFedAvg):
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: EvaluateFn | None = None,
+        *,
+        resume: bool = False,
     ) -> Result:
         """Run ``num_rounds`` rounds, as Flower's ``Strategy.start``, with callbacks.
 
         Called again, it goes on: clients keep their state, and rounds count on for schedules,
         streams and acknowledgement (callbacks and results count from 1 in each call).
 
-        Raises ``ValueError`` for a model with arrays that cannot be trained, or a config that sets
-        what the strategy itself sends.
+        ``resume`` goes on from the last of ``checkpoints``, in a new process after the old one was
+        killed, to the result that the run would have come to; with no checkpoint yet, it begins.
+        ``num_rounds`` counts those before as well. Clients must still have their states
+        (``clients.DirectoryStore``). A callback with a method ``recall`` is handed the metrics of
+        the rounds before, by round.
+
+        Raises ``ValueError`` for a model with arrays that cannot be trained, a config that sets
+        what the strategy itself sends, and checkpoints that are another run's.
         """
         self.open(initial_arrays, num_rounds)
         ours = self.request(1, 0).keys()
         for name, config in (("train_config", train_config), ("evaluate_config", evaluate_config)):
             if clash := sorted(ours & set(config or ())):
                 raise ValueError(f"{name} must not set {clash}: the strategy does")
-
-        def evaluate_and_call(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-            metrics = evaluate_fn(server_round, arrays) if evaluate_fn else None
-            if metrics is not None:
-                self.result.evaluate_metrics_serverapp[server_round] = metrics
-            if server_round > 0 and self.close_round(server_round, arrays):
-                raise _Stop
-            return metrics
-
+        stopped = self._resume() if resume else self._begin()
+        self.num_rounds = self.exchanges_in(num_rounds)
+        arrays = self.result.arrays
+        log(INFO, "%s: %d rounds, from round %d", self.algorithm, self.num_rounds, self._round + 1)
+        if self._round == 0:
+            self._evaluate(0, arrays, evaluate_fn)
         try:
-            self._rounds(
-                grid,
-                initial_arrays,
-                num_rounds,
-                timeout,
-                train_config or ConfigRecord(),
-                evaluate_config or ConfigRecord(),
-                evaluate_and_call,
-            )
-        except _Stop:
-            log(INFO, "Stopped by a callback")
+            while self._round < self.num_rounds and not stopped:
+                number = self._round = self._round + 1
+                new = self.train_round(
+                    number, arrays, grid, timeout, train_config or ConfigRecord()
+                )
+                arrays = arrays if new is None else new
+                asked = self.configure_evaluate(
+                    number, arrays, evaluate_config or ConfigRecord(), grid
+                )
+                replies = grid.send_and_receive(asked, timeout=timeout)
+                self.aggregate_evaluate(number, replies)
+                self._evaluate(number, arrays, evaluate_fn)
+                stopped = self.close_round(number, arrays)
+            if stopped:
+                log(INFO, "a callback ended the run after round %d", self._round)
         finally:
             self._rounds_before += self._round
             self._round = 0
         return self.result
 
-    def _rounds(
+    def train_round(
         self,
-        grid: Grid,
+        server_round: int,
         arrays: ArrayRecord,
-        num_rounds: int,
+        grid: Grid,
         timeout: float,
-        train_config: ConfigRecord,
-        evaluate_config: ConfigRecord,
-        evaluate_fn: EvaluateFn,
-    ) -> None:
-        """Run the rounds one after another, as Flower does."""
-        super().start(grid, arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
+        config: ConfigRecord,
+    ) -> ArrayRecord | None:
+        """Have clients train, and return the next model; None when the round is void."""
+        requests = self.configure_train(server_round, arrays, config, grid)
+        replies = grid.send_and_receive(requests, timeout=timeout)
+        return self.aggregate_train(server_round, replies)[0]
+
+    def _evaluate(self, number: int, arrays: ArrayRecord, evaluate_fn: EvaluateFn | None) -> None:
+        metrics = evaluate_fn(number, arrays) if evaluate_fn else None
+        if metrics is not None:
+            self.result.evaluate_metrics_serverapp[number] = metrics
+
+    def exchanges_in(self, num_rounds: int) -> int:
+        """Return how many rounds of messages a run of ``num_rounds`` takes."""
+        return num_rounds
 
     def open(self, initial_arrays: ArrayRecord, num_rounds: int) -> None:
         """Begin a run: take the initial model, and forget the result of the last."""
@@ -356,20 +378,94 @@ class FederatedStrategy(FlowerFedAvg):
         self.result = Result(arrays=initial_arrays)
 
     def close_round(self, server_round: int, arrays: ArrayRecord) -> bool:
-        """End a round: call the callbacks, and return whether one of them ends the run."""
+        """End a round: callbacks, checkpoint; return whether a callback ends the run."""
         self.result.arrays = arrays
-        metrics: dict[str, float] = {}
-        for phase in (
-            self.result.train_metrics_clientapp,
-            self.result.evaluate_metrics_clientapp,
-            self.result.evaluate_metrics_serverapp,
+        metrics = self._metrics(server_round)
+        told = [f"{n}={value:.6g}" for n, value in metrics.items() if not n.endswith(SPREAD)]
+        log(INFO, "round=%d algorithm=%s %s", server_round, self.algorithm, " ".join(told))
+        info = RoundInfo(server_round, self.num_rounds, arrays, metrics, self._clients)
+        # every callback sees the round, also when an earlier one wants to stop
+        stopped = True in [callback(info) for callback in self.callbacks]
+        if self.checkpoints and (
+            stopped or server_round % self.checkpoints.every == 0 or server_round == self.num_rounds
         ):
+            number = self._rounds_before + server_round
+            self.checkpoints.save(number, self._checkpoint(server_round, stopped))
+        return stopped
+
+    def _metrics(self, server_round: int) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for phase in self._phases_of_result():
             for name, value in phase.get(server_round, {}).items():
                 if not isinstance(value, list):
                     metrics[name] = value
-        info = RoundInfo(server_round, self.num_rounds, arrays, metrics, self._clients)
-        # every callback sees the round, also when an earlier one wants to stop
-        return True in [callback(info) for callback in self.callbacks]
+        return metrics
+
+    def _phases_of_result(self) -> list[dict[int, MetricRecord]]:
+        return [
+            self.result.train_metrics_clientapp,
+            self.result.evaluate_metrics_clientapp,
+            self.result.evaluate_metrics_serverapp,
+        ]
+
+    # ---- checkpoints --------------------------------------------------------------------------
+
+    def _identity(self) -> dict[str, Scalar]:
+        """Return what a checkpoint and the run that goes on from it must have in common."""
+        assert self._layout is not None
+        return {
+            "algorithm": self.algorithm,
+            "seed": self.seed,
+            "model": self._layout.signature,
+        }
+
+    def _saved(self) -> list[str]:
+        return [name for cls in reversed(type(self).__mro__) for name in vars(cls).get("saved", ())]
+
+    def _checkpoint(self, server_round: int, stopped: bool) -> Checkpoint:
+        run = {
+            **self._identity(),
+            "rounds-before": self._rounds_before,
+            "round": server_round,
+            "stopped": stopped,
+            "clients": sorted(self.nodes.known),
+            "metrics": self._metrics(server_round),
+            "history": [
+                [[number, dict(record)] for number, record in phase.items()]
+                for phase in self._phases_of_result()
+            ],
+        }
+        model = {name: array.numpy() for name, array in self.result.arrays.items()}
+        return Checkpoint(model, {name: getattr(self, name) for name in self._saved()}, run)
+
+    def _begin(self) -> bool:
+        if self.checkpoints and not self._rounds_before:
+            self.checkpoints.begin()
+        return False
+
+    def _resume(self) -> bool:
+        """Go back to the last checkpoint, if there is one; return whether the run ended there."""
+        if self.checkpoints is None:
+            raise ValueError("resume needs checkpoints: give the strategy some")
+        found = self.checkpoints.last()
+        if found is None:
+            return self._begin()
+        run, identity = found.run, self._identity()
+        if other := {name: run[name] for name in identity if run[name] != identity[name]}:
+            ours = {name: identity[name] for name in other}
+            raise ValueError(f"{self.checkpoints.directory} is of a run with {other}, not {ours}")
+        for name, value in found.state.items():
+            setattr(self, name, value)
+        self.nodes.known |= set(run["clients"])
+        self._rounds_before, self._round = run["rounds-before"], run["round"]
+        self.result.arrays = ArrayRecord({name: Array(a) for name, a in found.model.items()})
+        for phase, rows in zip(self._phases_of_result(), run["history"], strict=True):
+            phase.update({number: MetricRecord(row) for number, row in rows})
+        rows = {number: self._metrics(number) for number in range(1, self._round + 1)}
+        for callback in self.callbacks:
+            if recall := getattr(callback, "recall", None):
+                recall(rows)
+        return bool(run["stopped"])
 
     # ---- training -----------------------------------------------------------------------------
 
@@ -388,6 +484,9 @@ class FederatedStrategy(FlowerFedAvg):
         }
         if self.acknowledge:
             request["acked-round"] = self._acked.get(client, -1)
+        if self.checkpoints:
+            rounds = self.checkpoints.kept_rounds(client)
+            request["kept-rounds"] = " ".join(map(str, rounds))
         return request
 
     def configure_train(

@@ -104,9 +104,14 @@ def _changes(config: RunConfig) -> list[str] | None:
             return None
         stored = json.loads((folder / "config.json").read_text())
         (folder / "history.jsonl").stat()
-        found, wanted = _effective(stored), _effective(asdict(config))
+        return differences(stored, asdict(config))
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def differences(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    """Return in words how ``settings`` differ in effect from those ``stored`` by an earlier run."""
+    found, wanted = _effective(stored), _effective(settings)
     return [
         f"{name} was {found.get(name)}, is {wanted.get(name)}"
         for name in dict.fromkeys([*wanted, *found])
@@ -123,7 +128,8 @@ def _effective(settings: Mapping[str, Any]) -> dict[str, Any]:
     known = {key.name: ANY.get(key.name, key.default) for key in fields(RunConfig)}
     found = known | dict(settings)
     params = parse_params(found.pop("params"))
-    del found["output"]
+    for name in ("output", "checkpoint_every", "checkpoint_keep", "resume"):
+        del found[name]
     found |= knob_defaults(found["algorithm"]) | params
     # flags and words for them are one
     return {

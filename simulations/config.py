@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from clients import LocalTraining
+from clients import CLIENTS, LocalTraining
 from fl_strategies import STRATEGIES, FederatedStrategy, step_decay
 from fl_strategies.params import format_params, parse_params
 from fl_strategies.schedules import check
@@ -74,6 +74,9 @@ class RunConfig:
     min_replies: int = key(1, "usable replies below which a round is void")
     lost_state: str = key("reset", "clients without their booked state: `reset refuse warn`")
     state_dir: str = key("", "directory for clients' state; empty: Flower's `context.state`")
+    checkpoint_every: int = key(0, "rounds from one checkpoint to the next; 0: none are made")
+    checkpoint_keep: int = key(2, "checkpoints kept beside the best by test accuracy")
+    resume: bool = key(False, "go on from the last checkpoint in `output`, if there is one")
     device: str = key("auto", "`auto` (a GPU where there is one), `cpu`, `cuda`")
     dtype: str = key("float32", "type of the model: `float32`, `float64`")
     autocast: str = key("", "lower precision of forward passes: `bfloat16`")
@@ -120,6 +123,16 @@ class RunConfig:
         check("fraction_evaluate", self.fraction_evaluate, low=0.0, high=1.0)
         check("evaluate_every", self.evaluate_every, low=1)
         check("seed", self.seed, low=0)
+        check("checkpoint_every", self.checkpoint_every, low=0)
+        check("checkpoint_keep", self.checkpoint_keep, low=1)
+        if self.resume and not (self.checkpoint_every and self.output):
+            raise ValueError("resume needs checkpoint-every > 0, and output, where the run lies")
+        stateful = CLIENTS[self.algorithm].state_type is not None
+        if self.checkpoint_every and stateful and not self.state_dir:
+            raise ValueError(
+                f"checkpoint-every needs state-dir: clients of {self.algorithm} keep a state, which"
+                " would not outlive the run elsewhere"
+            )
         check("target", self.target, low=0.0, high=1.0)
         check("penalty", self.penalty, low=0.0)
         check("local_test", self.local_test, low=0.0)

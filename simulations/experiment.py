@@ -32,11 +32,12 @@ from clients import (
     client_app,
     client_id,
 )
-from fl_strategies import ClientHistory, EarlyStop, History, RoundInfo
-from fl_strategies.callbacks import Callback, finite, model_bytes
+from fl_strategies import Checkpoints, ClientHistory, EarlyStop, History, RoundInfo
+from fl_strategies.callbacks import Callback, Rows, finite, model_bytes
 from fl_strategies.files import write_atomically
 from fl_strategies.params import parse_params
 from simulations import data, models, partitions
+from simulations.cells import differences
 from simulations.config import RunConfig, Scalar
 from simulations.figures import PANELS, draw_curves
 from simulations.in_process import InProcessGrid
@@ -79,11 +80,19 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
     ``clients.jsonl`` (a line for each client that took part in a round),
     ``model.safetensors``, ``summary.json`` and ``curve.png``, also when the run is interrupted; one
     that is killed leaves model and summary of the last ``SAVE_SECONDS`` or earlier. Async-cloud
-    FedBCD adds ``cloud-N.safetensors``, the model of each cloud server.
+    FedBCD adds ``cloud-N.safetensors``, the model of each cloud server, and ``checkpoint-every``
+    the folder ``checkpoints``.
     """
     check_nodes(config, grid)
     model, folder = prepare(config)
     test = problem(config, "test")
+    checkpoints = None
+    if config.checkpoint_every:
+        every, keep = config.checkpoint_every, config.checkpoint_keep
+        where = folder / "checkpoints"
+        checkpoints = Checkpoints(where, every=every, keep=keep, best="test-accuracy")
+        if config.resume and checkpoints.rounds():
+            check_resumes(config, folder)
     (folder / "summary.json").unlink(missing_ok=True)  # an earlier run's, of other settings perhaps
     write_atomically(folder / "config.json", json.dumps(asdict(config), indent=2).encode())
     progress = _Progress(config, folder)
@@ -105,8 +114,9 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
             ClientHistory(folder / "clients.jsonl"),
             progress,
             someone_works,
-            *(_if_tested(callback) for callback in callbacks),
+            *(_IfTested(callback) for callback in callbacks),
         ],
+        checkpoints=checkpoints,
     )
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
@@ -124,8 +134,10 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
     initial = ArrayRecord(model.module.state_dict())
     finished = False
     try:
-        strategy.start(grid, initial, config.rounds, evaluate_fn=evaluate)
-        finished = True
+        result = strategy.start(
+            grid, initial, config.rounds, evaluate_fn=evaluate, resume=config.resume
+        )
+        progress.arrays, finished = result.arrays, True
     finally:
         summary = progress.save(finished)
         for n, arrays in enumerate(getattr(strategy, "cloud_models", [])):
@@ -135,8 +147,25 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
     return summary
 
 
-def _if_tested(callback: Callback) -> Callback:
-    return lambda info: callback(info) if "test-accuracy" in info.metrics else None
+class _IfTested:
+    """A callback for the rounds in which the model was tested."""
+
+    def __init__(self, callback: Callback) -> None:
+        self.callback = callback
+
+    def __call__(self, info: RoundInfo) -> bool | None:
+        return self.callback(info) if "test-accuracy" in info.metrics else None
+
+    def recall(self, rows: Rows) -> None:
+        if recall := getattr(self.callback, "recall", None):
+            recall({number: row for number, row in rows.items() if "test-accuracy" in row})
+
+
+def check_resumes(config: RunConfig, folder: Path) -> None:
+    """Raise ``ValueError`` unless the run in ``folder`` had these settings, but for its rounds."""
+    stored = json.loads((folder / "config.json").read_text())
+    if found := differences(stored | {"rounds": config.rounds}, asdict(config)):
+        raise ValueError(f"{folder} cannot be resumed with other settings: {'; '.join(found)}")
 
 
 def prepare(config: RunConfig) -> tuple[FlatModel, Path]:
@@ -192,12 +221,17 @@ class _Progress:
         self.started = self.saved = time.monotonic()
         self.arrays: ArrayRecord | None = None
         self.rows: list[dict[str, float]] = []
+        self.before = 0
+
+    def recall(self, rows: Rows) -> None:
+        self.rows, self.before = [dict(row) for row in rows.values()], len(rows)
 
     def __call__(self, info: RoundInfo) -> None:
         self.arrays = info.arrays
         self.rows.append(dict(info.metrics))
         spent = time.monotonic() - self.started
-        left = spent / info.server_round * (info.num_rounds - info.server_round)
+        done = info.server_round - self.before
+        left = spent / done * (info.num_rounds - info.server_round)
         tested = ""
         if "test-accuracy" in info.metrics:
             tested = "  accuracy {test-accuracy:.4f}  loss {test-loss:.4f}".format_map(info.metrics)

@@ -39,7 +39,7 @@ from test_laws import RATE, START, local, train
 from torch import nn
 
 from clients import FedPDClient, FlatModel, LocalTraining, Problem, client_id, solve
-from fl_strategies import FederatedStrategy, FedPD, fedpd
+from fl_strategies import FedPD, fedpd
 from fl_strategies.randomness import stream
 from fl_strategies.subproblem import Subproblem
 from simulations import data, experiment
@@ -168,12 +168,14 @@ def test_a_run_is_algorithm_2(p: float, knobs: dict[str, Any]) -> None:
 class OneMessageARound(FedPD):
     """Sends each client its own x0 in every algorithm round, and averages when the coin says so."""
 
+    next_rounds = range(1)
+
     def __init__(self, **knobs: Any) -> None:
         super().__init__(**knobs)
-        self.next_rounds, self.own = range(1), dict[int, ArrayRecord]()
+        self.own = dict[int, ArrayRecord]()
 
-    def start(self, *args: Any, **kwargs: Any) -> Any:
-        return FederatedStrategy.start(self, *args, **kwargs)
+    def exchanges_in(self, num_rounds: int) -> int:
+        return num_rounds
 
     def configure_train(self, *args: Any) -> Iterable[Message]:
         for message in super().configure_train(*args):

@@ -382,3 +382,15 @@ def test_bad_options_are_refused_with_bound_and_value(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         FedAvg(**options)
+
+
+def test_each_round_is_one_line_of_names_and_values_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run(FedAvg(**SETTINGS), grid(quadratics(3)), 2)
+    lines = [line for line in caplog.messages if line.startswith("round=")]
+    rows = [dict(word.split("=") for word in line.split()) for line in lines]
+    assert [row["round"] for row in rows] == ["1", "2"]
+    assert all(row["algorithm"] == "fedavg" and row["clients-used"] == "3" for row in rows)
+    assert float(rows[1]["train-loss"]) < float(rows[0]["train-loss"])
+    assert not any(name.endswith(("-min", "-max")) for name in rows[0])
