@@ -17,6 +17,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import clients
 import fl_strategies
 import simulations
@@ -29,7 +31,10 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
-def test_the_readmes_python_runs_as_one_program(capsys: Any) -> None:
+def test_the_readmes_python_runs_as_one_program(
+    capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "readme"}
     for block in blocks("python"):
         exec(compile(block, "README.md", "exec"), namespace)

@@ -387,7 +387,7 @@ def test_bad_options_are_refused_with_bound_and_value(
 def test_each_round_is_one_line_of_names_and_values_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    run(FedAvg(**SETTINGS), grid(quadratics(3)), 2)
+    averaging().start(grid(quadratics(3)), to_record(np.zeros(5)), 2)
     lines = [line for line in caplog.messages if line.startswith("round=")]
     rows = [dict(word.split("=") for word in line.split()) for line in lines]
     assert [row["round"] for row in rows] == ["1", "2"]

@@ -1,0 +1,68 @@
+"""Callbacks that show a run in TensorBoard or Weights & Biases, as it goes.
+
+Both take the numbers of ``RoundInfo.metrics``. Neither library is installed with this package, but
+with its extra ``trackers``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from fl_strategies.callbacks import RoundInfo, Rows
+
+
+class TensorBoard:
+    """Writes each round's metrics, as scalars by round, under ``folder``.
+
+    ``tensorboard --logdir FOLDER`` shows them. Rounds are on disk as they end. When a run is
+    resumed, what it had written after its last checkpoint no longer shows. Raises ``ImportError``
+    where TensorBoard is not installed.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self._writer_of = _library("torch.utils.tensorboard").SummaryWriter
+        self._writer: Any = None
+
+    def __call__(self, info: RoundInfo) -> None:
+        self._writer = self._writer or self._writer_of(str(self.folder))
+        for name, value in info.metrics.items():
+            self._writer.add_scalar(name, value, info.server_round)
+        self._writer.flush()
+
+    def recall(self, rows: Rows) -> None:
+        """Go on after the rounds before."""
+        self._writer = self._writer_of(str(self.folder), purge_step=max(rows, default=0) + 1)
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WandB:
+    """Logs each round's metrics, by round, to Weights & Biases.
+
+    Takes the arguments of ``wandb.init`` (``project="..."``, ``mode="offline"`` ...), which begins
+    the run; ``run`` is that, and :meth:`close` ends it. Raises ``ImportError`` where wandb is not
+    installed.
+    """
+
+    def __init__(self, **init: Any) -> None:
+        self.run = _library("wandb").init(**init)
+
+    def __call__(self, info: RoundInfo) -> None:
+        self.run.log(dict(info.metrics), step=info.server_round)
+
+    def close(self) -> None:
+        """End the run."""
+        self.run.finish()
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f'{error}: pip install "fl-strategies[trackers]"') from None
