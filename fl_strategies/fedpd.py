@@ -180,6 +180,7 @@ class FedPD(FederatedStrategy):
     """
 
     algorithm = "fedpd"
+    averages = "models"
 
     def __init__(
         self,

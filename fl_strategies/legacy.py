@@ -10,11 +10,15 @@ strategy itself, and the model it comes to, are the same.
 
 - Legacy nodes do not say how many there are: set ``min_available_nodes`` to their number.
 - ``num_rounds`` of ``ServerConfig`` counts rounds of messages; those of FedPD are its exchanges.
+- Flower's secure aggregation works on legacy servers alone. Its clients weigh each upload, mask it
+  and send it; the server learns the weighted mean. That is enough for strategies whose
+  ``averages`` is not "", where the weights are those of the rule: see ``secure_range``.
 - A callback that ends the run cannot end the server, which then asks nobody any more.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -36,7 +40,8 @@ from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 from flwr.serverapp import Grid
 
-from fl_strategies.strategy import EvaluateFn, FederatedStrategy
+from fl_strategies.schedules import check
+from fl_strategies.strategy import EvaluateFn, FederatedStrategy, Upload
 
 Failure: TypeAlias = tuple[ClientProxy, Any] | BaseException
 FAILED = 1
@@ -49,6 +54,7 @@ def as_legacy(
     *,
     num_rounds: int = 0,
     evaluate_fn: EvaluateFn | None = None,
+    secure_range: float | None = None,
 ) -> Strategy:
     """Return ``strategy`` as a ``flwr.server.strategy.Strategy``.
 
@@ -64,18 +70,40 @@ def as_legacy(
     evaluate_fn : callable, optional
         ``evaluate_fn(server_round, arrays)`` as for ``strategy.start``. The loss that the legacy
         history wants is its metric ``test-loss`` or ``loss``; NaN if it has neither.
+    secure_range : float > 0, optional
+        The ``clipping_range`` of the ``SecAggPlusWorkflow`` that runs the rounds. Clients then
+        refuse to send what it would cut off, and weigh 1 where the rule has equal weights (for
+        which ``max_weight=1`` loses least to rounding). A round with an unusable reply is void.
 
     Raises
     ------
     ValueError
-        For a strategy that does not wait for a round's replies, and what ``start`` raises.
+        For a strategy that does not wait for a round's replies, and what ``start`` raises; with
+        ``secure_range`` for a strategy whose rule needs more than a mean, or has buffers.
     """
     if type(strategy)._rounds is not FederatedStrategy._rounds:
         raise ValueError(
             f"{type(strategy).__name__} has no legacy form: it does not wait for the replies of a"
             " round, and a legacy server does"
         )
-    return _LegacyStrategy(strategy, initial_arrays, num_rounds, evaluate_fn)
+    if secure_range is not None:
+        _check_secure(strategy, secure_range)
+    return _LegacyStrategy(strategy, initial_arrays, num_rounds, evaluate_fn, secure_range)
+
+
+def _check_secure(strategy: FederatedStrategy, secure_range: float) -> None:
+    check("secure_range", secure_range, above=0.0, scheduled=False)
+    name = type(strategy).__name__
+    if not strategy.averages:
+        raise ValueError(
+            f"{name} does not go with secure aggregation: the server learns the mean of all uploads"
+            " alone, and its rule needs more; FedAvg, FedProx, SCAFFOLD, FedADMM, FedPD do with it"
+        )
+    if strategy.buffers:
+        raise ValueError(
+            f"buffers {list(strategy.buffers)} do not go with secure aggregation, which treats all"
+            " arrays as trained: use a model without, GroupNorm for BatchNorm"
+        )
 
 
 class _LegacyStrategy(Strategy):
@@ -85,8 +113,11 @@ class _LegacyStrategy(Strategy):
         initial_arrays: ArrayRecord | None,
         num_rounds: int,
         evaluate_fn: EvaluateFn | None,
+        secure_range: float | None,
     ) -> None:
         self.strategy, self.num_rounds, self.evaluate_fn = strategy, num_rounds, evaluate_fn
+        self.secure_range = secure_range
+        strategy.masked = secure_range is not None
         self._arrays = ArrayRecord()
         self._requests: dict[str, Message] = {}
         self._stopped = False
@@ -105,9 +136,10 @@ class _LegacyStrategy(Strategy):
     ) -> list[tuple[ClientProxy, FitIns]]:
         if self._stopped:
             return []
+        self._take(parameters)
         network = cast(Grid, _Network(client_manager))
         messages = self.strategy.configure_train(
-            server_round, self._arrays, ConfigRecord(), network
+            server_round, self._arrays, self._secure_config(), network
         )
         return self._instructions(messages, client_manager, FitIns)
 
@@ -117,8 +149,11 @@ class _LegacyStrategy(Strategy):
         results: list[tuple[ClientProxy, FitRes]],
         failures: Sequence[Failure],
     ) -> tuple[Parameters | None, dict[str, Any]]:
+        if len(results) > 1:
+            self._check_masks([result for _, result in results])
+        trained = functools.partial(_trained, masked=self.strategy.masked)
         arrays, metrics = self.strategy.aggregate_train(
-            server_round, self._replies(results, failures, _trained)
+            server_round, self._replies(results, failures, trained)
         )
         if arrays is None:
             return None, dict(metrics or {})
@@ -131,6 +166,7 @@ class _LegacyStrategy(Strategy):
         if not self._arrays:  # round 0, with the model that a client gave
             given = parameters_to_ndarrays(parameters)
             self._open(ArrayRecord({str(i): Array(array) for i, array in enumerate(given)}))
+        self._take(parameters)
         if self.evaluate_fn is None or self._stopped:
             return None
         metrics = self.evaluate_fn(server_round, self._arrays)
@@ -145,6 +181,7 @@ class _LegacyStrategy(Strategy):
     ) -> list[tuple[ClientProxy, EvaluateIns]]:
         if self._stopped:
             return []
+        self._take(parameters)
         network = cast(Grid, _Network(client_manager))
         messages = self.strategy.configure_evaluate(
             server_round, self._arrays, ConfigRecord(), network
@@ -171,6 +208,37 @@ class _LegacyStrategy(Strategy):
 
     def _end(self, server_round: int) -> None:
         self._stopped = self.strategy.close_round(server_round, self._arrays)
+
+    def _take(self, parameters: Parameters) -> None:
+        """Go on with the server's model: a wrapper may have added noise to ours."""
+        given = zip(self._arrays, parameters_to_ndarrays(parameters), strict=True)
+        self._arrays = ArrayRecord({name: Array(array) for name, array in given})
+
+    # ---- secure aggregation -------------------------------------------------------------------
+
+    def _secure_config(self) -> ConfigRecord:
+        if self.secure_range is None:
+            return ConfigRecord()
+        equal = self.strategy.weight(Upload(0, np.zeros(0), 2, {})) == 1.0
+        return ConfigRecord({"secure-range": float(self.secure_range), "secure-weight": int(equal)})
+
+    def _check_masks(self, results: Sequence[FitRes]) -> None:
+        """Raise unless replies are masked if and only if they should be.
+
+        The workflow gives each of them the mean for its parameters, as one object.
+        """
+        masked = all(result.parameters is results[0].parameters for result in results)
+        if masked and self.secure_range is None:
+            raise ValueError(
+                "the round ran under secure aggregation, of which clients and strategy know"
+                " nothing: give as_legacy its clipping_range as secure_range"
+            )
+        if self.secure_range is not None and not masked:
+            raise ValueError(
+                f"secure_range is {self.secure_range:g}, but replies came without masks: give the"
+                " server DefaultWorkflow(fit_workflow=SecAggPlusWorkflow(...)) and the ClientApp"
+                " secaggplus_mod, or leave secure_range out"
+            )
 
     # ---- messages as instructions, results as replies -----------------------------------------
 
@@ -233,9 +301,12 @@ def to_parameters(arrays: ArrayRecord) -> Parameters:
     return ndarrays_to_parameters([array.numpy() for array in arrays.values()])
 
 
-def _trained(request: Message, result: FitRes) -> RecordDict:
+def _trained(request: Message, result: FitRes, *, masked: bool = False) -> RecordDict:
     names = list(next(iter(request.content.array_records.values())))
     arrays = parameters_to_ndarrays(result.parameters)
+    if masked:  # the mean of float32 arrays comes as float64
+        sent = next(iter(request.content.array_records.values())).values()
+        arrays = [a.astype(s.dtype) for a, s in zip(arrays, sent, strict=True)]
     # too few or too many of them are found by the strategy, by their names
     names += [f"surplus-{i}" for i in range(len(arrays) - len(names))]
     record = ArrayRecord({n: Array(np.asarray(a)) for n, a in zip(names, arrays, strict=False)})

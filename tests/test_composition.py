@@ -1,0 +1,576 @@
+"""Flower's wrappers and mods around our strategies and clients: right, or refused with a reason.
+
+What wrappers and mods come to is worked out here from the clients' gradient steps; that of a run
+under masks is the run without.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.client import mod as legacy_mods
+from flwr.clientapp.mod import (
+    LocalDpMod,
+    adaptiveclipping_mod,
+    arrays_size_mod,
+    fixedclipping_mod,
+    message_size_mod,
+)
+from flwr.server import LegacyContext, ServerConfig
+from flwr.server import strategy as legacy_wrappers
+from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideAdaptiveClipping,
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+)
+from flwr.supercore.privacy_accounting import NeighboringRelation, PrivacyConfig, SamplingMethod
+from problems import DIM, grid, kept, quadratics, to_record, to_vector
+from test_laws import START, TABLE, Row, local, train
+from test_legacy import serve
+from torch import nn
+
+from clients import AnyAlgorithmClient, ContextStore, FlatModel, Problem, client_app, client_id
+from fl_strategies import FedADMM, FedAvg, FederatedStrategy, FedProx, PFedMe, as_legacy
+from simulations.in_process import FIRST_NODE, InProcessGrid
+
+PROBLEMS = quadratics(3)
+SIZES = np.array([q.n for q in PROBLEMS])
+EQUAL, BY_SIZE = np.full(3, 1 / 3), SIZES / SIZES.sum()
+QUIET: dict[str, Any] = {"fraction_evaluate": 0.0, "local": local()}
+
+OF_MODELS = {"fedsgd", "fedavg", "fedprox", "fedpd", "moon", "per-fedavg", "pfedme"}
+OF_CHANGES = {"scaffold", "fedadmm"}
+
+
+def rows(names: set[str], *, but: bool = False) -> Any:
+    found = [row for row in TABLE if (row.name in names) is not but]
+    return pytest.mark.parametrize("row", found, ids=lambda row: row.name)
+
+
+def update(i: int, theta: np.ndarray, mu: float = 0.0) -> np.ndarray:
+    """What client i's model has moved by after its steps."""
+    w = theta
+    for _ in range(4):
+        w = w - 0.1 * (PROBLEMS[i].gradient(w) + mu * (w - theta))
+    return w - theta
+
+
+def clip(v: np.ndarray, bound: float) -> np.ndarray:
+    return v * min(1.0, bound / np.linalg.norm(v))
+
+
+def noise(rng: np.random.RandomState, deviation: float) -> np.ndarray:
+    """One draw as Flower makes it, array by array."""
+    return deviation * np.concatenate([rng.normal(size=4), rng.normal(size=1)])
+
+
+# ---- central differential privacy, fixed clipping -------------------------------------------------
+
+
+def server_side(strategy: Any, noise_multiplier: float, bound: float) -> tuple[Any, list[Any]]:
+    wrapper = DifferentialPrivacyServerSideFixedClipping(strategy, noise_multiplier, bound, 3)
+    return wrapper, []
+
+
+def client_side(strategy: Any, noise_multiplier: float, bound: float) -> tuple[Any, list[Any]]:
+    wrapper = DifferentialPrivacyClientSideFixedClipping(strategy, noise_multiplier, bound, 3)
+    return wrapper, [fixedclipping_mod]
+
+
+Side = Callable[[Any, float, float], tuple[Any, list[Any]]]
+both_sides = pytest.mark.parametrize("side", [server_side, client_side])
+
+
+@both_sides
+@rows(OF_MODELS)
+def test_a_bound_that_nothing_reaches_leaves_the_run_as_it_is(side: Side, row: Row) -> None:
+    options: dict[str, Any] = {"local": local(), "fraction_evaluate": 1.0}
+    wrapper, mods = side(row.strategy(**options), 0.0, 1e6)
+    result = wrapper.start(grid(PROBLEMS, mods=mods), to_record(START), 3)
+    plain = train(row.strategy(**options), grid(PROBLEMS), 3)
+    np.testing.assert_allclose(to_vector(result.arrays), plain, rtol=1e-12)
+    assert set(result.evaluate_metrics_clientapp) == {1, 2, 3}  # mods leave evaluation alone
+
+
+@both_sides
+@pytest.mark.parametrize("mu", [0.0, 0.5])
+def test_clipping_and_noise_are_those_of_the_papers(side: Side, mu: float) -> None:
+    bound, multiplier = 0.7, 1.5
+    strategy = FedProx(mu=mu, weights="uniform", **QUIET)
+    wrapper, mods = side(strategy, multiplier, bound)
+    np.random.seed(7)
+    result = wrapper.start(grid(PROBLEMS, mods=mods), to_record(START), 3)
+    theta, rng = START, np.random.RandomState(7)
+    for _ in range(3):
+        updates = [update(i, theta, mu) for i in range(3)]
+        assert min(np.linalg.norm(u) for u in updates) > bound  # all are clipped
+        mean = sum(clip(u, bound) for u in updates) / 3
+        theta = theta + mean + noise(rng, multiplier * bound / 3)
+    np.testing.assert_allclose(to_vector(result.arrays), theta, rtol=1e-9)
+
+
+@both_sides
+def test_one_client_moves_the_model_by_the_bound(side: Side) -> None:
+    wrapper, mods = side(FedAvg(**QUIET), 0.0, 0.25)
+    result = wrapper.start(grid(PROBLEMS[:1], mods=mods), to_record(START), 1)
+    moved = to_vector(result.arrays) - START
+    assert np.linalg.norm(moved) == pytest.approx(0.25, rel=1e-12)
+
+
+def test_weights_that_differ_are_named_as_the_noise_counts_on_equal_ones(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def words(strategy: FederatedStrategy, wrapped: bool = True) -> str:
+        caplog.clear()
+        runs = server_side(strategy, 0.0, 1.0)[0] if wrapped else strategy
+        runs.start(grid(PROBLEMS), to_record(START), 1)
+        return caplog.text
+
+    low, high = BY_SIZE.min(), BY_SIZE.max()
+    assert f"weights from {low:.3g} to {high:.3g}, where a wrapper's" in words(FedAvg(**QUIET))
+    assert "weights from" not in words(FedAvg(weights="uniform", **QUIET))
+    assert "weights from" not in words(FedAvg(**QUIET), wrapped=False)
+
+
+def test_a_wrapper_started_again_goes_on_counting_rounds() -> None:
+    options = {**QUIET, "fraction_train": 0.34}
+    seen: list[tuple[int, int]] = []
+
+    def watch(request: Message, reply: Message) -> Message:
+        if request.metadata.message_type == "train":
+            config = request.content.config_records["config"]
+            seen.append((int(config["server-round"]), request.metadata.dst_node_id))
+        return reply
+
+    strategy = FedAvg(seed=1, **options)
+    wrapper, on = server_side(strategy, 0.0, 1e6)[0], grid(PROBLEMS, fault=watch)
+    for _ in range(2):
+        wrapper.start(on, to_record(START), 3)
+    again, seen = seen, []
+    FedAvg(seed=1, **options).start(grid(PROBLEMS, fault=watch), to_record(START), 6)
+    assert [number for number, _ in again] == [1, 2, 3, 4, 5, 6]
+    assert again == seen
+
+
+def test_a_failed_client_costs_the_round_and_no_state() -> None:
+    """Flower's wrappers drop a round with an error; clients that keep state undo theirs."""
+    moon = next(row for row in TABLE if row.name == "moon")
+
+    def fails_in_round_2(request: Message, reply: Message) -> Message:
+        config = request.content.config_records.get("config", {})
+        train_2 = request.metadata.message_type == "train" and config.get("server-round") == 2
+        if train_2 and request.metadata.dst_node_id == FIRST_NODE:
+            return Message(Error(2, "out of memory"), reply_to=request)
+        return reply
+
+    def silent_in_round_2(request: Message, reply: Message) -> Message | None:
+        config = request.content.config_records.get("config", {})
+        lost = request.metadata.message_type == "train" and config.get("server-round") == 2
+        return None if lost else reply
+
+    options: dict[str, Any] = {"local": local(solver="sgd", **{"batch-size": 4})}
+    wrapper, _ = server_side(moon.strategy(**options), 0.0, 1e6)
+    found = wrapper.start(grid(PROBLEMS, fault=fails_in_round_2), to_record(START), 4)
+    plain = train(moon.strategy(**options), grid(PROBLEMS, fault=silent_in_round_2), 4)
+    np.testing.assert_allclose(to_vector(found.arrays), plain, rtol=1e-12)
+
+
+# ---- adaptive clipping ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "mods"),
+    [
+        (DifferentialPrivacyServerSideAdaptiveClipping, []),
+        (DifferentialPrivacyClientSideAdaptiveClipping, [adaptiveclipping_mod]),
+    ],
+    ids=["server", "client"],
+)
+def test_adaptive_clipping_moves_its_bound_by_the_share_of_clipped_updates(
+    wrapper: Any, mods: list[Any]
+) -> None:
+    """Flower counts the updates above the bound, where Andrew et al. count those below."""
+    bound, rate, quantile, theta = 3.8, 0.3, 0.2, START
+    around = wrapper(FedAvg(**QUIET), 0.0, 3, bound, quantile, rate)
+    result = around.start(grid(PROBLEMS, mods=mods), to_record(START), 4)
+    shares = []
+    for _ in range(4):
+        updates = [update(i, theta) for i in range(3)]
+        theta = theta + BY_SIZE @ [clip(u, bound) for u in updates]
+        shares.append(sum(np.linalg.norm(u) > bound for u in updates) / 3)
+        bound *= np.exp(-rate * (shares[-1] - quantile))
+    assert len(set(shares)) > 1  # the bound moves by different steps
+    assert around.clipping_norm == pytest.approx(bound, rel=1e-12)
+    np.testing.assert_allclose(to_vector(result.arrays), theta, rtol=1e-9)
+
+
+# ---- local differential privacy -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sensitivity", [0.0, 0.5])
+def test_local_privacy_clips_and_adds_noise_at_each_client(sensitivity: float) -> None:
+    epsilon, delta, bound = 2.0, 1e-3, 0.7
+    mod = LocalDpMod(bound, sensitivity, epsilon, delta)
+    strategy = FedAvg(local=local())
+    np.random.seed(11)
+    result = strategy.start(grid(PROBLEMS, mods=[mod]), to_record(START), 2)
+    deviation = sensitivity * np.sqrt(2 * np.log(1.25 / delta)) / epsilon
+    theta, rng = START, np.random.RandomState(11)
+    for _ in range(2):
+        replies = [clip(update(i, theta), bound) + noise(rng, deviation) for i in range(3)]
+        theta = theta + BY_SIZE @ replies
+    np.testing.assert_allclose(to_vector(result.arrays), theta, rtol=1e-9)
+    assert result.evaluate_metrics_clientapp[2]["eval-clients-used"] == 3
+
+
+@rows(OF_MODELS - {"fedavg"})
+def test_local_privacy_that_does_nothing_changes_nothing(row: Row) -> None:
+    options: dict[str, Any] = {"local": local()}
+    mods = [LocalDpMod(1e6, 0.0, 1.0, 0.1)]
+    found = train(row.strategy(**options), grid(PROBLEMS, mods=mods), 3)
+    np.testing.assert_allclose(found, train(row.strategy(**options), grid(PROBLEMS), 3), rtol=1e-12)
+
+
+# ---- what is refused ------------------------------------------------------------------------------
+
+
+def silence(request: Message, reply: Message) -> Message:
+    raise AssertionError(f"a {request.metadata.message_type} message was sent")
+
+
+@both_sides
+@rows(OF_MODELS, but=True)
+def test_wrappers_are_refused_where_replies_are_no_models_to_be_averaged(
+    side: Side, row: Row
+) -> None:
+    strategy = row.strategy(local=local())
+    wrapper, mods = side(strategy, 0.0, 1e6)
+    with pytest.raises(ValueError, match=f"^{type(strategy).__name__} cannot be run by a wrapper"):
+        wrapper.start(grid(PROBLEMS, mods=mods, fault=silence), to_record(START), 1)
+    expected = train(row.strategy(local=local()), grid(PROBLEMS), 2)  # its own start still works
+    np.testing.assert_array_equal(train(strategy, grid(PROBLEMS), 2), expected)
+
+
+def test_a_pfedme_that_goes_beyond_the_mean_is_refused() -> None:
+    wrapper, _ = server_side(PFedMe(beta=2.0, **QUIET), 0.0, 1.0)
+    with pytest.raises(ValueError, match="^PFedMe cannot be run by a wrapper"):
+        wrapper.start(grid(PROBLEMS, fault=silence), to_record(START), 1)
+
+
+@rows(OF_MODELS, but=True)
+def test_mods_are_refused_where_uploads_must_arrive_as_sent(row: Row) -> None:
+    strategy = row.strategy(local=local())
+    with pytest.raises(ValueError, match=r"^arrays \['head', 'tail'.* reply are not as it sent"):
+        strategy.start(grid(PROBLEMS, mods=[LocalDpMod(0.1, 0.0, 1.0, 0.1)]), to_record(START), 2)
+    expected = train(row.strategy(local=local()), grid(PROBLEMS), 2)
+    if row.name != "fedbcd-async":  # nothing was counted: without the mod it begins as if new
+        assert not strategy._acked
+    assert np.isfinite(expected).all()
+
+
+def test_one_client_with_such_a_mod_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    def one_only(message: Message, context: Context, call_next: Any) -> Message:
+        mod = LocalDpMod(0.1, 0.0, 1.0, 0.1)
+        mine = client_id(context) == 1 and message.metadata.message_type == "train"
+        return mod(message, context, call_next) if mine else call_next(message, context)
+
+    def lost(request: Message, reply: Message) -> Message | None:
+        train_1 = request.metadata.message_type == "train"
+        return None if train_1 and request.metadata.dst_node_id == FIRST_NODE + 1 else reply
+
+    found = train(FedADMM(rho=0.5, **QUIET), grid(PROBLEMS, mods=[one_only]), 5)
+    assert "reply of client 1 left out: arrays ['head', 'tail']" in caplog.text
+    expected = train(FedADMM(rho=0.5, **QUIET), grid(PROBLEMS, fault=lost), 5)
+    np.testing.assert_array_equal(found, expected)
+
+
+def normalised(mods: list[Any] | None = None) -> tuple[FlatModel, InProcessGrid]:
+    """Two clients with a BatchNorm, whose running statistics travel as buffers."""
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+    model = FlatModel(module)
+
+    def client_fn(context: Context) -> AnyAlgorithmClient:
+        x = torch.arange(16.0).reshape(8, 2).sin() + client_id(context)
+        problem = Problem(model, nn.functional.mse_loss, x, x.sum(1, keepdim=True))
+        return AnyAlgorithmClient(
+            problem, client_id=client_id(context), store=ContextStore(context)
+        )
+
+    return model, InProcessGrid(client_app(client_fn, mods), 2)
+
+
+def test_buffers_are_refused_under_clipping_and_noise() -> None:
+    def initial() -> ArrayRecord:
+        return ArrayRecord(model.module.state_dict())
+
+    model, federation = normalised()
+    options = {**QUIET, "buffers": model.buffers}
+    wrapper, _ = server_side(FedAvg(**options), 0.0, 1.0)
+    with pytest.raises(ValueError, match=r"^buffers \['0\.running_mean', .* GroupNorm"):
+        wrapper.start(federation, initial(), 1)
+    model, federation = normalised([LocalDpMod(0.1, 0.1, 1.0, 0.1)])
+    with pytest.raises(ValueError, match=r"^arrays \['0\.running_mean'.* without buffers"):
+        FedAvg(**options).start(federation, initial(), 1)
+    model, federation = normalised([arrays_size_mod])
+    metrics = FedAvg(**options).start(federation, initial(), 1).train_metrics_clientapp
+    assert metrics[1]["clients-used"] == 2
+
+
+def test_a_clipping_wrapper_without_the_mod_is_refused_and_the_mod_without_the_wrapper_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    wrapper, _ = client_side(FedAvg(**QUIET), 0.0, 0.7)
+    with pytest.raises(ValueError, match=r"update has norm 4\.\d+, above the clipping norm 0\.7"):
+        wrapper.start(grid(PROBLEMS), to_record(START), 1)
+    found = train(FedAvg(**QUIET), grid(PROBLEMS, mods=[fixedclipping_mod]), 1)
+    assert "fixedclipping_mod requires the key 'clipping_norm'" in caplog.text
+    np.testing.assert_array_equal(found, START)
+
+
+def test_single_precision_is_no_reason_to_refuse_a_clipped_update() -> None:
+    far = to_record(START + 3e4)  # where rounding is 3 times the bound
+    start = ArrayRecord({n: Array(a.numpy().astype(np.float32)) for n, a in far.items()})
+    wrapper, mods = client_side(FedAvg(**QUIET), 0.0, 1e-3)
+    result = wrapper.start(grid(PROBLEMS, mods=mods, dtype=torch.float32), start, 1)
+    assert result.train_metrics_clientapp[1]["clients-used"] == 3
+
+
+def test_callbacks_are_refused_as_wrappers_call_none() -> None:
+    wrapper, _ = server_side(FedAvg(callbacks=[lambda info: None], **QUIET), 0.0, 1.0)
+    with pytest.raises(ValueError, match="calls no callbacks: give the wrapper's `start` an eval"):
+        wrapper.start(grid(PROBLEMS, fault=silence), to_record(START), 1)
+    seen = []
+
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        seen.append(server_round)
+        return MetricRecord({"test-loss": 1.0})
+
+    wrapper, _ = server_side(FedAvg(**QUIET), 0.0, 1.0)
+    wrapper.start(grid(PROBLEMS), to_record(START), 2, evaluate_fn=evaluate)
+    assert seen == [0, 1, 2]
+
+
+# ---- legacy wrappers ------------------------------------------------------------------------------
+
+
+def legacy_run(
+    strategy: FederatedStrategy, wrap: Callable[[Any], Any], rounds: int, **options: Any
+) -> np.ndarray:
+    adapter = wrap(as_legacy(strategy, to_record(START)))
+    return serve(adapter, grid(PROBLEMS, **options), rounds)[0]
+
+
+LEGACY_SIDES = [
+    (legacy_wrappers.DifferentialPrivacyServerSideFixedClipping, []),
+    (legacy_wrappers.DifferentialPrivacyClientSideFixedClipping, [legacy_mods.fixedclipping_mod]),
+]
+legacy_sides = pytest.mark.parametrize(
+    ("wrapper", "mods"), LEGACY_SIDES, ids=["server-side", "client-side"]
+)
+
+
+@legacy_sides
+def test_noise_of_a_legacy_wrapper_stays_in_the_model(wrapper: Any, mods: list[Any]) -> None:
+    np.random.seed(7)
+    strategy = FedAvg(weights="uniform", min_available_nodes=3, local=local())
+    found = legacy_run(strategy, lambda adapter: wrapper(adapter, 1.5, 0.7, 3), 3, mods=mods)
+    theta, rng = START, np.random.RandomState(7)
+    for _ in range(3):
+        mean = sum(clip(update(i, theta), 0.7) for i in range(3)) / 3
+        theta = theta + mean + noise(rng, 1.5 * 0.7 / 3)
+    np.testing.assert_allclose(found, theta, rtol=1e-9)
+    assert strategy.result.evaluate_metrics_clientapp[3]["eval-clients-used"] == 3
+
+
+@legacy_sides
+def test_legacy_wrappers_are_refused_by_what_arrives(wrapper: Any, mods: list[Any]) -> None:
+    strategy = FedADMM(rho=0.5, min_available_nodes=3, **QUIET)
+    with pytest.raises(ValueError, match="are not as it sent them.* FedADMM needs them"):
+        legacy_run(strategy, lambda adapter: wrapper(adapter, 0.0, 0.7, 3), 1, mods=mods)
+    assert not strategy._acked
+
+
+# ---- secure aggregation ---------------------------------------------------------------------------
+
+RANGE = 16.0
+STEP = 2 * RANGE / 2**22
+"""What quantisation rounds an upload to, where its weight is 1."""
+
+
+def masked_run(
+    adapter: Any, rounds: int, *, max_weight: float, on: InProcessGrid | None = None
+) -> tuple[np.ndarray, InProcessGrid]:
+    """Return the model [5] after rounds of SecAgg+, and the federation."""
+    on = on or grid(quadratics(4), mods=[legacy_mods.secaggplus_mod])
+    on.set_run(type("Run", (), {"run_id": 1}))
+    context = LegacyContext(
+        Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={}),
+        ServerConfig(num_rounds=rounds),
+        adapter,
+    )
+    secure = SecAggPlusWorkflow(1.0, 0.5, max_weight=max_weight, clipping_range=RANGE, timeout=60.0)
+    DefaultWorkflow(fit_workflow=secure)(on, context)
+    found = context.state.array_records["parameters"]
+    return to_vector(found.to_numpy_ndarrays()), on
+
+
+def ready(row: Row, **options: Any) -> FederatedStrategy:
+    return row.strategy(**{"min_available_nodes": 4, "local": local(), **options})
+
+
+@rows(OF_MODELS | OF_CHANGES)
+def test_under_masks_the_model_is_the_same_but_for_rounding(row: Row) -> None:
+    """Uploads are rounded to STEP, by weight; a few rounds carry that on by less than twice."""
+    strategy = ready(row)
+    by_examples = row.name in ("fedsgd", "fedavg", "fedprox", "moon")
+    weight = 16.0 if by_examples else 1.0
+    adapter = as_legacy(strategy, to_record(START), secure_range=RANGE)
+    found, _ = masked_run(adapter, 4, max_weight=weight)
+    plain = train(ready(row), grid(quadratics(4)), 4)
+    np.testing.assert_allclose(found, plain, rtol=0, atol=20 * STEP)
+    assert np.abs(found - plain).max() > 1e-12  # there was a workflow at work
+
+
+def test_masks_hide_uploads_and_single_precision_comes_back() -> None:
+    arrays: list[int] = []
+
+    def watch(request: Message, reply: Message) -> Message:
+        if request.metadata.message_type == "train" and not reply.has_error():
+            arrays.extend(len(record) for record in reply.content.array_records.values())
+        return reply
+
+    mods = [legacy_mods.secaggplus_mod]
+    on = grid(quadratics(4), mods=mods, dtype=torch.float32, fault=watch)
+    start = ArrayRecord({n: Array(a.numpy().astype("f4")) for n, a in to_record(START).items()})
+    strategy = FedADMM(rho=0.5, min_available_nodes=4, **QUIET)
+    found, _ = masked_run(as_legacy(strategy, start, secure_range=RANGE), 3, max_weight=1.0, on=on)
+    plain = FedADMM(rho=0.5, **QUIET).start(grid(quadratics(4), dtype=torch.float32), start, 3)
+    np.testing.assert_allclose(found, to_vector(plain.arrays), rtol=0, atol=20 * STEP)
+    assert set(arrays) == {0}  # no reply has an array left outside the masks
+
+
+def loses(*lost: tuple[int, int], masked: bool) -> Any:
+    """A fault that loses the upload of (round, client)."""
+
+    def fault(request: Message, reply: Message) -> Message | None:
+        configs = request.content.config_records
+        if masked:
+            stage = configs.get("secaggplus_configs", {}).get("stage")
+            uploads = stage == "collect_masked_vectors"
+            config = configs.get("fitins.config", {})
+        else:
+            uploads = request.metadata.message_type == "train"
+            config = configs.get("config", {})
+        key = (config.get("server-round"), request.metadata.dst_node_id - FIRST_NODE)
+        return None if uploads and key in lost else reply
+
+    return fault
+
+
+def test_a_client_that_drops_out_under_masks_undoes_its_work() -> None:
+    """Lost replies cost FedADMM's model and its clients' states what they cost it without masks."""
+    lost = [(2, 0), (3, 2), (4, 2)]
+    problems, options = quadratics(4), {"rho": 0.5, "min_available_nodes": 4, **QUIET}
+    mods = [legacy_mods.secaggplus_mod]
+    on = grid(problems, mods=mods, fault=loses(*lost, masked=True))
+    strategy = FedADMM(**options)
+    adapter = as_legacy(strategy, to_record(START), secure_range=RANGE)
+    found, _ = masked_run(adapter, 6, max_weight=1.0, on=on)
+    plain = train(FedADMM(**options), grid(problems, fault=loses(*lost, masked=False)), 6)
+    np.testing.assert_allclose(found, plain, rtol=0, atol=20 * STEP)
+    assert [strategy.result.train_metrics_clientapp[t]["clients-lost"] for t in range(1, 7)] == [
+        sum(number == t for number, _ in lost) for t in range(1, 7)
+    ]
+    states = kept(on, strategy._acked)
+    tracked = np.mean([s["w"] + s["y"] / 0.5 for s in states], axis=0)
+    full = train(FedADMM(**options), grid(problems), 6)
+    assert np.abs(found - full).max() > 100 * STEP  # the losses mattered
+    assert np.isfinite(tracked).all()
+
+
+def test_what_the_masks_would_cut_off_is_not_sent(caplog: pytest.LogCaptureFixture) -> None:
+    strategy = FedAvg(min_available_nodes=4, **QUIET)
+    adapter = as_legacy(strategy, to_record(START), secure_range=0.5)
+    found, _ = masked_run(adapter, 1, max_weight=16.0)
+    assert "entries must be at most 0.5 in size, the clipping_range of secure" in caplog.text
+    np.testing.assert_array_equal(found, START)
+    assert not strategy._acked
+
+
+def test_a_masked_sum_with_an_unusable_reply_is_void(caplog: pytest.LogCaptureFixture) -> None:
+    def fault(request: Message, reply: Message) -> Message:
+        config = request.content.config_records.get("fitins.config", {})
+        if config.get("server-round") == 2 and request.metadata.dst_node_id == FIRST_NODE + 3:
+            for record in reply.content.metric_records.values():
+                if "num_examples" in record:
+                    record["num_examples"] = 0
+        return reply
+
+    options: dict[str, Any] = {"rho": 0.5, "min_available_nodes": 4, **QUIET}
+    on = grid(quadratics(4), mods=[legacy_mods.secaggplus_mod], fault=fault)
+    strategy = FedADMM(**options)
+    adapter = as_legacy(strategy, to_record(START), secure_range=RANGE)
+    found, _ = masked_run(adapter, 4, max_weight=1.0, on=on)
+    assert "round 2 is void: a masked sum holds 1 unusable replies" in caplog.text
+    everyone = [(2, i) for i in range(4)]
+    plain = train(FedADMM(**options), grid(quadratics(4), fault=loses(*everyone, masked=False)), 4)
+    np.testing.assert_allclose(found, plain, rtol=0, atol=20 * STEP)
+
+
+@rows(OF_MODELS | OF_CHANGES, but=True)
+def test_rules_that_need_more_than_a_mean_are_refused_under_masks(row: Row) -> None:
+    strategy = ready(row)
+    with pytest.raises(ValueError, match=r"has no legacy form|does not go with secure aggregation"):
+        as_legacy(strategy, to_record(START), secure_range=RANGE)
+
+
+def test_buffers_and_a_range_that_is_none_are_refused_under_masks() -> None:
+    with pytest.raises(ValueError, match=r"^buffers \['tail'\] do not go with secure aggreg"):
+        as_legacy(FedAvg(buffers=["tail"], **QUIET), to_record(START), secure_range=RANGE)
+    with pytest.raises(ValueError, match="^secure_range must be > 0, got 0"):
+        as_legacy(FedAvg(**QUIET), to_record(START), secure_range=0.0)
+
+
+def test_masks_where_none_are_expected_and_none_where_some_are_end_the_run() -> None:
+    strategy = FedAvg(weights="uniform", min_available_nodes=4, **QUIET)
+    with pytest.raises(ValueError, match="^the round ran under secure aggregation, of which"):
+        masked_run(as_legacy(strategy, to_record(START)), 1, max_weight=16.0)
+    adapter = as_legacy(strategy, to_record(START), secure_range=RANGE)
+    with pytest.raises(ValueError, match="^secure_range is 16, but replies came without masks"):
+        serve(adapter, grid(quadratics(4)), 1)
+
+
+# ---- what changes nothing -------------------------------------------------------------------------
+
+
+@rows({"fedavg", "fedprox", "fedadmm", "scaffold"})
+def test_mods_that_only_look_leave_the_run_as_it_is(
+    row: Row, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"local": local(), "fraction_evaluate": 1.0}
+    mods = [arrays_size_mod, message_size_mod]
+    caplog.set_level(logging.INFO)
+    found = train(row.strategy(**options), grid(PROBLEMS, mods=mods), 3)
+    elements = 2 * DIM if row.name == "scaffold" else DIM  # SCAFFOLD's control travels beside
+    assert caplog.text.count(f"'elements': {elements}, 'bytes'") >= 2 * 3 * 3  # both ways
+    np.testing.assert_array_equal(found, train(row.strategy(**options), grid(PROBLEMS), 3))
+
+
+def test_accounting_of_privacy_is_refused_by_flower() -> None:
+    """It knows Flower's own FedAvg alone, and ours checks replies before it averages."""
+    config = PrivacyConfig(
+        1e-5, 3, NeighboringRelation.REPLACE_ONE, SamplingMethod.NO_AMPLIFICATION
+    )
+    accountant: Any = type("Accountant", (), {"config": config})()
+    with pytest.raises(ValueError, match=r"requires a strategy using FedAvg\.aggregate_train"):
+        DifferentialPrivacyServerSideFixedClipping(
+            FedAvg(**QUIET), 1.0, 1.0, 3, accountant=accountant
+        )
