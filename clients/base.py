@@ -189,13 +189,19 @@ class FederatedClient(NumPyClient):
     def _in_secret(self, arrays: Arrays, config: Config) -> int:
         """Return the weight in a masked sum; raise for what the masks would silently cut off."""
         largest = max(float(np.abs(array).max(initial=0.0)) for array in arrays)
-        if largest > config["secure-range"]:
+        if not largest <= config["secure-range"]:
             raise ValueError(
-                f"the upload's entries must be at most {config['secure-range']:g} in size, the"
-                f" clipping_range of secure aggregation, got {largest:g}: set a larger one, in"
-                " SecAggPlusWorkflow and in as_legacy"
+                "the upload's entries must be at most the clipping_range of SecAggPlusWorkflow,"
+                f" {config['secure-range']:g}, in size, got {largest:g}"
             )
-        return int(config["secure-weight"]) or len(self.problem)
+        if config["secure-alike"]:
+            return int(config["secure-max-weight"])  # the full weight is rounded least
+        if len(self.problem) > config["secure-max-weight"]:
+            raise ValueError(
+                "the client's examples must be at most the max_weight of SecAggPlusWorkflow,"
+                f" {config['secure-max-weight']:g}, got {len(self.problem)}"
+            )
+        return len(self.problem)
 
     def evaluate(self, parameters: Arrays, config: Config) -> tuple[float, int, dict[str, Any]]:
         """Measure the received model on the test examples, and the client's own if it has one.

@@ -10,9 +10,8 @@ strategy itself, and the model it comes to, are the same.
 
 - Legacy nodes do not say how many there are: set ``min_available_nodes`` to their number.
 - ``num_rounds`` of ``ServerConfig`` counts rounds of messages; those of FedPD are its exchanges.
-- Flower's secure aggregation works on legacy servers alone. Its clients weigh each upload, mask it
-  and send it; the server learns the weighted mean. That is enough for strategies whose
-  ``averages`` is not "", where the weights are those of the rule: see ``secure_range``.
+- Flower's secure aggregation exists on legacy servers alone. The server learns the weighted mean of
+  the uploads and none of them, which is enough for strategies whose ``averages`` is not "".
 - A callback that ends the run cannot end the server, which then asks nobody any more.
 """
 
@@ -38,6 +37,7 @@ from flwr.common import (
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
+from flwr.server.workflow import SecAggPlusWorkflow
 from flwr.serverapp import Grid
 
 from fl_strategies.schedules import check
@@ -54,7 +54,7 @@ def as_legacy(
     *,
     num_rounds: int = 0,
     evaluate_fn: EvaluateFn | None = None,
-    secure_range: float | None = None,
+    secure: SecAggPlusWorkflow | None = None,
 ) -> Strategy:
     """Return ``strategy`` as a ``flwr.server.strategy.Strategy``.
 
@@ -70,29 +70,29 @@ def as_legacy(
     evaluate_fn : callable, optional
         ``evaluate_fn(server_round, arrays)`` as for ``strategy.start``. The loss that the legacy
         history wants is its metric ``test-loss`` or ``loss``; NaN if it has neither.
-    secure_range : float > 0, optional
-        The ``clipping_range`` of the ``SecAggPlusWorkflow`` that runs the rounds. Clients then
-        refuse to send what it would cut off, and weigh 1 where the rule has equal weights (for
-        which ``max_weight=1`` loses least to rounding). A round with an unusable reply is void.
+    secure : SecAggPlusWorkflow, optional
+        The workflow that runs the rounds, whose clients have ``secaggplus_mod``. They refuse to
+        send what its ranges would cut off, and weigh alike where the rule has equal weights. A
+        round with an unusable reply is void, as it cannot be taken out of the sum.
 
     Raises
     ------
     ValueError
         For a strategy that does not wait for a round's replies, and what ``start`` raises; with
-        ``secure_range`` for a strategy whose rule needs more than a mean, or has buffers.
+        ``secure`` for a strategy whose rule needs more than a mean, or has buffers.
     """
     if type(strategy)._rounds is not FederatedStrategy._rounds:
         raise ValueError(
             f"{type(strategy).__name__} has no legacy form: it does not wait for the replies of a"
             " round, and a legacy server does"
         )
-    if secure_range is not None:
-        _check_secure(strategy, secure_range)
-    return _LegacyStrategy(strategy, initial_arrays, num_rounds, evaluate_fn, secure_range)
+    if secure is not None:
+        _check_secure(strategy, secure)
+    return _LegacyStrategy(strategy, initial_arrays, num_rounds, evaluate_fn, secure)
 
 
-def _check_secure(strategy: FederatedStrategy, secure_range: float) -> None:
-    check("secure_range", secure_range, above=0.0, scheduled=False)
+def _check_secure(strategy: FederatedStrategy, secure: SecAggPlusWorkflow) -> None:
+    check("max_weight", secure.max_weight, low=1.0, scheduled=False)
     name = type(strategy).__name__
     if not strategy.averages:
         raise ValueError(
@@ -113,11 +113,11 @@ class _LegacyStrategy(Strategy):
         initial_arrays: ArrayRecord | None,
         num_rounds: int,
         evaluate_fn: EvaluateFn | None,
-        secure_range: float | None,
+        secure: SecAggPlusWorkflow | None,
     ) -> None:
         self.strategy, self.num_rounds, self.evaluate_fn = strategy, num_rounds, evaluate_fn
-        self.secure_range = secure_range
-        strategy.masked = secure_range is not None
+        self.secure = secure
+        strategy.masked = secure is not None
         self._arrays = ArrayRecord()
         self._requests: dict[str, Message] = {}
         self._stopped = False
@@ -141,7 +141,15 @@ class _LegacyStrategy(Strategy):
         messages = self.strategy.configure_train(
             server_round, self._arrays, self._secure_config(), network
         )
-        return self._instructions(messages, client_manager, FitIns)
+        instructions = self._instructions(messages, client_manager, FitIns)
+        if self.secure is not None:
+            most = self.secure.modulus_range // self.secure.quantization_range - 1
+            if len(instructions) > most:
+                raise ValueError(
+                    f"secure aggregation can sum at most {most} uploads (modulus_range over"
+                    f" quantization_range), got {len(instructions)} clients"
+                )
+        return instructions
 
     def aggregate_fit(
         self,
@@ -217,10 +225,15 @@ class _LegacyStrategy(Strategy):
     # ---- secure aggregation -------------------------------------------------------------------
 
     def _secure_config(self) -> ConfigRecord:
-        if self.secure_range is None:
+        if self.secure is None:
             return ConfigRecord()
-        equal = self.strategy.weight(Upload(0, np.zeros(0), 2, {})) == 1.0
-        return ConfigRecord({"secure-range": float(self.secure_range), "secure-weight": int(equal)})
+        return ConfigRecord(
+            {
+                "secure-range": float(self.secure.clipping_range),
+                "secure-max-weight": float(self.secure.max_weight),
+                "secure-alike": self.strategy.weight(Upload(0, np.zeros(0), 2, {})) == 1.0,
+            }
+        )
 
     def _check_masks(self, results: Sequence[FitRes]) -> None:
         """Raise unless replies are masked if and only if they should be.
@@ -228,16 +241,16 @@ class _LegacyStrategy(Strategy):
         The workflow gives each of them the mean for its parameters, as one object.
         """
         masked = all(result.parameters is results[0].parameters for result in results)
-        if masked and self.secure_range is None:
+        if masked and self.secure is None:
             raise ValueError(
                 "the round ran under secure aggregation, of which clients and strategy know"
-                " nothing: give as_legacy its clipping_range as secure_range"
+                " nothing: give as_legacy the workflow as `secure`"
             )
-        if self.secure_range is not None and not masked:
+        if self.secure is not None and not masked:
             raise ValueError(
-                f"secure_range is {self.secure_range:g}, but replies came without masks: give the"
-                " server DefaultWorkflow(fit_workflow=SecAggPlusWorkflow(...)) and the ClientApp"
-                " secaggplus_mod, or leave secure_range out"
+                "replies came without masks: run the rounds by"
+                " DefaultWorkflow(fit_workflow=...) of the workflow that as_legacy was given as"
+                " `secure`, or give it none"
             )
 
     # ---- messages as instructions, results as replies -----------------------------------------

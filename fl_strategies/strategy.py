@@ -572,7 +572,8 @@ class FederatedStrategy(FlowerFedAvg):
         if not (sent := word_of(content, "checksums")):
             return  # not asked for, or a client of another make
         found = dict(zip(self._wire.shapes, sent.split(), strict=False))
-        changed = [n for n in self._intact() if checksum(arrays[n]) != found.get(n)]
+        intact = self._intact()
+        changed = [n for n in arrays if n in intact and checksum(arrays[n]) != found.get(n)]
         if changed:
             name = type(self).__name__
             self._misfit = (
@@ -580,7 +581,7 @@ class FederatedStrategy(FlowerFedAvg):
                 f" wrapper that clips, adds noise or masks is at work, and {name} needs them as"
                 " they are. Differential privacy goes with strategies that average models (FedAvg,"
                 " FedProx, MOON) and models without buffers; secure aggregation with"
-                " as_legacy(..., secure_range=...)"
+                " as_legacy(..., secure=...)"
             )
             raise BadReply(self._misfit)
 
