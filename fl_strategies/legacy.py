@@ -189,7 +189,6 @@ class _LegacyStrategy(Strategy):
     ) -> list[tuple[ClientProxy, EvaluateIns]]:
         if self._stopped:
             return []
-        self._take(parameters)
         network = cast(Grid, _Network(client_manager))
         messages = self.strategy.configure_evaluate(
             server_round, self._arrays, ConfigRecord(), network

@@ -376,11 +376,10 @@ class FederatedStrategy(FlowerFedAvg):
         name = type(self).__name__
         if self.averages != "models":
             raise ValueError(
-                f"{name} cannot be run by a wrapper: Flower's clip what a reply differs from the"
-                " model by, add noise to the next model, and take that for differentially private,"
-                " which holds where replies are models and the next model is their mean, as with"
-                f" FedAvg, FedProx, MOON; {name} has other uploads or another rule. Run its own"
-                " `start` (a loop of yours that leaves replies as they are calls `open` first)"
+                f"{name} cannot be run by a wrapper: Flower's clip (reply - model) and add noise to"
+                " the next model, which is right where replies are models and the next model is"
+                f" their mean, as with FedAvg, FedProx, MOON; {name} has another rule. Call its own"
+                " `start`, or, from a loop that leaves replies as they are, first its `open`"
             )
         if self.buffers:
             raise ValueError(
@@ -577,7 +576,7 @@ class FederatedStrategy(FlowerFedAvg):
         if changed:
             name = type(self).__name__
             self._misfit = (
-                f"arrays {changed} of client {client}'s reply are not as it sent them: a mod or"
+                f"arrays {changed[:3]} of client {client}'s reply are not as it sent them: a mod or"
                 f" wrapper that clips, adds noise or masks is at work, and {name} needs them as"
                 " they are. Differential privacy goes with strategies that average models (FedAvg,"
                 " FedProx, MOON) and models without buffers; secure aggregation with"

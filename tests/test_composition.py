@@ -14,7 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Error,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.client.mod import fixedclipping_mod as legacy_fixedclipping_mod
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp.mod import (
@@ -203,19 +212,29 @@ def test_a_failed_client_costs_the_round_and_no_state() -> None:
     ],
     ids=["server", "client"],
 )
+@pytest.mark.parametrize("multiplier", [0.0, 0.5])
 def test_adaptive_clipping_moves_its_bound_by_the_share_of_clipped_updates(
-    wrapper: Any, mods: list[Any]
+    wrapper: Any, mods: list[Any], multiplier: float
 ) -> None:
-    """Flower counts the updates above the bound, where Andrew et al. count those below."""
+    """As Flower has it: the updates above the bound count, and noise goes by the next bound.
+
+    Andrew et al. count those below it, and scale noise by the bound that clipped.
+    """
     bound, rate, quantile, theta = 3.8, 0.3, 0.2, START
-    around = wrapper(FedAvg(**QUIET), 0.0, 3, bound, quantile, rate)
+    count_deviation = 0.8 if multiplier else 0.0
+    on_models = (multiplier**-2 - (2 * count_deviation) ** -2) ** -0.5 if multiplier else 0.0
+    around = wrapper(
+        FedAvg(weights="uniform", **QUIET), multiplier, 3, bound, quantile, rate, count_deviation
+    )
+    rng, shares = same_noise(5), []
     result = around.start(grid(PROBLEMS, mods=mods), to_record(START), 4)
-    shares = []
     for _ in range(4):
         updates = [update(i, theta) for i in range(3)]
-        theta = theta + BY_SIZE @ [clip(u, bound) for u in updates]
+        theta = theta + np.mean([clip(u, bound) for u in updates], axis=0)
         shares.append(sum(np.linalg.norm(u) > bound for u in updates) / 3)
-        bound *= np.exp(-rate * (shares[-1] - quantile))
+        counted = shares[-1] + rng.normal(0.0, count_deviation) / 3
+        bound *= np.exp(-rate * (counted - quantile))
+        theta = theta + noise(rng, on_models * bound / 3)
     assert len(set(shares)) > 1  # the bound moves by different steps
     assert around.clipping_norm == pytest.approx(bound, rel=1e-12)
     np.testing.assert_allclose(to_vector(result.arrays), theta, rtol=1e-9)
@@ -349,6 +368,18 @@ def test_single_precision_is_no_reason_to_refuse_a_clipped_update() -> None:
     assert result.train_metrics_clientapp[1]["clients-used"] == 3
 
 
+def test_a_loop_that_leaves_replies_alone_opens_the_run_and_may_run_anything() -> None:
+    strategy, on, arrays = FedADMM(**ADMM), grid(quadratics(4)), to_record(START)
+    strategy.open(arrays, 3)
+    for number in range(1, 4):
+        messages = strategy.configure_train(number, arrays, ConfigRecord(), on)
+        found, _ = strategy.aggregate_train(number, on.send_and_receive(messages))
+        assert found is not None
+        arrays = found
+    expected = train(FedADMM(**ADMM), grid(quadratics(4)), 3)
+    np.testing.assert_array_equal(to_vector(arrays), expected)
+
+
 def test_callbacks_are_refused_as_wrappers_call_none() -> None:
     wrapper, _ = server_side(FedAvg(callbacks=[lambda info: None], **QUIET), 0.0, 1.0)
     with pytest.raises(ValueError, match="calls no callbacks: give the wrapper's `start` an eval"):
@@ -368,9 +399,13 @@ def test_callbacks_are_refused_as_wrappers_call_none() -> None:
 
 
 def legacy_run(
-    strategy: FederatedStrategy, wrap: Callable[[Any], Any], rounds: int, **options: Any
+    strategy: FederatedStrategy,
+    wrap: Callable[[Any], Any],
+    rounds: int,
+    evaluate_fn: Any = None,
+    **options: Any,
 ) -> np.ndarray:
-    adapter = wrap(as_legacy(strategy, to_record(START)))
+    adapter = wrap(as_legacy(strategy, to_record(START), evaluate_fn=evaluate_fn))
     return serve(adapter, grid(PROBLEMS, **options), rounds)[0]
 
 
@@ -384,10 +419,25 @@ legacy_sides = pytest.mark.parametrize(
 
 
 @legacy_sides
-def test_noise_of_a_legacy_wrapper_stays_in_the_model(wrapper: Any, mods: list[Any]) -> None:
+@pytest.mark.parametrize("own_evaluation", [False, True])
+def test_noise_of_a_legacy_wrapper_stays_in_the_model(
+    wrapper: Any, mods: list[Any], own_evaluation: bool
+) -> None:
+    class Around(wrapper):  # type: ignore[misc]
+        def evaluate(self, server_round: int, parameters: Any) -> Any:
+            return None if own_evaluation else super().evaluate(server_round, parameters)
+
+    evaluated = [START]
+
+    def evaluate(server_round: int, arrays: ArrayRecord) -> None:
+        evaluated.append(to_vector(arrays))
+
     rng = same_noise(7)
     strategy = FedAvg(weights="uniform", min_available_nodes=3, local=local())
-    found = legacy_run(strategy, lambda adapter: wrapper(adapter, 1.5, 0.7, 3), 3, mods=mods)
+    found = legacy_run(
+        strategy, lambda adapter: Around(adapter, 1.5, 0.7, 3), 3, evaluate, mods=mods
+    )
+    np.testing.assert_array_equal(evaluated[-1], START if own_evaluation else found)
     theta = START
     for _ in range(3):
         mean = sum(clip(update(i, theta), 0.7) for i in range(3)) / 3
