@@ -472,8 +472,11 @@ class FederatedStrategy(FlowerFedAvg):
         self._clients = by_client(good, {self.weighted_by_key: "examples"}, {})
         if len(good) < (needed := self.replies_needed()):
             self._void(server_round, f"{len(good)} usable replies, at least {needed} needed")
-        elif self.masked and self.faults:
-            self._void(server_round, f"a masked sum holds {len(self.faults)} unusable replies")
+        elif self.faults and (self.masked or self._wrapped):
+            why = (
+                "cannot be taken out of a masked sum, nor the noise of a wrapper be made for fewer"
+            )
+            self._void(server_round, f"{len(self.faults)} unusable replies {why}")
         else:
             arrays = self._next_model(number, good)
         if arrays is not None:
