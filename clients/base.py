@@ -182,6 +182,10 @@ class FederatedClient(NumPyClient):
         arrays = self._arrays(step)
         if config.get("checksums"):
             metrics["checksums"] = " ".join(checksum(array) for array in arrays)
+        # set by Flower's wrappers; a legacy server's strategy does not see it otherwise
+        bound = config.get("clipping_norm", config.get("clipping-norm"))
+        if bound is not None:
+            metrics["clipping-norm"] = bound
         if "secure-range" in config:
             return arrays, self._in_secret(arrays, config), metrics
         return arrays, len(self.problem), metrics

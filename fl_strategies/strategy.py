@@ -561,7 +561,9 @@ class FederatedStrategy(FlowerFedAvg):
             raise BadReply(f"{len(content.array_records)} ArrayRecords, expected one")
         arrays = decode_model(only(content.array_records), self._wire)
         self._check_intact(client, content, arrays)
-        self._check_clipped(client, arrays)
+        told = only(content.metric_records).get("clipping-norm")
+        bound = min(self._clipping_norm, told if isinstance(told, int | float) else math.inf)
+        self._check_clipped(client, arrays, bound)
         nonce, booked = word_of(content, "state-nonce"), self._nonces.get(client)
         if nonce and booked and nonce != booked:
             if self.lost_state == "refuse":
@@ -587,18 +589,18 @@ class FederatedStrategy(FlowerFedAvg):
             )
             raise BadReply(self._misfit)
 
-    def _check_clipped(self, client: int, arrays: Arrays) -> None:
-        if self._clipping_norm == math.inf:
+    def _check_clipped(self, client: int, arrays: Arrays, bound: float) -> None:
+        if bound == math.inf:
             return
         assert self._layout is not None
         theta = self._layout.pack(self._model)
         norm = float(np.linalg.norm(self._layout.pack(arrays) - theta))
         rounding = max(np.finfo(self._layout.dtypes[n]).eps for n in self._layout.trainable)
-        slack = 1e-3 * self._clipping_norm + rounding * float(np.linalg.norm(theta))
-        if norm > self._clipping_norm + slack:
+        slack = 1e-3 * bound + rounding * float(np.linalg.norm(theta))
+        if norm > bound + slack:
             self._misfit = (
                 f"client {client}'s update has norm {norm:.6g}, above the clipping norm"
-                f" {self._clipping_norm:.6g} which it was sent: its ClientApp needs"
+                f" {bound:.6g} which it was sent: its ClientApp needs"
                 " fixedclipping_mod or adaptiveclipping_mod among its mods, as the wrapper has it"
             )
             raise BadReply(self._misfit)
