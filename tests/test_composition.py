@@ -4,13 +4,13 @@ What wrappers and mods come to is worked out here from the clients' gradient ste
 masks is the run without.
 
 Mutants tried by hand, each caught here: each `averages` another; buffers, callbacks or beta let
-through a wrapper; a wrapper's second run that counts rounds anew, or one after an own run that is not
-checked; checksums not asked for, not sent, not compared, buffers left out of them, one altered reply
-that ends the run, a stale one that does; no check of the bound, from the request or from the reply,
-or none of rounding in it; mods around evaluation; a reply left out under a wrapper or a mask;
-weights not named; a legacy server's noise dropped in training or in evaluation; under masks weights
-by the wrong rule, no range, no most weight, no most clients, float64 given back, masks unexpected or
-missing; messages that clients share.
+through a wrapper; a wrapper's second run that counts rounds anew, or one after an own run that is
+not checked; checksums not asked for, not sent, not compared, buffers left out of them, one altered
+reply that ends the run, a stale one that does; no check of the bound, from the request or from the
+reply, or none of rounding in it; mods around evaluation; a reply left out under a wrapper or a
+mask; weights not named; a legacy server's noise dropped in training or in evaluation; under masks
+weights by the wrong rule, no range, no most weight, no most clients, float64 given back, masks
+unexpected or missing; messages that clients share.
 """
 
 from __future__ import annotations
