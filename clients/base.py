@@ -18,6 +18,7 @@ from clients.solvers import FULL_BATCH, Info, LocalTraining, default_training, s
 from clients.state import Fields, Owner, Store, fresh_nonce, peek, settle
 from fl_strategies.randomness import stream
 from fl_strategies.subproblem import Solve, Subproblem
+from fl_strategies.wire import checksum
 
 Config: TypeAlias = Mapping[str, Any]
 Arrays: TypeAlias = list[npt.NDArray[Any]]
@@ -178,7 +179,33 @@ class FederatedClient(NumPyClient):
             fields = to_fields(step.state) | {"nonce": np.frombuffer(nonce.encode(), np.uint8)}
             self.store.save(self._owner(), server_round, fields)
             metrics["state-nonce"] = nonce
-        return self._arrays(step), len(self.problem), metrics
+        arrays = self._arrays(step)
+        if config.get("checksums"):
+            metrics["checksums"] = " ".join(checksum(array) for array in arrays)
+        # set by Flower's wrappers; a legacy server's strategy does not see it otherwise
+        bound = config.get("clipping_norm", config.get("clipping-norm"))
+        if bound is not None:
+            metrics["clipping-norm"] = bound
+        if "secure-range" in config:
+            return arrays, self._in_secret(arrays, config), metrics
+        return arrays, len(self.problem), metrics
+
+    def _in_secret(self, arrays: Arrays, config: Config) -> int:
+        """Return the weight in a masked sum; raise for what the masks would silently cut off."""
+        largest = max(float(np.abs(array).max(initial=0.0)) for array in arrays)
+        if not largest <= config["secure-range"]:
+            raise ValueError(
+                "the upload's entries must be at most the clipping_range of SecAggPlusWorkflow,"
+                f" {config['secure-range']:g}, in size, got {largest:g}"
+            )
+        if config["secure-alike"]:
+            return int(config["secure-max-weight"])  # the full weight is rounded least
+        if len(self.problem) > config["secure-max-weight"]:
+            raise ValueError(
+                "the client's examples must be at most the max_weight of SecAggPlusWorkflow,"
+                f" {config['secure-max-weight']:g}, got {len(self.problem)}"
+            )
+        return len(self.problem)
 
     def evaluate(self, parameters: Arrays, config: Config) -> tuple[float, int, dict[str, Any]]:
         """Measure the received model on the test examples, and the client's own if it has one.

@@ -6,10 +6,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.clientapp.typing import Mod
+from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod
+from flwr.clientapp.typing import ClientAppCallable, Mod
 
 ClientFn = Callable[[Context], NumPyClient]
 
@@ -29,7 +39,8 @@ def client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> ClientApp:
     client_fn : callable
         ``client_fn(context)`` returns the NumPyClient of this node.
     mods : list, optional
-        Flower mods around train and evaluate.
+        Flower mods around train and evaluate. Those that clip or add noise work on training alone,
+        as Flower documents them.
 
     Strings and bytes among a client's metrics travel in a ConfigRecord, numbers in the MetricRecord
     (``num-examples`` added; ``evaluate``'s loss as ``eval-loss``). A query is answered with
@@ -41,6 +52,7 @@ def client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> ClientApp:
 class _BridgedApp(ClientApp):
     def __init__(self, client_fn: ClientFn, mods: list[Mod] | None) -> None:
         super().__init__()
+        mods = [_for_training(mod) if _changes_uploads(mod) else mod for mod in mods or []]
         self._legacy = ClientApp(lambda context: client_fn(context).to_client(), mods)
 
         @self.train(mods=mods)
@@ -77,6 +89,21 @@ class _BridgedApp(ClientApp):
             and any(key.startswith(("fitins.", "evaluateins.")) for key in message.content)
         )
         return self._legacy(message, context) if legacy else super().__call__(message, context)
+
+
+def _changes_uploads(mod: Mod) -> bool:
+    return mod in (fixedclipping_mod, adaptiveclipping_mod) or isinstance(mod, LocalDpMod)
+
+
+def _for_training(mod: Mod) -> Mod:
+    """Return ``mod`` around training messages alone: Flower's refuse all others."""
+
+    def around(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        if message.metadata.message_type != MessageType.TRAIN:
+            return call_next(message, context)
+        return mod(message, context, call_next)
+
+    return around
 
 
 def _request(message: Message, client: NumPyClient) -> tuple[list[str], list[Any], dict[str, Any]]:

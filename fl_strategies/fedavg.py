@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Literal, TypeAlias, Unpack
 
 from fl_strategies.schedules import one_of
-from fl_strategies.strategy import FederatedStrategy, Options, Upload
+from fl_strategies.strategy import Averages, FederatedStrategy, Options, Upload
 from fl_strategies.subproblem import Solve, Subproblem, Vector, weighted_mean
 
 Weights: TypeAlias = Literal["examples", "uniform"]
@@ -36,6 +36,8 @@ def server_rule(uploads: Iterable[Upload], *, weights: Weights) -> Vector:
 
 class Averaging(FederatedStrategy):
     """Base of the strategies whose server does (2)."""
+
+    averages: Averages = "models"
 
     def __init__(self, *, weights: Weights = "examples", **options: Unpack[Options]) -> None:
         one_of("weights", weights, ("examples", "uniform"))

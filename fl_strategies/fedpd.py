@@ -178,6 +178,7 @@ class FedPD(FederatedStrategy):
     """
 
     algorithm = "fedpd"
+    averages = "models"
     saved = ("exchanges", "_first", "_done")
 
     def __init__(

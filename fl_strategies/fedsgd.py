@@ -52,6 +52,7 @@ class FedSGD(FederatedStrategy):
     """
 
     algorithm = "fedsgd"
+    averages = "models"
 
     def __init__(self, **options: Unpack[Options]) -> None:
         super().__init__(**options)

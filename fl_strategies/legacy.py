@@ -10,11 +10,14 @@ strategy itself, and the model it comes to, are the same.
 
 - Legacy nodes do not say how many there are: set ``min_available_nodes`` to their number.
 - ``num_rounds`` of ``ServerConfig`` counts rounds of messages; those of FedPD are its exchanges.
+- Flower's secure aggregation exists on legacy servers alone. The server learns the weighted mean of
+  the uploads and none of them, which is enough for strategies whose ``averages`` is not "".
 - A callback that ends the run cannot end the server, which then asks nobody any more.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -34,9 +37,11 @@ from flwr.common import (
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
+from flwr.server.workflow import SecAggPlusWorkflow
 from flwr.serverapp import Grid
 
-from fl_strategies.strategy import EvaluateFn, FederatedStrategy
+from fl_strategies.schedules import check
+from fl_strategies.strategy import EvaluateFn, FederatedStrategy, Upload
 
 Failure: TypeAlias = tuple[ClientProxy, Any] | BaseException
 FAILED = 1
@@ -49,6 +54,7 @@ def as_legacy(
     *,
     num_rounds: int = 0,
     evaluate_fn: EvaluateFn | None = None,
+    secure: SecAggPlusWorkflow | None = None,
 ) -> Strategy:
     """Return ``strategy`` as a ``flwr.server.strategy.Strategy``.
 
@@ -64,11 +70,16 @@ def as_legacy(
     evaluate_fn : callable, optional
         ``evaluate_fn(server_round, arrays)`` as for ``strategy.start``. The loss that the legacy
         history wants is its metric ``test-loss`` or ``loss``; NaN if it has neither.
+    secure : SecAggPlusWorkflow, optional
+        The workflow that runs the rounds, whose clients have ``secaggplus_mod``. They refuse to
+        send what its ranges would cut off, and weigh alike where the rule has equal weights. A
+        round with an unusable reply is void, as it cannot be taken out of the sum.
 
     Raises
     ------
     ValueError
-        For a strategy that does not wait for a round's replies, and what ``start`` raises.
+        For a strategy that does not wait for a round's replies, and what ``start`` raises; with
+        ``secure`` for a strategy whose rule needs more than a mean, or has buffers.
     """
     if strategy.checkpoints is not None:
         raise ValueError(
@@ -79,7 +90,24 @@ def as_legacy(
             f"{type(strategy).__name__} has no legacy form: it does not wait for the replies of a"
             " round, and a legacy server does"
         )
-    return _LegacyStrategy(strategy, initial_arrays, num_rounds, evaluate_fn)
+    if secure is not None:
+        _check_secure(strategy, secure)
+    return _LegacyStrategy(strategy, initial_arrays, num_rounds, evaluate_fn, secure)
+
+
+def _check_secure(strategy: FederatedStrategy, secure: SecAggPlusWorkflow) -> None:
+    check("max_weight", secure.max_weight, low=1.0, scheduled=False)
+    name = type(strategy).__name__
+    if not strategy.averages:
+        raise ValueError(
+            f"{name} does not go with secure aggregation: the server learns the mean of all uploads"
+            " alone, and its rule needs more; FedAvg, FedProx, SCAFFOLD, FedADMM, FedPD do with it"
+        )
+    if strategy.buffers:
+        raise ValueError(
+            f"buffers {list(strategy.buffers)} do not go with secure aggregation, which treats all"
+            " arrays as trained: use a model without, GroupNorm for BatchNorm"
+        )
 
 
 class _LegacyStrategy(Strategy):
@@ -89,8 +117,11 @@ class _LegacyStrategy(Strategy):
         initial_arrays: ArrayRecord | None,
         num_rounds: int,
         evaluate_fn: EvaluateFn | None,
+        secure: SecAggPlusWorkflow | None,
     ) -> None:
         self.strategy, self.num_rounds, self.evaluate_fn = strategy, num_rounds, evaluate_fn
+        self.secure = secure
+        strategy.masked = secure is not None
         self._arrays = ArrayRecord()
         self._requests: dict[str, Message] = {}
         self._stopped = False
@@ -109,11 +140,20 @@ class _LegacyStrategy(Strategy):
     ) -> list[tuple[ClientProxy, FitIns]]:
         if self._stopped:
             return []
+        self._take(parameters)
         network = cast(Grid, _Network(client_manager))
         messages = self.strategy.configure_train(
-            server_round, self._arrays, ConfigRecord(), network
+            server_round, self._arrays, self._secure_config(), network
         )
-        return self._instructions(messages, client_manager, FitIns)
+        instructions = self._instructions(messages, client_manager, FitIns)
+        if self.secure is not None:
+            most = self.secure.modulus_range // self.secure.quantization_range - 1
+            if len(instructions) > most:
+                raise ValueError(
+                    f"secure aggregation can sum at most {most} uploads (modulus_range over"
+                    f" quantization_range), got {len(instructions)} clients"
+                )
+        return instructions
 
     def aggregate_fit(
         self,
@@ -121,8 +161,11 @@ class _LegacyStrategy(Strategy):
         results: list[tuple[ClientProxy, FitRes]],
         failures: Sequence[Failure],
     ) -> tuple[Parameters | None, dict[str, Any]]:
+        if len(results) > 1:
+            self._check_masks([result for _, result in results])
+        trained = functools.partial(_trained, masked=self.strategy.masked)
         arrays, metrics = self.strategy.aggregate_train(
-            server_round, self._replies(results, failures, _trained)
+            server_round, self._replies(results, failures, trained)
         )
         if arrays is None:
             return None, dict(metrics or {})
@@ -135,6 +178,7 @@ class _LegacyStrategy(Strategy):
         if not self._arrays:  # round 0, with the model that a client gave
             given = parameters_to_ndarrays(parameters)
             self._open(ArrayRecord({str(i): Array(array) for i, array in enumerate(given)}))
+        self._take(parameters)
         if self.evaluate_fn is None or self._stopped:
             return None
         metrics = self.evaluate_fn(server_round, self._arrays)
@@ -175,6 +219,42 @@ class _LegacyStrategy(Strategy):
 
     def _end(self, server_round: int) -> None:
         self._stopped = self.strategy.close_round(server_round, self._arrays)
+
+    def _take(self, parameters: Parameters) -> None:
+        """Go on with the server's model: a wrapper may have added noise to ours."""
+        given = zip(self._arrays, parameters_to_ndarrays(parameters), strict=True)
+        self._arrays = ArrayRecord({name: Array(array) for name, array in given})
+
+    # ---- secure aggregation -------------------------------------------------------------------
+
+    def _secure_config(self) -> ConfigRecord:
+        if self.secure is None:
+            return ConfigRecord()
+        return ConfigRecord(
+            {
+                "secure-range": float(self.secure.clipping_range),
+                "secure-max-weight": float(self.secure.max_weight),
+                "secure-alike": self.strategy.weight(Upload(0, np.zeros(0), 2, {})) == 1.0,
+            }
+        )
+
+    def _check_masks(self, results: Sequence[FitRes]) -> None:
+        """Raise unless replies are masked if and only if they should be.
+
+        The workflow gives each of them the mean for its parameters, as one object.
+        """
+        masked = all(result.parameters is results[0].parameters for result in results)
+        if masked and self.secure is None:
+            raise ValueError(
+                "the round ran under secure aggregation, of which clients and strategy know"
+                " nothing: give as_legacy the workflow as `secure`"
+            )
+        if self.secure is not None and not masked:
+            raise ValueError(
+                "replies came without masks: run the rounds by"
+                " DefaultWorkflow(fit_workflow=...) of the workflow that as_legacy was given as"
+                " `secure`, or give it none"
+            )
 
     # ---- messages as instructions, results as replies -----------------------------------------
 
@@ -237,9 +317,12 @@ def to_parameters(arrays: ArrayRecord) -> Parameters:
     return ndarrays_to_parameters([array.numpy() for array in arrays.values()])
 
 
-def _trained(request: Message, result: FitRes) -> RecordDict:
+def _trained(request: Message, result: FitRes, *, masked: bool = False) -> RecordDict:
     names = list(next(iter(request.content.array_records.values())))
     arrays = parameters_to_ndarrays(result.parameters)
+    if masked:  # the mean of float32 arrays comes as float64
+        sent = next(iter(request.content.array_records.values())).values()
+        arrays = [a.astype(s.dtype) for a, s in zip(arrays, sent, strict=True)]
     # too few or too many of them are found by the strategy, by their names
     names += [f"surplus-{i}" for i in range(len(arrays) - len(names))]
     record = ArrayRecord({n: Array(np.asarray(a)) for n, a in zip(names, arrays, strict=False)})

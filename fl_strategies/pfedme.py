@@ -128,6 +128,8 @@ class PFedMe(Averaging):
         super().__init__(weights=weights, **options)
         self.lam, self.eta, self.beta, self.inner_steps = lam, eta, beta, inner_steps
         self.local_start = local_start
+        if beta > 1.0:  # then one client moves w by more than its share of the mean
+            self.averages = ""
 
     def client_knobs(self, server_round: int) -> dict[str, Scalar]:
         return {

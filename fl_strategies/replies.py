@@ -120,9 +120,9 @@ def only(records: Mapping[str, Any]) -> Any:
     return next(iter(records.values()))
 
 
-def nonce_of(content: RecordDict) -> str:
-    """Return the nonce of the client's state, "" if it reports none."""
+def word_of(content: RecordDict, name: str) -> str:
+    """Return the string that the client reports as ``name``, "" if it reports none."""
     for record in content.config_records.values():
-        if isinstance(nonce := record.get("state-nonce"), str):
-            return nonce
+        if isinstance(word := record.get(name), str):
+            return word
     return ""

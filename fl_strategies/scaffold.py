@@ -124,6 +124,7 @@ class SCAFFOLD(FederatedStrategy):
     """
 
     algorithm = "scaffold"
+    averages = "changes"
     beside = (CONTROL,)
     saved = ("_total",)
 

@@ -10,15 +10,18 @@ is here:
 - replies are sorted by client id, checked, and a bad one is left out with one log line;
 - each request carries ``acked-round``, the round of that client's last reply that the server used
   (-1: none), so that a client can undo training whose reply was lost;
-- a round with fewer than ``min_replies`` usable replies is void: model and state stay as they were.
+- a round with fewer than ``min_replies`` usable replies is void: model and state stay as they were;
+- ``averages`` says what the server rule takes the mean of, and so which of Flower's wrappers and
+  mods (clipping, noise, masks) may come between the clients and it.
 
 This module, ``nodes``, ``replies`` and ``legacy`` are those of the server half that use Flower.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from logging import INFO, WARNING
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypedDict, cast
@@ -43,13 +46,14 @@ from fl_strategies.checkpoints import Checkpoint, Checkpoints
 from fl_strategies.layout import Arrays, BufferMean, Layout
 from fl_strategies.nodes import Nodes
 from fl_strategies.randomness import stream
-from fl_strategies.replies import SPREAD, Asked, by_client, nonce_of, only, sift, spread
+from fl_strategies.replies import SPREAD, Asked, by_client, only, sift, spread, word_of
 from fl_strategies.schedules import Knob, at, check, one_of
 from fl_strategies.subproblem import Vector
-from fl_strategies.wire import BadReply, check_scalars, decode, decode_model
+from fl_strategies.wire import BadReply, check_scalars, checksum, decode, decode_model
 
 Scalar: TypeAlias = bool | int | float | str
 MetricsAggregation: TypeAlias = Callable[[list[RecordDict], str], MetricRecord]
+Averages: TypeAlias = Literal["models", "changes", ""]
 EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
@@ -75,6 +79,9 @@ LOCAL_KEYS = frozenset(
 )
 """What ``local`` may set: the fields of ``clients.LocalTraining``. A client of your own is told
 things through ``train_config`` instead."""
+
+KEY_CLIPPING_NORM = "clipping_norm"
+"""What Flower's wrappers with clipping at the clients set in the config."""
 
 
 class Upload(NamedTuple):
@@ -164,6 +171,9 @@ class FederatedStrategy(FlowerFedAvg):
     """Name by which clients know the algorithm."""
     beside: ClassVar[tuple[str, ...]] = ()
     """Names of vectors [d] that travel beside the model, in training requests and replies."""
+    averages: Averages = ""
+    """What the server rule depends on the (weighted) mean of alone: models, trained from the one
+    received; or changes, of models or states, which must add up; "" if it is none of both."""
     scalar_bounds: Mapping[str, tuple[float, float]] = MappingProxyType({})
     """Metrics that each reply must carry, with the range that each must be in."""
     saved: ClassVar[tuple[str, ...]] = ("_acked", "_nonces")
@@ -237,6 +247,10 @@ class FederatedStrategy(FlowerFedAvg):
         self._model: Arrays = {}
         self._asked = Asked({}, 0, 0.0)
         self.result = Result()
+        self.masked = False
+        self._opened = self._wrapped = False
+        self._clipping_norm = math.inf
+        self._misfit = ""
         self.faults: dict[int | None, str] = {}
         self._clients: dict[int, dict[str, float]] = {}
 
@@ -344,6 +358,7 @@ class FederatedStrategy(FlowerFedAvg):
         finally:
             self._rounds_before += self._round
             self._round = 0
+            self._opened = False
         return self.result
 
     def train_round(
@@ -376,6 +391,32 @@ class FederatedStrategy(FlowerFedAvg):
         assert self._layout is not None
         self.begin(self._layout.pack(self._model))
         self.result = Result(arrays=initial_arrays)
+        self._opened = True
+
+    def _open_wrapped(self, arrays: ArrayRecord) -> None:
+        """Begin a run whose rounds are called by a wrapper; raise where it would do harm."""
+        name = type(self).__name__
+        if self.averages != "models":
+            raise ValueError(
+                f"{name} cannot be run by a wrapper: Flower's clip (reply - model) and add noise to"
+                " the next model, which is right where replies are models and the next model is"
+                f" their mean, as with FedAvg, FedProx, MOON; {name} has another rule. Call its own"
+                " `start`, or, from a loop that leaves replies as they are, first its `open`"
+            )
+        if self.buffers:
+            raise ValueError(
+                f"buffers {list(self.buffers)} would be clipped and get noise as if trained (a"
+                " variance might become negative): under a wrapper use a model without, GroupNorm"
+                " for BatchNorm"
+            )
+        if self.callbacks or self.checkpoints:
+            raise ValueError(
+                f"a wrapper around {name} calls no callbacks and makes no checkpoints: give the"
+                " wrapper's `start` an evaluate_fn"
+            )
+        self._rounds_before += self._round
+        self.open(arrays, 0)
+        self._opened, self._wrapped = False, True
 
     def close_round(self, server_round: int, arrays: ArrayRecord) -> bool:
         """End a round: callbacks, checkpoint; return whether a callback ends the run."""
@@ -487,12 +528,25 @@ class FederatedStrategy(FlowerFedAvg):
         if self.checkpoints:
             rounds = self.checkpoints.kept_rounds(client)
             request["kept-rounds"] = " ".join(map(str, rounds))
+        if self._intact():
+            request["checksums"] = True
         return request
+
+    def _intact(self) -> Collection[str]:
+        """Return the names of the arrays that replies must bring as the client sent them."""
+        if self.masked or self._wire is None:
+            return ()
+        return self._wire.buffers if self.averages == "models" else self._wire.shapes.keys()
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return the requests to the clients sampled for this round."""
+        if server_round == 1:
+            self._wrapped = False
+            if not self._opened:
+                self._open_wrapped(arrays)
+        self._clipping_norm = float(cast(float, config.get(KEY_CLIPPING_NORM, math.inf)))
         self._read_model(arrays)
         self._round = server_round
         nodes = self.nodes.wait(grid, max(self.min_available_nodes, self.min_train_nodes))
@@ -508,21 +562,36 @@ class FederatedStrategy(FlowerFedAvg):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Return the next model and the round's metrics; no model when the round is void."""
+        self._misfit = ""
         good, metrics = self._sift(replies, self._check_train, self.train_metrics_aggr_fn)
+        if self._misfit and not good:
+            raise ValueError(self._misfit)
         number = self._rounds_before + server_round
         arrays = None
         self._clients = by_client(good, {self.weighted_by_key: "examples"}, {})
         if len(good) < (needed := self.replies_needed()):
             self._void(server_round, f"{len(good)} usable replies, at least {needed} needed")
+        elif self.faults and (self.masked or self._wrapped):
+            why = (
+                "cannot be taken out of a masked sum, nor the noise of a wrapper be made for fewer"
+            )
+            self._void(server_round, f"{len(self.faults)} unusable replies {why}")
         else:
             arrays = self._next_model(number, good)
         if arrays is not None:
             self.commit(number)
             for client, content in good.items():
                 self._acked[client] = self._asked.rounds.get(client, number)
-                if nonce := nonce_of(content):
+                if nonce := word_of(content, "state-nonce"):
                     self._nonces[client] = nonce
             by_size = sorted(self._clients.values(), key=lambda row: row["examples"])
+            shares = [row["weight-share"] for row in by_size]
+            if self._wrapped and max(shares) > 1.001 * min(shares):
+                self._say(
+                    server_round,
+                    f"averages with weights from {min(shares):.3g} to {max(shares):.3g}, where a"
+                    ' wrapper\'s noise counts on equal ones: weights="uniform" gives these',
+                )
             for name in ("weight-share", "data-share"):
                 metrics[f"{name}-smallest"], metrics[f"{name}-largest"] = (
                     by_size[0][name],
@@ -589,13 +658,51 @@ class FederatedStrategy(FlowerFedAvg):
         self._check_metrics(content, self.scalar_bounds)
         if len(content.array_records) != 1:
             raise BadReply(f"{len(content.array_records)} ArrayRecords, expected one")
-        decode_model(only(content.array_records), self._wire)
-        nonce, booked = nonce_of(content), self._nonces.get(client)
+        arrays = decode_model(only(content.array_records), self._wire)
+        self._check_intact(client, content, arrays)
+        told = only(content.metric_records).get("clipping-norm")
+        bound = min(self._clipping_norm, told if isinstance(told, int | float) else math.inf)
+        self._check_clipped(client, arrays, bound)
+        nonce, booked = word_of(content, "state-nonce"), self._nonces.get(client)
         if nonce and booked and nonce != booked:
             if self.lost_state == "refuse":
                 raise BadReply("the state which the server booked for it is lost")
             level = WARNING if self.lost_state == "warn" else INFO
             log(level, "client %d lost its state and counts as a newcomer", client)
+
+    def _check_intact(self, client: int, content: RecordDict, arrays: Arrays) -> None:
+        assert self._wire is not None
+        if not (sent := word_of(content, "checksums")):
+            return  # not asked for, or a client of another make
+        found = dict(zip(self._wire.shapes, sent.split(), strict=False))
+        intact = self._intact()
+        changed = [n for n in arrays if n in intact and checksum(arrays[n]) != found.get(n)]
+        if changed:
+            name = type(self).__name__
+            self._misfit = (
+                f"arrays {changed[:3]} of client {client}'s reply are not as it sent them: a mod or"
+                f" wrapper that clips, adds noise or masks is at work, and {name} needs them as"
+                " they are. Differential privacy goes with strategies that average models (FedAvg,"
+                " FedProx, MOON) and models without buffers; secure aggregation with"
+                " as_legacy(..., secure=...)"
+            )
+            raise BadReply(self._misfit)
+
+    def _check_clipped(self, client: int, arrays: Arrays, bound: float) -> None:
+        if bound == math.inf:
+            return
+        assert self._layout is not None
+        theta = self._layout.pack(self._model)
+        norm = float(np.linalg.norm(self._layout.pack(arrays) - theta))
+        rounding = max(np.finfo(self._layout.dtypes[n]).eps for n in self._layout.trainable)
+        slack = 1e-3 * bound + rounding * float(np.linalg.norm(theta))
+        if norm > bound + slack:
+            self._misfit = (
+                f"client {client}'s update has norm {norm:.6g}, above the clipping norm"
+                f" {bound:.6g} which it was sent: its ClientApp needs"
+                " fixedclipping_mod or adaptiveclipping_mod among its mods, as the wrapper has it"
+            )
+            raise BadReply(self._misfit)
 
     def _check_metrics(
         self, content: RecordDict, bounds: Mapping[str, tuple[float, float]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import math
+import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +84,11 @@ def decode_model(record: Mapping[str, Array], layout: Layout) -> dict[str, npt.N
             raise BadReply(f"array {name!r} is not finite: element {where} is {value}")
         arrays[name] = array
     return arrays
+
+
+def checksum(array: npt.NDArray[Any]) -> str:
+    """Return the CRC-32 of the array's bytes, to see whether it was changed on its way."""
+    return f"{zlib.crc32(np.ascontiguousarray(array).data):08x}"
 
 
 def check_scalars(

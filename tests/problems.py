@@ -15,6 +15,7 @@ import torch
 from flwr.app import Array, ArrayRecord, Context
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
 from torch import Tensor, nn
 
 from clients import AnyAlgorithmClient, ContextStore, FlatModel, LocalTraining, Problem, client_app
@@ -132,6 +133,7 @@ def make_client_app(
     store: Callable[[Context], Any] = ContextStore,
     training: LocalTraining | None = None,
     dtype: torch.dtype = torch.float64,
+    mods: list[Mod] | None = None,
 ) -> ClientApp:
     """Return a ClientApp whose client i has problem i, for training and for evaluation.
 
@@ -145,7 +147,7 @@ def make_client_app(
         i = id_of(context)
         return client(made[i], client_id=i, test=made[i], store=store(context), training=training)
 
-    return client_app(client_fn)
+    return client_app(client_fn, mods)
 
 
 def grid(
