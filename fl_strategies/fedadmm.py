@@ -99,6 +99,7 @@ class FedADMM(FederatedStrategy):
     """
 
     algorithm = "fedadmm"
+    books_changes = True
     authors_rule: ClassVar[Mapping[str, Side]] = {"local_start": "global", "tracking": "global"}
 
     def __init__(

@@ -125,6 +125,7 @@ class SCAFFOLD(FederatedStrategy):
 
     algorithm = "scaffold"
     beside = (CONTROL,)
+    books_changes = True
 
     def __init__(
         self, *, eta_g: Knob = 1.0, option: Option = "II", **options: Unpack[Options]

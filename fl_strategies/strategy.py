@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from logging import INFO, WARNING
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypedDict, cast
@@ -39,6 +40,7 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import Result
 
 from fl_strategies.callbacks import Callback, RoundInfo
+from fl_strategies.clipping import clip, norm
 from fl_strategies.layout import Arrays, BufferMean, Layout
 from fl_strategies.nodes import Nodes
 from fl_strategies.randomness import stream
@@ -110,6 +112,7 @@ class Options(TypedDict, total=False):
     callbacks: Sequence[Callback]
     acknowledge: bool
     node_wait: float
+    clipping_norm: float | None
 
 
 class _Stop(Exception):
@@ -153,6 +156,12 @@ class FederatedStrategy(FlowerFedAvg):
     node_wait : float > 0, seconds (default 60)
         How long a query for a client's id may take, and how long the first round waits for nodes
         that the connected ones say exist.
+    clipping_norm : float > 0 or None (default None: no bound)
+        Bound on the norm of the change that one upload makes to the model (``fl_strategies
+        .clipping``), and of a further one on that of the floats among ``buffers``. What is above
+        is scaled down to it. Only where clients count on their upload being added in full
+        (``books_changes``) is the reply left out instead: scaled down, the server's sum and the
+        clients' state would drift apart for good, but a client undoes what was left out.
 
     Raises
     ------
@@ -166,6 +175,8 @@ class FederatedStrategy(FlowerFedAvg):
     """Names of vectors [d] that travel beside the model, in training requests and replies."""
     scalar_bounds: Mapping[str, tuple[float, float]] = MappingProxyType({})
     """Metrics that each reply must carry, with the range that each must be in."""
+    books_changes: ClassVar[bool] = False
+    """Whether uploads are changes which server and client both add to what they keep."""
 
     def __init__(
         self,
@@ -188,10 +199,13 @@ class FederatedStrategy(FlowerFedAvg):
         callbacks: Sequence[Callback] = (),
         acknowledge: bool = True,
         node_wait: float = 60.0,
+        clipping_norm: float | None = None,
     ) -> None:
         check("fraction_train", fraction_train, above=0.0, high=1.0, scheduled=False)
         check("fraction_evaluate", fraction_evaluate, low=0.0, high=1.0, scheduled=False)
         check("node_wait", node_wait, above=0.0, scheduled=False)
+        if clipping_norm is not None:
+            check("clipping_norm", clipping_norm, above=0.0, scheduled=False)
         check("seed", seed, low=0, integer=True, scheduled=False)
         for name, least in (
             ("min_train_nodes", min_train_nodes),
@@ -223,7 +237,7 @@ class FederatedStrategy(FlowerFedAvg):
             if isinstance(value, Mapping):
                 check(name, value)
         self.lost_state, self.callbacks = lost_state, tuple(callbacks)
-        self.acknowledge = acknowledge
+        self.acknowledge, self.clipping_norm = acknowledge, clipping_norm
         self.nodes = Nodes(node_wait)
         self._rounds_before = self._round = self.num_rounds = 0
         self._acked: dict[int, int] = {}
@@ -266,6 +280,10 @@ class FederatedStrategy(FlowerFedAvg):
     def weight(self, upload: Upload) -> float:
         """Return what ``upload`` weighs among the others in :meth:`aggregate`, for the history."""
         return 1.0
+
+    def reference(self, theta: Vector, upload: Upload) -> Vector | float:
+        """Return from where ``clipping_norm`` measures ``upload``, [d] or 0: the model it got."""
+        return 0.0 if self.books_changes else theta
 
     @property
     def asked(self) -> list[int]:
@@ -441,13 +459,10 @@ class FederatedStrategy(FlowerFedAvg):
 
         def uploads() -> Iterator[Upload]:
             for client, content in good.items():
-                scalars = only(content.metric_records)
                 arrays = decode_model(only(content.array_records), wire)
-                examples = int(scalars[self.weighted_by_key])
-                merged.add({name: arrays[name] for name in layout.buffers}, examples)
-                vector, *further = np.split(wire.pack(arrays), 1 + len(self.beside))
-                beside = dict(zip(self.beside, further, strict=True))
-                upload = Upload(client, vector, examples, scalars, beside)
+                upload = self._clipped(theta, self._upload(client, content, arrays))
+                buffers = {name: arrays[name] for name in layout.buffers}
+                merged.add(self._clipped_buffers(buffers), upload.num_examples)
                 weights[client] = self.weight(upload)
                 yield upload
 
@@ -455,7 +470,7 @@ class FederatedStrategy(FlowerFedAvg):
         with np.errstate(over="ignore", invalid="ignore"):  # what overflows is found just below
             vector = self.aggregate(server_round, theta, uploads(), len(good))
             model = layout.unpack(np.asarray(vector), merged.value())
-        if not all(np.isfinite(model[name]).all() for name in layout.trainable):
+        if not all(np.isfinite(array).all() for array in model.values()):
             self._void(server_round, "the aggregated model is not finite")
             return None
         total, examples = sum(weights.values()), sum(r["examples"] for r in self._clients.values())
@@ -485,12 +500,60 @@ class FederatedStrategy(FlowerFedAvg):
     def _say(self, server_round: int, what: str) -> None:
         log(WARNING, "round %d %s", server_round, what)
 
-    def _check_train(self, client: int, content: RecordDict) -> None:
+    def _upload(self, client: int, content: RecordDict, arrays: Arrays) -> Upload:
+        assert self._wire is not None
+        scalars = only(content.metric_records)
+        vector, *further = np.split(self._wire.pack(arrays), 1 + len(self.beside))
+        beside = dict(zip(self.beside, further, strict=True))
+        return Upload(client, vector, int(scalars[self.weighted_by_key]), scalars, beside)
+
+    def _clipped(self, theta: Vector, upload: Upload) -> Upload:
+        """Return ``upload`` within ``clipping_norm``: the same, to the bit, if it is."""
+        if self.clipping_norm is None or self.books_changes:
+            return upload
+        reference = self.reference(theta, upload)
+        change = upload.vector - reference
+        if norm(change) <= self.clipping_norm:
+            return upload
+        return upload._replace(vector=reference + clip(change, self.clipping_norm))
+
+    def _clipped_buffers(self, buffers: Arrays) -> Arrays:
+        before = {
+            name: self._model[name]
+            for name, array in buffers.items()
+            if np.issubdtype(array.dtype, np.floating)
+        }
+        if self.clipping_norm is None or not before:
+            return buffers
+        layout = Layout.of(before)
+        start = layout.pack(before)
+        change = layout.pack(buffers) - start
+        if norm(change) <= self.clipping_norm:
+            return buffers
+        return {**buffers, **layout.unpack(start + clip(change, self.clipping_norm), {})}
+
+    def _check_upload(self, client: int, content: RecordDict) -> None:
+        assert self._layout is not None
         assert self._wire is not None
         self._check_metrics(content, self.scalar_bounds)
         if len(content.array_records) != 1:
             raise BadReply(f"{len(content.array_records)} ArrayRecords, expected one")
-        decode_model(only(content.array_records), self._wire)
+        arrays = decode_model(only(content.array_records), self._wire)
+        if self.clipping_norm is not None and (self.books_changes or self.beside):
+            upload = self._upload(client, content, arrays)
+            parts = dict(upload.beside)
+            if self.books_changes:
+                reference = self.reference(self._layout.pack(self._model), upload)
+                parts["update"] = upload.vector - reference
+            for name, vector in parts.items():
+                if not (size := norm(vector)) <= self.clipping_norm:
+                    raise BadReply(
+                        f"the norm of its {name} is {size:g}, at most {self.clipping_norm:g}"
+                        " (clipping_norm) is taken"
+                    )
+
+    def _check_train(self, client: int, content: RecordDict) -> None:
+        self._check_upload(client, content)
         nonce, booked = nonce_of(content), self._nonces.get(client)
         if nonce and booked and nonce != booked:
             if self.lost_state == "refuse":
@@ -575,7 +638,7 @@ class FederatedStrategy(FlowerFedAvg):
         self._asked = Asked(
             {nodes[client]: client for client in chosen}, size * len(chosen), time.monotonic()
         )
-        return [
+        messages = [
             Message(
                 RecordDict(
                     {
@@ -590,6 +653,11 @@ class FederatedStrategy(FlowerFedAvg):
             )
             for client in chosen
         ]
+        # request() may look at who is asked
+        self._asked = replace(
+            self._asked, requests={m.metadata.dst_node_id: m.metadata for m in messages}
+        )
+        return messages
 
     def _sift(
         self,
