@@ -157,11 +157,11 @@ class FederatedStrategy(FlowerFedAvg):
         How long a query for a client's id may take, and how long the first round waits for nodes
         that the connected ones say exist.
     clipping_norm : float > 0 or None (default None: no bound)
-        Bound on the norm of the change that one upload makes to the model (``fl_strategies
-        .clipping``), and of a further one on that of the floats among ``buffers``. What is above
-        is scaled down to it. Only where clients count on their upload being added in full
-        (``books_changes``) is the reply left out instead: scaled down, the server's sum and the
-        clients' state would drift apart for good, but a client undoes what was left out.
+        Bound on the norm of the change that one upload makes to the model, and of that of the
+        floats among ``buffers``: a larger one is scaled down to it (``fl_strategies.clipping``).
+        Where server and clients both book uploads (``books_changes``), and for what travels beside
+        the model, the reply is left out instead: of a change scaled down, the server's sum and the
+        clients' state would disagree for good, whereas clients undo what was left out.
 
     Raises
     ------
