@@ -27,7 +27,7 @@ from clients import DirectoryStore, Owner, client_id
 from fl_strategies import BestModel, FedAvg, FederatedStrategy, History, Upload, fedbcd_async
 from fl_strategies.clipping import clip, norm
 from fl_strategies.nodes import Nodes
-from simulations.in_process import FIRST_NODE, InProcessGrid
+from simulations.in_process import FIRST_NODE, InProcessGrid, become_server
 
 HONEST, HOSTILE = 4, 8
 """Clients 0 ... 3 answer as they should; 4 ... 11 send one malformed reply each."""
@@ -103,6 +103,7 @@ def request_id(phase: int, node: int) -> str:
 
 
 def as_message(reply: Reply) -> Message:
+    become_server()
     about = Message(RecordDict(), dst_node_id=reply.node, message_type="train")
     about.metadata.__dict__["_message_id"] = reply.request
     if reply.content is None:
@@ -425,9 +426,11 @@ def hostile(bounds: Mapping[str, tuple[float, float]]) -> st.SearchStrategy[Host
         *([bad_scalars(bounds)] if bounds else []),
     ]
     tampers, late = st.one_of(kinds), st.booleans()
-    as_they_are = st.just(lambda content: content)
+    half_as_they_are = st.builds(
+        lambda tamper, well: (lambda content: content) if well else tamper, tampers, st.booleans()
+    )
     return st.builds(Hostile, tampers, st.just("itself"), late) | st.builds(
-        Hostile, as_they_are | tampers, st.sampled_from(PRETENCES), late
+        Hostile, half_as_they_are, st.sampled_from(PRETENCES), late
     )
 
 
