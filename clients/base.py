@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from logging import WARNING
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from flwr.client import NumPyClient
+from flwr.common import log
 from torch import Tensor
 
 from clients.problem import Problem
 from clients.replay import seed_generators
 from clients.solvers import FULL_BATCH, Info, LocalTraining, default_training, solve
-from clients.state import Fields, Owner, Store, fresh_nonce, peek, settle
+from clients.state import DamagedState, Fields, Owner, Store, fresh_nonce, peek, settle
 from fl_strategies.randomness import stream
 from fl_strategies.subproblem import Solve, Subproblem
 from fl_strategies.wire import checksum
 
 Config: TypeAlias = Mapping[str, Any]
 Arrays: TypeAlias = list[npt.NDArray[Any]]
+Look: TypeAlias = Callable[[Store, Owner, int | None], tuple[int, Fields | None]]
 State: TypeAlias = Any
 """A named tuple of tensors and numbers: what an algorithm's client keeps for the next round."""
 
@@ -62,7 +66,7 @@ class FederatedClient(NumPyClient):
     ValueError
         If the received arrays do not fit the model, or the request or client lacks what is needed.
     StateError
-        If the stored state is another algorithm's or model's, or damaged.
+        If the stored state is another algorithm's or model's. One that is damaged counts as lost.
     """
 
     algorithm: ClassVar[str]
@@ -227,7 +231,7 @@ class FederatedClient(NumPyClient):
             metrics["eval-accuracy"] = result.accuracy
         state = None
         if self.state_type is not None:
-            _, fields = peek(self._need_store(), self._owner(), config.get("acked-round"))
+            fields = self._kept(config, peek)
             state = self._from_fields(fields, theta) if fields else self.first_state(theta, config)
         own = None if state is None else self.own_model(state)
         models = {} if own is None else {"own": own}
@@ -316,10 +320,18 @@ class FederatedClient(NumPyClient):
         if self.state_type is None:
             return None, ""
         kept = [int(number) for number in str(config.get("kept-rounds", "")).split()]
-        _, fields = settle(self._need_store(), self._owner(), config.get("acked-round"), kept)
+        fields = self._kept(config, functools.partial(settle, kept_rounds=kept))
         if fields is None:
             return self.first_state(theta, config), fresh_nonce()
         return self._from_fields(fields, theta), fields["nonce"].tobytes().decode()
+
+    def _kept(self, config: Config, look: Look) -> Fields | None:
+        """Return what ``look`` finds; a damaged state is a lost one, as the nonce will tell."""
+        try:
+            return look(self._need_store(), self._owner(), config.get("acked-round"))[1]
+        except DamagedState as error:
+            log(WARNING, "client %d begins anew: %s", self.client_id, error)
+            return None
 
     def _from_fields(self, fields: Fields, theta: Tensor) -> State:
         assert self.state_type is not None

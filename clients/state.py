@@ -30,6 +30,10 @@ class StateError(RuntimeError):
     """A stored state that cannot be used: of another algorithm or model, or damaged."""
 
 
+class DamagedState(StateError):
+    """A stored state that is not what was written; its client begins anew."""
+
+
 @dataclass(frozen=True)
 class Owner:
     """What a state belongs to: the algorithm's name and the signature of the model's layout."""
@@ -154,18 +158,17 @@ class DirectoryStore:
         """As :meth:`Store.rounds`."""
         self.check(self.directory, owner)
         paths = self.directory.glob(f"{self.client_id}.*.safetensors")
-        return sorted(int(path.name.split(".")[1]) for path in paths)
+        numbers = (path.name.split(".")[1] for path in paths)
+        return sorted(int(number) for number in numbers if number.isdecimal())
 
     def load(self, owner: Owner, server_round: int) -> Fields:
-        """As :meth:`Store.load`; raises :class:`StateError` for a damaged file."""
+        """As :meth:`Store.load`; raises :class:`DamagedState` for a damaged file."""
         path = self._path(server_round)
         try:
             fields, about = load_arrays(path)
             written = Owner(**json.loads(about))
-        except DamagedFile as error:
-            raise StateError(str(error)) from None
-        except (ValueError, TypeError) as error:
-            raise StateError(f"{path} is damaged: {error}") from None
+        except (DamagedFile, TypeError) as error:
+            raise DamagedState(str(error)) from None
         _check_owner(owner, written, str(path))
         return fields
 

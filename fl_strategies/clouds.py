@@ -214,28 +214,27 @@ class CloudStrategy(FederatedStrategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """As the base's; ``virtual-seconds`` tells when the round ends by the virtual clock."""
-        replies = list(replies)
         arrays, metrics = super().aggregate_train(server_round, replies)
         if metrics is not None:
-            self._seconds = self.end(self._rounds_before + server_round, replies)
+            self._seconds = self.end(self._rounds_before + server_round)
             metrics["virtual-seconds"] = self._seconds
         return arrays, metrics
 
-    def end(self, server_round: int, replies: Iterable[Message]) -> float:
+    def end(self, server_round: int) -> float:
         """Return when the round ends, in virtual seconds from the start of the run."""
-        return self._seconds + self.duration(server_round, self._asked.clients, replies)
+        work = {client: row["work"] for client, row in self._clients.items()}
+        return self._seconds + self.duration(server_round, self.asked, work)
 
     def duration(
-        self, server_round: int, clients: Mapping[int, int], replies: Iterable[Message]
+        self, server_round: int, clients: Iterable[int], work: Mapping[int, float]
     ) -> float:
-        """Return the virtual seconds that the slowest of ``clients`` (by node) takes.
+        """Return the virtual seconds that the slowest of ``clients`` takes.
 
-        One without a usable reply counts with K = 1.
+        ``work`` is the K of the usable replies; one without counts with K = 1.
         """
-        work = {reply.metadata.src_node_id: _work(reply) for reply in replies}
         times = [
-            self.clock.latency(self.seed, server_round, client, work.get(node, 1.0))
-            for node, client in clients.items()
+            self.clock.latency(self.seed, server_round, client, work.get(client, 1.0))
+            for client in clients
         ]
         return max(times, default=0.0)
 
@@ -253,14 +252,3 @@ def whole(name: str, value: int, *, low: int, high: float = math.inf) -> None:
     check(name, value, low=low, high=high)
     if not isinstance(value, int):
         raise ValueError(f"{name} must be a whole number, got {value!r}")
-
-
-def _work(reply: Message) -> float:
-    """Return the K that a reply reports, or 1 where it reports none that can be."""
-    if reply.has_error():
-        return 1.0
-    for record in reply.content.metric_records.values():
-        work = record.get("work")
-        if isinstance(work, int | float) and math.isfinite(work):
-            return float(max(work, 1.0))
-    return 1.0

@@ -100,6 +100,7 @@ class FedADMM(FederatedStrategy):
 
     algorithm = "fedadmm"
     averages = "changes"
+    books_changes = True
     authors_rule: ClassVar[Mapping[str, Side]] = {"local_start": "global", "tracking": "global"}
 
     def __init__(

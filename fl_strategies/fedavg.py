@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, TypeAlias, Unpack
 
+from fl_strategies.composition import Averages
 from fl_strategies.schedules import one_of
-from fl_strategies.strategy import Averages, FederatedStrategy, Options, Upload
+from fl_strategies.strategy import FederatedStrategy, Options, Upload
 from fl_strategies.subproblem import Solve, Subproblem, Vector, weighted_mean
 
 Weights: TypeAlias = Literal["examples", "uniform"]

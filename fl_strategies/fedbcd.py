@@ -101,6 +101,7 @@ def server_rule(
 class BookedStrategy(CloudStrategy):
     """A strategy whose cloud servers keep the sums of all their devices' last models."""
 
+    books_changes = True
     saved: ClassVar[tuple[str, ...]] = ("books",)
 
     def __init__(self, **options: Unpack[CloudOptions]) -> None:
@@ -132,6 +133,14 @@ class BookedStrategy(CloudStrategy):
             again = int(fresh and known)
             books[cloud] = booked(books[cloud], change, gamma=gamma, devices=again)
         return books
+
+    def sent(self, theta: Vector, client: int) -> Vector:
+        """Return the model [d] that ``client`` got, where theta is that of the run."""
+        return theta
+
+    def reference(self, theta: Vector, upload: Upload) -> Vector | float:
+        fresh = upload.scalars["fresh"] > 0.0  # which uploads its model whole
+        return self.sent(theta, upload.client) if fresh else 0.0
 
     def commit(self, server_round: int) -> None:
         self._books = self._next

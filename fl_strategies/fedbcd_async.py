@@ -43,12 +43,14 @@ import numpy as np
 
 from fl_strategies.clouds import CloudOptions, whole
 from fl_strategies.fedbcd import BookedStrategy, server_rule
+from fl_strategies.replies import only, read, sender
 from fl_strategies.schedules import one_of
 from fl_strategies.strategy import Upload
 from fl_strategies.subproblem import Vector
+from fl_strategies.wire import BadReply
 
 if TYPE_CHECKING:
-    from flwr.app import ArrayRecord, ConfigRecord, Message
+    from flwr.app import ArrayRecord, ConfigRecord, Message, Metadata
     from flwr.serverapp import Grid
 
     from fl_strategies.replies import Asked
@@ -75,6 +77,7 @@ class Phase:
 class Request:
     """A message on its way: to which node, as which client, in which round, of which cloud."""
 
+    about: Metadata
     node: int
     client: int
     server_round: int
@@ -145,6 +148,9 @@ class FedBCDAsync(BookedStrategy):
         self._phases, self._underway, self._unfinished = {}, {}, {}
         self._mixed = [self._rounds_before] * self.servers
         self._started = time.monotonic()
+
+    def sent(self, theta: Vector, client: int) -> Vector:
+        return self._z[self._cloud_of[client]]
 
     @property
     def cloud_models(self) -> list[ArrayRecord]:
@@ -232,6 +238,7 @@ class FedBCDAsync(BookedStrategy):
             self._asked,
             clients={k: v for phase in phases for k, v in phase.asked.clients.items()},
             rounds={k: v for phase in phases for k, v in phase.asked.rounds.items()},
+            requests={k: v for phase in phases for k, v in phase.asked.requests.items()},
             bytes_down=sum(phase.asked.bytes_down for phase in phases),
             started=min((phase.asked.started for phase in phases), default=time.monotonic()),
         )
@@ -255,7 +262,7 @@ class FedBCDAsync(BookedStrategy):
         for n in self._ready:
             self._mixed[n] = server_round
 
-    def end(self, server_round: int, replies: Iterable[Message]) -> float:
+    def end(self, server_round: int) -> float:
         if self.order == "arrival":
             return time.monotonic() - self._started
         ends = {n: phase.end or 0.0 for n, phase in self._mixing.items()}
@@ -275,8 +282,23 @@ class FedBCDAsync(BookedStrategy):
             for phase in asked or list(new.values())[:1]:  # a stray one is logged with any
                 phase.replies.append(reply)
         for n, phase in new.items():
-            took = self.duration(phase.server_round, phase.asked.clients, phase.replies)
+            clients = phase.asked.clients.values()
+            took = self.duration(phase.server_round, clients, self._work(phase))
             phase.end = self._clocks[n] + took
+
+    def _work(self, phase: Phase) -> dict[int, float]:
+        """Return the K that each client's first reply reports, where that can be used."""
+        work: dict[int, float] = {}
+        for reply in phase.replies:
+            try:
+                client = sender(reply, phase.asked)
+                if client not in work:
+                    work[client] = 1.0
+                    content = read(client, reply, self._check_upload)
+                    work[client] = only(content.metric_records)["work"]
+            except BadReply:  # which is logged when the phase is used
+                continue
+        return work
 
     # ---- by arrival ---------------------------------------------------------------------------
 
@@ -294,7 +316,9 @@ class FedBCDAsync(BookedStrategy):
             node = message.metadata.dst_node_id
             n, phase = cloud_of[node]
             client = phase.asked.clients[node]
-            self._underway[message_id] = Request(node, client, phase.server_round, n)
+            self._underway[message_id] = Request(
+                message.metadata, node, client, phase.server_round, n
+            )
             phase.waiting.add(message_id)
 
     def _pull(self, grid: Grid) -> None:
@@ -315,8 +339,8 @@ class FedBCDAsync(BookedStrategy):
     def _arrived(self, reply: Message) -> None:
         about = reply.metadata
         by_node = (key for key, r in self._underway.items() if r.node == about.src_node_id)
-        # Flower's own error replies come from no node, but name the message
-        request = self._underway.pop(next(by_node, about.reply_to_message_id), None)
+        # Flower's replies name the message, its own error replies, which come from no node, too
+        request = self._underway.pop(about.reply_to_message_id or next(by_node, ""), None)
         if request is None or request.cloud not in self._phases:
             return
         phase = self._phases[request.cloud]
@@ -326,4 +350,5 @@ class FedBCDAsync(BookedStrategy):
             phase.asked,
             clients=phase.asked.clients | {request.node: request.client},
             rounds={**phase.asked.rounds, request.client: request.server_round},
+            requests={**phase.asked.requests, request.node: request.about},
         )

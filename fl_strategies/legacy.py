@@ -121,7 +121,7 @@ class _LegacyStrategy(Strategy):
     ) -> None:
         self.strategy, self.num_rounds, self.evaluate_fn = strategy, num_rounds, evaluate_fn
         self.secure = secure
-        strategy.masked = secure is not None
+        strategy.composition.masked = secure is not None
         self._arrays = ArrayRecord()
         self._requests: dict[str, Message] = {}
         self._stopped = False
@@ -163,7 +163,7 @@ class _LegacyStrategy(Strategy):
     ) -> tuple[Parameters | None, dict[str, Any]]:
         if len(results) > 1:
             self._check_masks([result for _, result in results])
-        trained = functools.partial(_trained, masked=self.strategy.masked)
+        trained = functools.partial(_trained, masked=self.strategy.composition.masked)
         arrays, metrics = self.strategy.aggregate_train(
             server_round, self._replies(results, failures, trained)
         )

@@ -1,7 +1,8 @@
 """Which clients are connected, through which nodes.
 
 Flower's node ids are random and change when a node restarts, so each node is asked once for the
-stable id of its client. This module and ``strategy`` are those of the server half that use Flower.
+stable id of its client. A client is the node that said so first, as long as this one is connected:
+one that comes later with the same id (restarted under a new node id, or hostile) waits until then.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 from flwr.app import Message, MessageType, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
+
+from fl_strategies.replies import answers, one_line
 
 ATTEMPTS = 2
 """Failed queries after which a node's own id serves as its client's (an app without queries)."""
@@ -38,7 +41,7 @@ class Nodes:
         self.patience = patience
         self.known: set[int] = set()
         self._client_of: dict[int, int] = {}
-        self._replaced: set[int] = set()
+        self._waiting: dict[int, int] = {}
         self._failures: dict[int, int] = {}
         self._ask_again: dict[int, float] = {}
         self._expected = 0
@@ -66,12 +69,18 @@ class Nodes:
 
     def connected(self, grid: Grid) -> dict[int, int]:
         """Return node by client id for all clients that are connected, asking new nodes first."""
-        online = set(grid.get_node_ids()) - self._replaced
+        online = set(grid.get_node_ids())
         self._client_of = {node: c for node, c in self._client_of.items() if node in online}
+        for node, client in list(self._waiting.items()):
+            if node not in online:
+                del self._waiting[node]
+            elif client not in self._client_of.values():
+                log(WARNING, "client %d is now node %d", client, node)
+                self._client_of[node] = self._waiting.pop(node)
         now = time.monotonic()
         new = [
             node
-            for node in sorted(online - self._client_of.keys())
+            for node in sorted(online - self._client_of.keys() - self._waiting.keys())
             if self._ask_again.get(node, now) <= now
         ]
         if new:
@@ -80,12 +89,16 @@ class Nodes:
                 for node in new
             ]
             self._ask_again |= dict.fromkeys(new, now + 2 * self.patience)
+            asked = {query.metadata.dst_node_id: query.metadata for query in queries}
             for reply in grid.send_and_receive(queries, timeout=self.patience):
                 node = reply.metadata.src_node_id
-                if node in new and not reply.has_error():
+                if node not in asked or not answers(reply, asked[node]):
+                    continue
+                del asked[node]
+                if reply.has_content():
                     self._introduce(node, reply.content.config_records.get("client", {}))
-                elif node in new:
-                    self._fail(node, reply.error.reason)
+                else:
+                    self._fail(node, reply.error.reason if reply.has_error() else "no content")
         return {client: node for node, client in self._client_of.items()}
 
     def _fail(self, node: int, reason: str | None) -> None:
@@ -93,22 +106,38 @@ class Nodes:
         self._failures[node] = self._failures.get(node, 0) + 1
         self._ask_again[node] = 0.0
         if self._failures[node] >= ATTEMPTS:
-            log(WARNING, "node %d serves as client %d: %s", node, node, reason)
+            log(WARNING, "node %d serves as client %d: %s", node, node, one_line(str(reason)))
             self._introduce(node, {})
 
     def _introduce(self, node: int, about: Mapping[str, Any]) -> None:
-        client = about.get("client-id", node)
-        if not isinstance(client, int) or client < 0:
-            log(ERROR, "node %d calls itself client %r; its node id is used", node, client)
-            client = node
-        for other, its_client in list(self._client_of.items()):
-            if its_client == client:
-                log(ERROR, "client %d is now node %d and no longer node %d", client, node, other)
-                self._replaced.add(other)
-                del self._client_of[other]
-        self._client_of[node] = client
-        self._ask_again.pop(node, None)
-        self.known.add(client)
         partitions = about.get("num-partitions", 0)
-        if isinstance(partitions, int):
-            self._expected = max(self._expected, partitions)
+        partitions = partitions if _natural(partitions) else 0
+        self._expected = max(self._expected, partitions)
+        client = about.get("client-id", node)
+        if not _natural(client) or (client != node and 0 < partitions <= client):
+            log(
+                ERROR,
+                "node %d calls itself client %s of %d; its node id is used",
+                node,
+                one_line(repr(client)),
+                partitions,
+            )
+            client = node
+        self._ask_again.pop(node, None)
+        for other, its_client in self._client_of.items():
+            if its_client == client:
+                log(
+                    ERROR,
+                    "node %d calls itself client %d, which is node %d as long as that is connected",
+                    node,
+                    client,
+                    other,
+                )
+                self._waiting[node] = client
+                return
+        self._client_of[node] = client
+        self.known.add(client)
+
+
+def _natural(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -24,7 +24,6 @@ Algorithm 2.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Unpack
 
 from fl_strategies.schedules import Knob, at, check
@@ -69,14 +68,15 @@ class QFedAvg(FederatedStrategy):
     """
 
     algorithm = "q-fedavg"
-    scalar_bounds: Mapping[str, tuple[float, float]] = MappingProxyType(
-        {LOSS: (0.0, 1e12), RATE: (1e-12, 1e12)}
-    )
 
     def __init__(self, *, q: Knob = 1.0, **options: Unpack[Options]) -> None:
         check("q", q, low=0.0)
         super().__init__(**options)
         self.q = q
+        # F^q of an absurd loss is no number
+        steepest = max(1.0, *(q.values() if isinstance(q, Mapping) else (q,)))
+        largest = 10.0 ** min(12.0, 100.0 / steepest)
+        self.scalar_bounds = {LOSS: (0.0, largest), RATE: (1e-12, 1e12)}
 
     def weight(self, upload: Upload) -> float:
         number = self._rounds_before + self._round

@@ -8,10 +8,13 @@ from logging import WARNING
 from typing import Any, NamedTuple
 
 import numpy as np
-from flwr.app import Message, MetricRecord, RecordDict
+from flwr.app import Message, Metadata, MetricRecord, RecordDict
 from flwr.common import log
 
 from fl_strategies.wire import BadReply
+
+OURS = frozenset({"examples", "eval-examples", "data-share", "weight-share"})
+"""Numbers of a client that it does not report itself; under these names it reports nothing."""
 
 SPREAD = ("-mean", "-variance", "-min", "-max", "-smallest", "-largest")
 """How the names of the metrics end that :func:`spread` adds to a mean by examples."""
@@ -26,6 +29,8 @@ class Asked:
     started: float
     rounds: Mapping[int, int] = field(default_factory=dict)
     """By client, the round of its request where it is not the present one."""
+    requests: Mapping[int, Metadata] = field(default_factory=dict)
+    """By node, what identifies its request."""
 
 
 class Sifted(NamedTuple):
@@ -39,7 +44,7 @@ class Sifted(NamedTuple):
 def sift(
     replies: Iterable[Message], asked: Asked, check: Callable[[int, RecordDict], None]
 ) -> Sifted:
-    """Tell usable replies from others: from nodes asked, once, no error, and passing ``check``.
+    """Tell usable replies from others: to this phase's requests, the first, and :func:`read`.
 
     Each reply left out is one log line, those that never came another.
     """
@@ -48,24 +53,25 @@ def sift(
     faults: dict[int | None, str] = {}
     bytes_up = 0
     for message in replies:
-        node = message.metadata.src_node_id
-        client = asked.clients.get(node)
+        client = None
         try:
-            if client is None:
-                reason = f": {message.error.reason}" if message.has_error() else ""
-                raise BadReply(f"node {node} was not asked{reason}")
+            client = sender(message, asked)
             if client in answered:
                 raise BadReply("it answered before in this round")
             answered.add(client)
-            if message.has_error():
-                raise BadReply(f"error {message.error.code}: {message.error.reason}")
-            for arrays in message.content.array_records.values():
-                bytes_up += sum(len(array.data) for array in arrays.values())
-            check(client, message.content)
-            good[client] = message.content
+            bytes_up += _bytes(message)
+            good[client] = read(client, message, check)
         except BadReply as fault:
-            faults[client] = str(fault)
-            log(WARNING, "reply of client %s left out: %s", client, fault)
+            faults[client] = one_line(str(fault))
+            # what no check foresaw may as well be a mistake of ours
+            unforeseen = fault.__cause__
+            log(
+                WARNING,
+                "reply of client %s left out: %s",
+                client,
+                faults[client],
+                exc_info=unforeseen,
+            )
     if lost := sorted(set(asked.clients.values()) - answered):
         log(WARNING, "no reply from %d clients: %s", len(lost), lost[:20])
     counts = {
@@ -79,6 +85,55 @@ def sift(
     return Sifted(dict(sorted(good.items())), faults, counts)
 
 
+def sender(message: Message, asked: Asked) -> int:
+    """Return the client whose request ``message`` answers; raise :class:`BadReply` if none's."""
+    node = message.metadata.src_node_id
+    if node not in asked.clients:
+        reason = f": {message.error.reason}" if message.has_error() else ""
+        raise BadReply(f"node {node} was not asked{reason}")
+    if not answers(message, asked.requests.get(node)):
+        raise BadReply(f"node {node} answers another request than this round's")
+    return asked.clients[node]
+
+
+def answers(reply: Message, request: Metadata | None) -> bool:
+    """Return whether ``reply`` names ``request``, where the engine gave that an id.
+
+    A node cannot know the id of another's request, nor is an older one's this one's.
+    """
+    return not (request and request.message_id) or (
+        reply.metadata.reply_to_message_id == request.message_id
+    )
+
+
+def read(client: int, message: Message, check: Callable[[int, RecordDict], None]) -> RecordDict:
+    """Return the reply's content; raise :class:`BadReply` unless it has one that passes ``check``.
+
+    Whatever else ``check`` raises, the content has made it raise: it is the cause of a BadReply.
+    """
+    if message.has_error():
+        raise BadReply(f"error {message.error.code}: {message.error.reason}")
+    if not message.has_content():
+        raise BadReply("it has no content")
+    try:
+        check(client, message.content)
+    except BadReply:
+        raise
+    except Exception as error:
+        raise BadReply(f"{type(error).__name__}: {error}") from error
+    return message.content
+
+
+def one_line(text: str) -> str:
+    """Return ``text``, which others have written, as one line of at most 500 characters."""
+    return " ".join(text.split())[:500]
+
+
+def _bytes(message: Message) -> int:
+    records = message.content.array_records.values() if message.has_content() else ()
+    return sum(len(array.data) for record in records for array in record.values())
+
+
 def by_client(
     good: Mapping[int, RecordDict],
     names: Mapping[str, str],
@@ -88,7 +143,7 @@ def by_client(
     rows = {client: dict(row) for client, row in known.items()}
     for client, content in good.items():
         for name, value in only(content.metric_records).items():
-            if not isinstance(value, list):
+            if not isinstance(value, list) and name not in OURS:
                 rows.setdefault(client, {})[names.get(name, name)] = value
     return rows
 
@@ -105,9 +160,10 @@ def spread(contents: list[RecordDict], weighted_by: str) -> MetricRecord:
     metrics = MetricRecord()
     for name, pairs in values.items():
         each = np.array([value for value, _ in pairs])
-        metrics[name] = float(np.average(each, weights=[weight for _, weight in pairs]))
-        metrics[f"{name}-mean"] = float(each.mean())
-        metrics[f"{name}-variance"] = float(each.var())
+        with np.errstate(over="ignore", invalid="ignore"):  # of numbers near the largest
+            metrics[name] = float(np.average(each, weights=[weight for _, weight in pairs]))
+            metrics[f"{name}-mean"] = float(each.mean())
+            metrics[f"{name}-variance"] = float(each.var())
         metrics[f"{name}-min"] = float(each.min())
         metrics[f"{name}-max"] = float(each.max())
         metrics[f"{name}-smallest"] = min(pairs, key=lambda pair: pair[1])[0]

@@ -126,6 +126,7 @@ class SCAFFOLD(FederatedStrategy):
     algorithm = "scaffold"
     averages = "changes"
     beside = (CONTROL,)
+    books_changes = True
     saved = ("_total",)
 
     def __init__(

@@ -19,9 +19,9 @@ This module, ``nodes``, ``replies`` and ``legacy`` are those of the server half 
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from logging import INFO, WARNING
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypedDict, cast
@@ -43,17 +43,18 @@ from flwr.serverapp.strategy import Result
 
 from fl_strategies.callbacks import Callback, RoundInfo
 from fl_strategies.checkpoints import Checkpoint, Checkpoints
+from fl_strategies.clipping import clip, norm
+from fl_strategies.composition import Averages, Composition
 from fl_strategies.layout import Arrays, BufferMean, Layout
 from fl_strategies.nodes import Nodes
 from fl_strategies.randomness import stream
 from fl_strategies.replies import SPREAD, Asked, by_client, only, sift, spread, word_of
 from fl_strategies.schedules import Knob, at, check, one_of
 from fl_strategies.subproblem import Vector
-from fl_strategies.wire import BadReply, check_scalars, checksum, decode, decode_model
+from fl_strategies.wire import BadReply, check_scalars, decode, decode_model
 
 Scalar: TypeAlias = bool | int | float | str
 MetricsAggregation: TypeAlias = Callable[[list[RecordDict], str], MetricRecord]
-Averages: TypeAlias = Literal["models", "changes", ""]
 EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
@@ -79,9 +80,6 @@ LOCAL_KEYS = frozenset(
 )
 """What ``local`` may set: the fields of ``clients.LocalTraining``. A client of your own is told
 things through ``train_config`` instead."""
-
-KEY_CLIPPING_NORM = "clipping_norm"
-"""What Flower's wrappers with clipping at the clients set in the config."""
 
 
 class Upload(NamedTuple):
@@ -119,6 +117,7 @@ class Options(TypedDict, total=False):
     acknowledge: bool
     node_wait: float
     checkpoints: Checkpoints | None
+    clipping_norm: float | None
 
 
 class FederatedStrategy(FlowerFedAvg):
@@ -160,6 +159,12 @@ class FederatedStrategy(FlowerFedAvg):
         that the connected ones say exist.
     checkpoints : Checkpoints, optional
         Where to write checkpoints, from which ``start(resume=True)`` goes on; none by default.
+    clipping_norm : float > 0 or None (default None: no bound)
+        Bound on the norm of the change that one upload makes to the model, and of that of the
+        floats among ``buffers``: a larger one is scaled down to it (``fl_strategies.clipping``).
+        Where server and clients both book uploads (``books_changes``), and for what travels beside
+        the model, the reply is left out instead: of a change scaled down, the server's sum and the
+        clients' state would disagree for good, whereas clients undo what was left out.
 
     Raises
     ------
@@ -176,6 +181,8 @@ class FederatedStrategy(FlowerFedAvg):
     received; or changes, of models or states, which must add up; "" if it is none of both."""
     scalar_bounds: Mapping[str, tuple[float, float]] = MappingProxyType({})
     """Metrics that each reply must carry, with the range that each must be in."""
+    books_changes: ClassVar[bool] = False
+    """Whether uploads are changes which server and client both add to what they keep."""
     saved: ClassVar[tuple[str, ...]] = ("_acked", "_nonces")
     """Names of the attributes that a checkpoint holds: what the server keeps from round to round.
     Numbers, texts, arrays, lists and dicts of them. A subclass names its own, without these."""
@@ -202,10 +209,13 @@ class FederatedStrategy(FlowerFedAvg):
         acknowledge: bool = True,
         node_wait: float = 60.0,
         checkpoints: Checkpoints | None = None,
+        clipping_norm: float | None = None,
     ) -> None:
         check("fraction_train", fraction_train, above=0.0, high=1.0, scheduled=False)
         check("fraction_evaluate", fraction_evaluate, low=0.0, high=1.0, scheduled=False)
         check("node_wait", node_wait, above=0.0, scheduled=False)
+        if clipping_norm is not None:
+            check("clipping_norm", clipping_norm, above=0.0, scheduled=False)
         check("seed", seed, low=0, integer=True, scheduled=False)
         for name, least in (
             ("min_train_nodes", min_train_nodes),
@@ -238,6 +248,7 @@ class FederatedStrategy(FlowerFedAvg):
                 check(name, value)
         self.lost_state, self.callbacks = lost_state, tuple(callbacks)
         self.acknowledge, self.checkpoints = acknowledge, checkpoints
+        self.clipping_norm = clipping_norm
         self.nodes = Nodes(node_wait)
         self._rounds_before = self._round = self.num_rounds = 0
         self._acked: dict[int, int] = {}
@@ -247,10 +258,7 @@ class FederatedStrategy(FlowerFedAvg):
         self._model: Arrays = {}
         self._asked = Asked({}, 0, 0.0)
         self.result = Result()
-        self.masked = False
-        self._opened = self._wrapped = False
-        self._clipping_norm = math.inf
-        self._misfit = ""
+        self.composition = Composition()
         self.faults: dict[int | None, str] = {}
         self._clients: dict[int, dict[str, float]] = {}
 
@@ -284,6 +292,10 @@ class FederatedStrategy(FlowerFedAvg):
     def weight(self, upload: Upload) -> float:
         """Return what ``upload`` weighs among the others in :meth:`aggregate`, for the history."""
         return 1.0
+
+    def reference(self, theta: Vector, upload: Upload) -> Vector | float:
+        """Return from where ``clipping_norm`` measures ``upload``, [d] or 0: the model it got."""
+        return 0.0 if self.books_changes else theta
 
     @property
     def asked(self) -> list[int]:
@@ -358,7 +370,7 @@ class FederatedStrategy(FlowerFedAvg):
         finally:
             self._rounds_before += self._round
             self._round = 0
-            self._opened = False
+            self.composition.opened = False
         return self.result
 
     def train_round(
@@ -391,32 +403,7 @@ class FederatedStrategy(FlowerFedAvg):
         assert self._layout is not None
         self.begin(self._layout.pack(self._model))
         self.result = Result(arrays=initial_arrays)
-        self._opened = True
-
-    def _open_wrapped(self, arrays: ArrayRecord) -> None:
-        """Begin a run whose rounds are called by a wrapper; raise where it would do harm."""
-        name = type(self).__name__
-        if self.averages != "models":
-            raise ValueError(
-                f"{name} cannot be run by a wrapper: Flower's clip (reply - model) and add noise to"
-                " the next model, which is right where replies are models and the next model is"
-                f" their mean, as with FedAvg, FedProx, MOON; {name} has another rule. Call its own"
-                " `start`, or, from a loop that leaves replies as they are, first its `open`"
-            )
-        if self.buffers:
-            raise ValueError(
-                f"buffers {list(self.buffers)} would be clipped and get noise as if trained (a"
-                " variance might become negative): under a wrapper use a model without, GroupNorm"
-                " for BatchNorm"
-            )
-        if self.callbacks or self.checkpoints:
-            raise ValueError(
-                f"a wrapper around {name} calls no callbacks and makes no checkpoints: give the"
-                " wrapper's `start` an evaluate_fn"
-            )
-        self._rounds_before += self._round
-        self.open(arrays, 0)
-        self._opened, self._wrapped = False, True
+        self.composition.opened = True
 
     def close_round(self, server_round: int, arrays: ArrayRecord) -> bool:
         """End a round: callbacks, checkpoint; return whether a callback ends the run."""
@@ -528,25 +515,22 @@ class FederatedStrategy(FlowerFedAvg):
         if self.checkpoints:
             rounds = self.checkpoints.kept_rounds(client)
             request["kept-rounds"] = " ".join(map(str, rounds))
-        if self._intact():
+        if self._wire is not None and self.composition.intact(self, self._wire):
             request["checksums"] = True
         return request
-
-    def _intact(self) -> Collection[str]:
-        """Return the names of the arrays that replies must bring as the client sent them."""
-        if self.masked or self._wire is None:
-            return ()
-        return self._wire.buffers if self.averages == "models" else self._wire.shapes.keys()
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return the requests to the clients sampled for this round."""
         if server_round == 1:
-            self._wrapped = False
-            if not self._opened:
-                self._open_wrapped(arrays)
-        self._clipping_norm = float(cast(float, config.get(KEY_CLIPPING_NORM, math.inf)))
+            self.composition.wrapped = False
+            if not self.composition.opened:
+                self.composition.wrap(self)
+                self._rounds_before += self._round
+                self.open(arrays, 0)
+                self.composition.opened = False
+        self.composition.begin_round(config)
         self._read_model(arrays)
         self._round = server_round
         nodes = self.nodes.wait(grid, max(self.min_available_nodes, self.min_train_nodes))
@@ -562,16 +546,14 @@ class FederatedStrategy(FlowerFedAvg):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Return the next model and the round's metrics; no model when the round is void."""
-        self._misfit = ""
         good, metrics = self._sift(replies, self._check_train, self.train_metrics_aggr_fn)
-        if self._misfit and not good:
-            raise ValueError(self._misfit)
+        self.composition.settle(self.asked, bool(self._acked))
         number = self._rounds_before + server_round
         arrays = None
         self._clients = by_client(good, {self.weighted_by_key: "examples"}, {})
         if len(good) < (needed := self.replies_needed()):
             self._void(server_round, f"{len(good)} usable replies, at least {needed} needed")
-        elif self.faults and (self.masked or self._wrapped):
+        elif self.faults and self.composition.exact:
             why = (
                 "cannot be taken out of a masked sum, nor the noise of a wrapper be made for fewer"
             )
@@ -585,13 +567,8 @@ class FederatedStrategy(FlowerFedAvg):
                 if nonce := word_of(content, "state-nonce"):
                     self._nonces[client] = nonce
             by_size = sorted(self._clients.values(), key=lambda row: row["examples"])
-            shares = [row["weight-share"] for row in by_size]
-            if self._wrapped and max(shares) > 1.001 * min(shares):
-                self._say(
-                    server_round,
-                    f"averages with weights from {min(shares):.3g} to {max(shares):.3g}, where a"
-                    ' wrapper\'s noise counts on equal ones: weights="uniform" gives these',
-                )
+            if unequal := self.composition.unequal([row["weight-share"] for row in by_size]):
+                self._say(server_round, unequal)
             for name in ("weight-share", "data-share"):
                 metrics[f"{name}-smallest"], metrics[f"{name}-largest"] = (
                     by_size[0][name],
@@ -609,13 +586,10 @@ class FederatedStrategy(FlowerFedAvg):
 
         def uploads() -> Iterator[Upload]:
             for client, content in good.items():
-                scalars = only(content.metric_records)
                 arrays = decode_model(only(content.array_records), wire)
-                examples = int(scalars[self.weighted_by_key])
-                merged.add({name: arrays[name] for name in layout.buffers}, examples)
-                vector, *further = np.split(wire.pack(arrays), 1 + len(self.beside))
-                beside = dict(zip(self.beside, further, strict=True))
-                upload = Upload(client, vector, examples, scalars, beside)
+                upload = self._clipped(theta, self._upload(client, content, arrays))
+                buffers = {name: arrays[name] for name in layout.buffers}
+                merged.add(self._clipped_buffers(buffers), upload.num_examples)
                 weights[client] = self.weight(upload)
                 yield upload
 
@@ -623,7 +597,7 @@ class FederatedStrategy(FlowerFedAvg):
         with np.errstate(over="ignore", invalid="ignore"):  # what overflows is found just below
             vector = self.aggregate(server_round, theta, uploads(), len(good))
             model = layout.unpack(np.asarray(vector), merged.value())
-        if not all(np.isfinite(model[name]).all() for name in layout.trainable):
+        if not all(np.isfinite(array).all() for array in model.values()):
             self._void(server_round, "the aggregated model is not finite")
             return None
         total, examples = sum(weights.values()), sum(r["examples"] for r in self._clients.values())
@@ -653,56 +627,69 @@ class FederatedStrategy(FlowerFedAvg):
     def _say(self, server_round: int, what: str) -> None:
         log(WARNING, "round %d %s", server_round, what)
 
-    def _check_train(self, client: int, content: RecordDict) -> None:
+    def _upload(self, client: int, content: RecordDict, arrays: Arrays) -> Upload:
+        assert self._wire is not None
+        scalars = only(content.metric_records)
+        vector, *further = np.split(self._wire.pack(arrays), 1 + len(self.beside))
+        beside = dict(zip(self.beside, further, strict=True))
+        return Upload(client, vector, int(scalars[self.weighted_by_key]), scalars, beside)
+
+    def _clipped(self, theta: Vector, upload: Upload) -> Upload:
+        """Return ``upload`` within ``clipping_norm``: the same, to the bit, if it is."""
+        if self.clipping_norm is None or self.books_changes:
+            return upload
+        reference = self.reference(theta, upload)
+        change = upload.vector - reference
+        if norm(change) <= self.clipping_norm:
+            return upload
+        return upload._replace(vector=reference + clip(change, self.clipping_norm))
+
+    def _clipped_buffers(self, buffers: Arrays) -> Arrays:
+        before = {
+            name: self._model[name]
+            for name, array in buffers.items()
+            if np.issubdtype(array.dtype, np.floating)
+        }
+        if self.clipping_norm is None or not before:
+            return buffers
+        layout = Layout.of(before)
+        start = layout.pack(before)
+        change = layout.pack(buffers) - start
+        if norm(change) <= self.clipping_norm:
+            return buffers
+        return {**buffers, **layout.unpack(start + clip(change, self.clipping_norm), {})}
+
+    def _check_upload(self, client: int, content: RecordDict) -> None:
+        assert self._layout is not None
         assert self._wire is not None
         self._check_metrics(content, self.scalar_bounds)
         if len(content.array_records) != 1:
             raise BadReply(f"{len(content.array_records)} ArrayRecords, expected one")
         arrays = decode_model(only(content.array_records), self._wire)
-        self._check_intact(client, content, arrays)
-        told = only(content.metric_records).get("clipping-norm")
-        bound = min(self._clipping_norm, told if isinstance(told, int | float) else math.inf)
-        self._check_clipped(client, arrays, bound)
+        theta = self._layout.pack(self._model)
+        self.composition.check(self, client, content, arrays, self._wire)
+        self.composition.check_clipped(client, content, arrays, self._layout, theta)
+        if self.clipping_norm is not None and (self.books_changes or self.beside):
+            upload = self._upload(client, content, arrays)
+            parts = dict(upload.beside)
+            if self.books_changes:
+                reference = self.reference(theta, upload)
+                parts["update"] = upload.vector - reference
+            for name, vector in parts.items():
+                if not (size := norm(vector)) <= self.clipping_norm:
+                    raise BadReply(
+                        f"the norm of its {name} is {size:g}, at most {self.clipping_norm:g}"
+                        " (clipping_norm) is taken"
+                    )
+
+    def _check_train(self, client: int, content: RecordDict) -> None:
+        self._check_upload(client, content)
         nonce, booked = word_of(content, "state-nonce"), self._nonces.get(client)
         if nonce and booked and nonce != booked:
             if self.lost_state == "refuse":
                 raise BadReply("the state which the server booked for it is lost")
             level = WARNING if self.lost_state == "warn" else INFO
             log(level, "client %d lost its state and counts as a newcomer", client)
-
-    def _check_intact(self, client: int, content: RecordDict, arrays: Arrays) -> None:
-        assert self._wire is not None
-        if not (sent := word_of(content, "checksums")):
-            return  # not asked for, or a client of another make
-        found = dict(zip(self._wire.shapes, sent.split(), strict=False))
-        intact = self._intact()
-        changed = [n for n in arrays if n in intact and checksum(arrays[n]) != found.get(n)]
-        if changed:
-            name = type(self).__name__
-            self._misfit = (
-                f"arrays {changed[:3]} of client {client}'s reply are not as it sent them: a mod or"
-                f" wrapper that clips, adds noise or masks is at work, and {name} needs them as"
-                " they are. Differential privacy goes with strategies that average models (FedAvg,"
-                " FedProx, MOON) and models without buffers; secure aggregation with"
-                " as_legacy(..., secure=...)"
-            )
-            raise BadReply(self._misfit)
-
-    def _check_clipped(self, client: int, arrays: Arrays, bound: float) -> None:
-        if bound == math.inf:
-            return
-        assert self._layout is not None
-        theta = self._layout.pack(self._model)
-        norm = float(np.linalg.norm(self._layout.pack(arrays) - theta))
-        rounding = max(np.finfo(self._layout.dtypes[n]).eps for n in self._layout.trainable)
-        slack = 1e-3 * bound + rounding * float(np.linalg.norm(theta))
-        if norm > bound + slack:
-            self._misfit = (
-                f"client {client}'s update has norm {norm:.6g}, above the clipping norm"
-                f" {bound:.6g} which it was sent: its ClientApp needs"
-                " fixedclipping_mod or adaptiveclipping_mod among its mods, as the wrapper has it"
-            )
-            raise BadReply(self._misfit)
 
     def _check_metrics(
         self, content: RecordDict, bounds: Mapping[str, tuple[float, float]]
@@ -781,7 +768,7 @@ class FederatedStrategy(FlowerFedAvg):
         self._asked = Asked(
             {nodes[client]: client for client in chosen}, size * len(chosen), time.monotonic()
         )
-        return [
+        messages = [
             Message(
                 RecordDict(
                     {
@@ -796,6 +783,11 @@ class FederatedStrategy(FlowerFedAvg):
             )
             for client in chosen
         ]
+        # request() may look at who is asked
+        self._asked = replace(
+            self._asked, requests={m.metadata.dst_node_id: m.metadata for m in messages}
+        )
+        return messages
 
     def _sift(
         self,

@@ -72,6 +72,7 @@ class RunConfig:
     target: float = key(-1.0, "test accuracy whose first round is reported")
     stop_at_target: bool = key(False, "end the run there")
     min_replies: int = key(1, "usable replies below which a round is void")
+    clipping_norm: float = key(0.0, "bound on the norm of an upload's change; 0: none")
     lost_state: str = key("reset", "clients without their booked state: `reset refuse warn`")
     state_dir: str = key("", "directory for clients' state; empty: Flower's `context.state`")
     checkpoint_every: int = key(0, "rounds from one checkpoint to the next; 0: none are made")
@@ -183,6 +184,7 @@ class RunConfig:
             fraction_evaluate=self.fraction_evaluate,
             seed=self.seed,
             min_replies=self.min_replies,
+            clipping_norm=self.clipping_norm or None,
             lost_state=self.lost_state,  # type: ignore[arg-type]  # checked there
             local=local,
             **params,

@@ -389,10 +389,14 @@ def test_a_clipping_wrapper_without_the_mod_is_refused_and_the_mod_without_the_w
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     wrapper, _ = client_side(FedAvg(**QUIET), 0.0, 0.7)
-    with pytest.raises(ValueError, match=r"update has norm 4\.\d+, above the clipping norm 0\.7"):
+    with pytest.raises(
+        ValueError, match=r"update has norm [34]\.\d+, above the clipping norm 0\.7"
+    ):
         wrapper.start(grid(PROBLEMS), to_record(START), 1)
     legacy, strategy = LEGACY_SIDES[1][0], FedAvg(min_available_nodes=3, **QUIET)
-    with pytest.raises(ValueError, match=r"update has norm 4\.\d+, above the clipping norm 0\.7"):
+    with pytest.raises(
+        ValueError, match=r"update has norm [34]\.\d+, above the clipping norm 0\.7"
+    ):
         legacy_run(strategy, lambda adapter: legacy(adapter, 0.0, 0.7, 3), 1)
     wrapper, _ = client_side(FedAvg(**QUIET), 0.0, 0.7)
     with pytest.raises(ValueError, match=r"update has norm \d.*, above the clipping norm 0\.7"):

@@ -337,6 +337,10 @@ def test_state_never_goes_through_pickle() -> None:
                     assert not suspects & {a.name.split(".")[0] for a in node.names}, path
                 elif isinstance(node, ast.ImportFrom):
                     assert (node.module or "").split(".")[0] not in suspects, path
+                    if node.module in ("torch", "numpy"):
+                        assert not {"load", "save", "savez"} & {a.name for a in node.names}, path
+                elif isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "weights_only"):
+                    assert ast.literal_eval(node.value) is (node.arg == "weights_only"), path
                 elif isinstance(node, ast.Attribute):
                     assert ast.unparse(node) not in {"torch.load", "torch.save", "np.load"}, path
 

@@ -18,6 +18,7 @@ from test_laws import START, local, train
 
 from clients import LocalTraining
 from fl_strategies import FedADMM, FedAvg, RoundInfo
+from fl_strategies.nodes import Nodes
 from fl_strategies.strategy import LOCAL_KEYS
 from simulations.in_process import FIRST_NODE, InProcessGrid
 
@@ -241,16 +242,25 @@ def test_a_node_that_comes_back_under_a_new_id_is_the_same_client() -> None:
     assert one.num_clients == 3
 
 
-def test_a_node_that_takes_over_a_client_replaces_the_one_before(
+def test_a_connected_clients_id_is_not_taken_over_before_its_node_is_gone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    federation = grid(quadratics(3))
-    one = averaging()
-    train(one, federation, 1)
-    federation.contexts[9999] = federation.contexts[FIRST_NODE + 1]
-    result = one.start(federation, to_record(START), 2)
-    assert "client 1 is now node 9999 and no longer node 1002" in caplog.text
-    assert result.train_metrics_clientapp[2]["clients-used"] == 3
+    federation, nodes = grid(quadratics(3)), Nodes(5.0)
+    of_client = {0: FIRST_NODE, 1: FIRST_NODE + 1, 2: FIRST_NODE + 2}
+    assert nodes.connected(federation) == of_client
+    again = federation.contexts[9999] = federation.contexts[FIRST_NODE + 1]
+    for _ in range(3):
+        assert nodes.connected(federation) == of_client
+    said = "node 9999 calls itself client 1, which is node 1002 as long as that is connected"
+    assert caplog.text.count(said) == 1
+    del federation.contexts[9999]
+    assert nodes.connected(federation) == of_client
+    federation.contexts[9999] = again
+    assert nodes.connected(federation) == of_client
+    del federation.contexts[FIRST_NODE + 1]
+    assert nodes.connected(federation) == of_client | {1: 9999}
+    assert "client 1 is now node 9999" in caplog.text
+    assert nodes.known == {0, 1, 2}
 
 
 def test_a_query_that_fails_once_does_not_change_who_a_client_is() -> None:
