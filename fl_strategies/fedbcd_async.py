@@ -76,6 +76,7 @@ class Phase:
 class Request:
     """A message on its way: to which node, as which client, in which round, of which cloud."""
 
+    message: Message
     node: int
     client: int
     server_round: int
@@ -221,6 +222,7 @@ class FedBCDAsync(BookedStrategy):
             self._asked,
             clients={k: v for phase in phases for k, v in phase.asked.clients.items()},
             rounds={k: v for phase in phases for k, v in phase.asked.rounds.items()},
+            requests=[request for phase in phases for request in phase.asked.requests],
             bytes_down=sum(phase.asked.bytes_down for phase in phases),
             started=min((phase.asked.started for phase in phases), default=time.monotonic()),
         )
@@ -259,8 +261,7 @@ class FedBCDAsync(BookedStrategy):
         """Hand each reply to the phase in which its node was asked, and end the new phases."""
         new = {n: phase for n, phase in self._phases.items() if phase.end is None}
         for reply in replies:
-            node = reply.metadata.src_node_id
-            asked = [phase for phase in new.values() if node in phase.asked.clients]
+            asked = [phase for phase in new.values() if phase.asked.client(reply) is not None]
             for phase in asked or list(new.values())[:1]:  # a stray one is logged with any
                 phase.replies.append(reply)
         for n, phase in new.items():
@@ -283,7 +284,7 @@ class FedBCDAsync(BookedStrategy):
             node = message.metadata.dst_node_id
             n, phase = cloud_of[node]
             client = phase.asked.clients[node]
-            self._underway[message_id] = Request(node, client, phase.server_round, n)
+            self._underway[message_id] = Request(message, node, client, phase.server_round, n)
             phase.waiting.add(message_id)
 
     def _pull(self, grid: Grid) -> None:
@@ -315,4 +316,5 @@ class FedBCDAsync(BookedStrategy):
             phase.asked,
             clients=phase.asked.clients | {request.node: request.client},
             rounds={**phase.asked.rounds, request.client: request.server_round},
+            requests=[*phase.asked.requests, request.message],
         )

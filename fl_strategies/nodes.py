@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from logging import ERROR, WARNING
+from logging import ERROR, INFO, WARNING
 from typing import Any
 
 from flwr.app import Message, MessageType, RecordDict
@@ -38,6 +38,7 @@ class Nodes:
         self.patience = patience
         self.known: set[int] = set()
         self._client_of: dict[int, int] = {}
+        self._last: dict[int, int] = {}
         self._replaced: set[int] = set()
         self._failures: dict[int, int] = {}
         self._ask_again: dict[int, float] = {}
@@ -66,7 +67,9 @@ class Nodes:
 
     def connected(self, grid: Grid) -> dict[int, int]:
         """Return node by client id for all clients that are connected, asking new nodes first."""
-        online = set(grid.get_node_ids()) - self._replaced
+        online = set(grid.get_node_ids())
+        self._replaced &= online  # one that went away may come back
+        online -= self._replaced
         self._client_of = {node: c for node, c in self._client_of.items() if node in online}
         now = time.monotonic()
         new = [
@@ -101,12 +104,14 @@ class Nodes:
         if not isinstance(client, int) or client < 0:
             log(ERROR, "node %d calls itself client %r; its node id is used", node, client)
             client = node
-        for other, its_client in list(self._client_of.items()):
-            if its_client == client:
-                log(ERROR, "client %d is now node %d and no longer node %d", client, node, other)
-                self._replaced.add(other)
-                del self._client_of[other]
-        self._client_of[node] = client
+        before = self._last.get(client, node)
+        if before != node:
+            both = self._client_of.pop(before, None) is not None
+            if both:
+                self._replaced.add(before)
+            level = ERROR if both else INFO
+            log(level, "client %d is now node %d and no longer node %d", client, node, before)
+        self._client_of[node], self._last[client] = client, node
         self._ask_again.pop(node, None)
         self.known.add(client)
         partitions = about.get("num-partitions", 0)

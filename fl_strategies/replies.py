@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
 from typing import Any, NamedTuple
@@ -23,6 +23,19 @@ class Asked:
     started: float
     rounds: Mapping[int, int] = field(default_factory=dict)
     """By client, the round of its request where it is not the present one."""
+    requests: Sequence[Message] = ()
+
+    def client(self, reply: Message) -> int | None:
+        """Return the client that ``reply`` is about, None if it was not asked.
+
+        Where a node is gone, Flower answers itself and names the request alone.
+        """
+        about = reply.metadata
+        node = about.src_node_id
+        if node not in self.clients and reply.has_error() and about.reply_to_message_id:
+            ids = {m.metadata.message_id: m.metadata.dst_node_id for m in self.requests}
+            node = ids.get(about.reply_to_message_id, node)
+        return self.clients.get(node)
 
 
 class Sifted(NamedTuple):
@@ -46,11 +59,13 @@ def sift(
     bytes_up = 0
     for message in replies:
         node = message.metadata.src_node_id
-        client = asked.clients.get(node)
+        client = asked.client(message)
         try:
+            reason = f": {message.error.reason}" if message.has_error() else ""
             if client is None:
-                reason = f": {message.error.reason}" if message.has_error() else ""
                 raise BadReply(f"node {node} was not asked{reason}")
+            if node not in asked.clients:
+                raise BadReply(f"none came{reason}")
             if client in answered:
                 raise BadReply("it answered before in this round")
             answered.add(client)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from logging import INFO, WARNING
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypedDict, cast
@@ -572,10 +573,9 @@ class FederatedStrategy(FlowerFedAvg):
         if self.beside and message_type == MessageType.TRAIN:
             arrays = self._with_vectors(arrays)
         size = sum(len(array.data) for array in arrays.values())
-        self._asked = Asked(
-            {nodes[client]: client for client in chosen}, size * len(chosen), time.monotonic()
-        )
-        return [
+        clients = {nodes[client]: client for client in chosen}
+        self._asked = Asked(clients, size * len(chosen), time.monotonic())
+        requests = [
             Message(
                 RecordDict(
                     {
@@ -590,6 +590,8 @@ class FederatedStrategy(FlowerFedAvg):
             )
             for client in chosen
         ]
+        self._asked = replace(self._asked, requests=requests)
+        return requests
 
     def _sift(
         self,

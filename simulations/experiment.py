@@ -124,7 +124,7 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
     initial = ArrayRecord(model.module.state_dict())
     finished = False
     try:
-        strategy.start(grid, initial, config.rounds, evaluate_fn=evaluate)
+        strategy.start(grid, initial, config.rounds, config.timeout, evaluate_fn=evaluate)
         finished = True
     finally:
         summary = progress.save(finished)
