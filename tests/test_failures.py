@@ -192,7 +192,7 @@ def test_where_flower_answers_for_a_node_that_is_gone_the_log_names_its_client(
 
 
 def test_where_all_nodes_are_gone_for_a_round_it_is_void_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Other than where every ClientApp raises, which ends a run at once."""
     gone = StandsIn(lambda r, client: r == 2)
@@ -234,3 +234,20 @@ def test_a_node_that_was_replaced_serves_again_when_it_comes_back(
     assert f"client 1 is now node {spare} and no longer node {first}" in caplog.text
     assert f"client 1 is now node {first} and no longer node {spare}" in caplog.text
     assert set(strategy._acked.values()) == {4}
+
+
+def test_a_round_waits_for_replies_as_long_as_the_run_config_says(tmp_path: Path) -> None:
+    waited: list[float | None] = []
+
+    class Clocked(InProcessGrid):
+        def send_and_receive(
+            self, messages: Iterable[Message], *, timeout: float | None = None
+        ) -> Iterable[Message]:
+            waited.append(timeout)
+            return super().send_and_receive(messages, timeout=timeout)
+
+    config = RunConfig.parse(
+        {"clients": 2, "rounds": 1, "timeout": 12.5, "output": str(tmp_path), "fraction": 1.0}
+    )
+    run(config, Clocked(app, 2, run_config=config.to_run_config()))
+    assert waited == [60.0, 12.5]  # the clients' ids, training
