@@ -249,7 +249,7 @@ def load(folder: Path, clients: int = 200, rounds: int = 20) -> list[list[str]]:
     whole = [json.loads(line) for line in (folder / "run/history.jsonl").read_text().splitlines()]
     for row, size in zip(whole, sizes, strict=True):
         used = f"{row['clients-used']:.0f} of {row['clients-asked']:.0f}"
-        sent = [f"{row[key] / 1e6:.2f}" for key in ("bytes-down", "bytes-up")]
+        sent = [f"{row[key] / 1e6:.3f}" for key in ("bytes-down", "bytes-up")]
         rows.append([f"{row['round']}", used, f"{row['seconds']:.1f}", *sent, *size])
     return rows
 

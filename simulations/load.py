@@ -104,6 +104,7 @@ def main() -> None:
     for _ in range(clients):
         connected.acquire()
     ready.touch()
+    threads[0].join()  # thread pools work only until the main thread ends
 
 
 if __name__ == "__main__":

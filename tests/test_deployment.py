@@ -24,7 +24,7 @@ from safetensors.numpy import load_file
 from test_superlink import members
 
 from clients import DirectoryStore, Owner
-from simulations import experiment
+from simulations import benchmark, experiment
 from simulations.config import RunConfig
 from simulations.deployment import Federation, main, write_certificates, write_node_key
 from simulations.in_process import FIRST_NODE, InProcessGrid
@@ -63,9 +63,13 @@ app = client_app(client_fn)
 
 
 @pytest.fixture
-def federation() -> Iterator[Federation]:
+def proc() -> None:
     if not Path("/proc/self/stat").exists():
         pytest.skip("reads processes from /proc")
+
+
+@pytest.fixture
+def federation(proc: None) -> Iterator[Federation]:
     with running(Federation) as link:
         link.open()
         yield link
@@ -219,6 +223,18 @@ def test_killed_restarted_and_replaced_clients_are_named_and_leave_the_state_as_
     grid = InProcessGrid(experiment.app, 3, run_config=again.to_run_config(), fault=lose)
     summary = json.loads((output / "summary.json").read_text())
     assert summary["model_sha256"] == experiment.run(again, grid).model_sha256
+
+
+def test_many_clients_in_one_process_do_the_work_of_as_many_supernodes(
+    proc: None, tmp_path: Path
+) -> None:
+    _, *rows = benchmark.load(tmp_path, clients=3, rounds=2)
+    assert [row[:2] for row in rows] == [["1", "3 of 3"], ["2", "3 of 3"]]
+    assert all(float(number) > 0 for row in rows for number in row[2:])
+    settings = json.loads((tmp_path / "run/config.json").read_text())
+    usual = {"output": str(tmp_path / "in-process"), "state_dir": ""}
+    model = experiment.run_in_process(RunConfig(**settings | usual)).model_sha256
+    assert json.loads((tmp_path / "run/summary.json").read_text())["model_sha256"] == model
 
 
 def test_a_supernode_whose_key_was_not_registered_is_not_let_in(federation: Federation) -> None:
