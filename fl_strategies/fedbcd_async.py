@@ -43,7 +43,7 @@ import numpy as np
 
 from fl_strategies.clouds import CloudOptions, whole
 from fl_strategies.fedbcd import BookedStrategy, server_rule
-from fl_strategies.replies import only, read, sender
+from fl_strategies.replies import gone, only, read, sender
 from fl_strategies.schedules import one_of
 from fl_strategies.strategy import Upload
 from fl_strategies.subproblem import Vector
@@ -278,7 +278,11 @@ class FedBCDAsync(BookedStrategy):
         new = {n: phase for n, phase in self._phases.items() if phase.end is None}
         for reply in replies:
             node = reply.metadata.src_node_id
-            asked = [phase for phase in new.values() if node in phase.asked.clients]
+            asked = [
+                phase
+                for phase in new.values()
+                if node in phase.asked.clients or gone(reply, phase.asked) is not None
+            ]
             for phase in asked or list(new.values())[:1]:  # a stray one is logged with any
                 phase.replies.append(reply)
         for n, phase in new.items():

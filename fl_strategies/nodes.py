@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from logging import ERROR, WARNING
+from logging import ERROR, INFO, WARNING
 from typing import Any
 
 from flwr.app import Message, MessageType, RecordDict
@@ -42,6 +42,7 @@ class Nodes:
         self.known: set[int] = set()
         self._client_of: dict[int, int] = {}
         self._waiting: dict[int, int] = {}
+        self._last: dict[int, int] = {}
         self._failures: dict[int, int] = {}
         self._ask_again: dict[int, float] = {}
         self._expected = 0
@@ -75,8 +76,7 @@ class Nodes:
             if node not in online:
                 del self._waiting[node]
             elif client not in self._client_of.values():
-                log(WARNING, "client %d is now node %d", client, node)
-                self._client_of[node] = self._waiting.pop(node)
+                self._take(self._waiting.pop(node), node)
         now = time.monotonic()
         new = [
             node
@@ -135,7 +135,13 @@ class Nodes:
                 )
                 self._waiting[node] = client
                 return
-        self._client_of[node] = client
+        self._take(client, node)
+
+    def _take(self, client: int, node: int) -> None:
+        before = self._last.get(client, node)
+        if before != node:
+            log(INFO, "client %d is now node %d and no longer node %d", client, node, before)
+        self._client_of[node], self._last[client] = client, node
         self.known.add(client)
 
 

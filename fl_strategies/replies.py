@@ -55,6 +55,9 @@ def sift(
     for message in replies:
         client = None
         try:
+            client = gone(message, asked)
+            if client is not None:
+                raise BadReply(f"none came: {message.error.reason}")
             client = sender(message, asked)
             if client in answered:
                 raise BadReply("it answered before in this round")
@@ -83,6 +86,16 @@ def sift(
         "bytes-up": bytes_up,
     }
     return Sifted(dict(sorted(good.items())), faults, counts)
+
+
+def gone(message: Message, asked: Asked) -> int | None:
+    """Return the client whose node is gone, where Flower says so: it names the request alone."""
+    about = message.metadata
+    if not message.has_error() or about.src_node_id in asked.clients:
+        return None
+    ids = {request.message_id: node for node, request in asked.requests.items()}
+    node = ids.get(about.reply_to_message_id) if about.reply_to_message_id else None
+    return None if node is None else asked.clients[node]
 
 
 def sender(message: Message, asked: Asked) -> int:

@@ -1,6 +1,6 @@
 """What the engines cost, against plain PyTorch doing the same gradient steps.
 
-    python -m simulations.benchmark cnn | small | startup | memory | delta-sgd
+    python -m simulations.benchmark cnn | small | startup | memory | load | delta-sgd
 
 Each prints one Markdown table. Run them on an idle machine; MNIST is found as ``simulations.data``
 says (``FL_DATA``). Times are of the rounds after the first, the first one loading data and code.
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,9 @@ from fl_strategies.randomness import stream
 from fl_strategies.subproblem import Subproblem
 from simulations import data, models
 from simulations.config import RunConfig
+from simulations.deployment import Federation
 from simulations.experiment import problem, run_in_process
-from simulations.superlink import flwr_run
+from simulations.superlink import ROOT, flwr_run, running
 
 CNN: dict[str, Any] = {
     "dataset": "mnist",
@@ -195,11 +197,60 @@ def memory(folder: Path) -> list[list[str]]:
 
     def look(line: str) -> None:
         if found := re.search(r" round (\d+)/", line):
-            resident, peak = server_memory()
+            resident, peak = memory_of("flwr-simulation")
             rows.append([found[1], f"{resident:.0f}", f"{peak:.0f}"])
             print(line, rows[-1], file=sys.stderr, flush=True)
 
     flwr_run(config.to_run_config(), num_supernodes=1000, workers=2, on_line=look)
+    return rows
+
+
+def load(folder: Path, clients: int = 200, rounds: int = 20) -> list[list[str]]:
+    """Digits, FedADMM, 200 clients, all of them in each of 20 rounds: one SuperLink with TLS and
+    keys, its ServerApp, and the clients as threads of one process (``simulations.load``)."""
+    config = RunConfig.parse(
+        {
+            "algorithm": "fedadmm",
+            "partition": "iid",
+            "clients": clients,
+            "rounds": rounds,
+            "fraction": 1.0,
+            "timeout": 900.0,
+            "state-dir": str(folder / "state"),
+            "output": str(folder / "run"),
+        }
+    )
+    programs = {
+        "ServerApp": "flwr-serverapp",
+        "SuperLink": "flower-superlink",
+        "all clients": "simulations.load",
+    }
+    sizes: list[list[str]] = []
+    with running(Federation) as link:
+        link.open()
+        command = [sys.executable, "-m", "simulations.load"]
+        ready = folder / "ready"
+        process = link.start([*command, str(clients), link.address, str(link.home), str(ready)])
+        while not ready.exists():
+            if process.poll() is not None:
+                raise RuntimeError("the clients ended:\n" + "\n".join(link.complaints()))
+            time.sleep(0.5)
+        print(f"{clients} clients are connected", file=sys.stderr, flush=True)
+
+        def look(line: str) -> None:
+            if " round " in line and "accuracy" in line:
+                found = [memory_of(program) for program in programs.values()]
+                sizes.append([f"{resident:.0f}" for resident, _ in found])
+                print(line, sizes[-1], file=sys.stderr, flush=True)
+
+        link.run(ROOT, config.to_run_config(), on_line=look)
+    rows = [["round", "used of asked", "seconds", "MB down", "MB up"]]
+    rows[0] += [f"{name}, MB resident" for name in programs]
+    whole = [json.loads(line) for line in (folder / "run/history.jsonl").read_text().splitlines()]
+    for row, size in zip(whole, sizes, strict=True):
+        used = f"{row['clients-used']:.0f} of {row['clients-asked']:.0f}"
+        sent = [f"{row[key] / 1e6:.3f}" for key in ("bytes-down", "bytes-up")]
+        rows.append([f"{row['round']}", used, f"{row['seconds']:.1f}", *sent, *size])
     return rows
 
 
@@ -225,18 +276,23 @@ def delta_sgd(folder: Path) -> list[list[str]]:
     return rows
 
 
-def server_memory() -> tuple[float, float]:
-    """Return resident and peak memory of the youngest process that runs a ServerApp, in MB."""
-    found = []
+def memory_of(program: str) -> tuple[float, float]:
+    """Return resident and peak memory, in MB, of the youngest process of that name below this."""
+    parents, found = {}, []
     for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if b"flwr-simulation" in (process / "cmdline").read_bytes():
-                status = (process / "status").read_text()
-                kb = dict(re.findall(r"(VmRSS|VmHWM):\s+(\d+)", status))
-                found.append((int(process.name), int(kb["VmRSS"]) / 1024, int(kb["VmHWM"]) / 1024))
-        except (OSError, KeyError):
-            continue
-    _, resident, peak = max(found)
+        with suppress(OSError, KeyError):  # gone meanwhile
+            about = dict(
+                re.findall(r"(PPid|VmRSS|VmHWM):\s+(\d+)", (process / "status").read_text())
+            )
+            pid = int(process.name)
+            parents[pid] = int(about["PPid"])
+            if program in (process / "cmdline").read_text():
+                found.append((pid, int(about["VmRSS"]) / 1024, int(about["VmHWM"]) / 1024))
+
+    def ours(pid: int) -> bool:
+        return pid == os.getpid() or (pid in parents and ours(parents[pid]))
+
+    _, resident, peak = max(row for row in found if ours(row[0]))
     return resident, peak
 
 
@@ -245,6 +301,7 @@ BENCHMARKS: dict[str, Callable[[Path], list[list[str]]]] = {
     "small": small,
     "startup": startup,
     "memory": memory,
+    "load": load,
     "delta-sgd": delta_sgd,
 }
 

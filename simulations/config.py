@@ -73,6 +73,7 @@ class RunConfig:
     stop_at_target: bool = key(False, "end the run there")
     min_replies: int = key(1, "usable replies below which a round is void")
     clipping_norm: float = key(0.0, "bound on the norm of an upload's change; 0: none")
+    timeout: float = key(3600.0, "seconds that a round waits for replies")
     lost_state: str = key("reset", "clients without their booked state: `reset refuse warn`")
     state_dir: str = key("", "directory for clients' state; empty: Flower's `context.state`")
     checkpoint_every: int = key(0, "rounds from one checkpoint to the next; 0: none are made")
@@ -134,6 +135,7 @@ class RunConfig:
                 f"checkpoint-every needs state-dir: clients of {self.algorithm} keep a state, which"
                 " would not outlive the run elsewhere"
             )
+        check("timeout", self.timeout, above=0.0)
         check("target", self.target, low=0.0, high=1.0)
         check("penalty", self.penalty, low=0.0)
         check("local_test", self.local_test, low=0.0)

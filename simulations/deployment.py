@@ -48,6 +48,11 @@ class Federation(SuperLink):
         link = self.start(command + ["--disable-runtime-dependency-installation"] * (not install))
         self.wait_for(link, self._port)
 
+    @property
+    def address(self) -> str:
+        """Where SuperNodes find the SuperLink."""
+        return f"{LOOPBACK}:{self._port}"
+
     def register(self, name: str) -> int:
         """Make SuperNode ``name`` a key, tell the SuperLink of it, and return the node's id."""
         public = write_node_key(self.home / name)
@@ -60,7 +65,7 @@ class Federation(SuperLink):
 
     def supernode(self, name: str, partition: int, partitions: int) -> subprocess.Popen[str]:
         """Start the registered SuperNode ``name`` as client ``partition`` of ``partitions``."""
-        command = ["flower-supernode", "--superlink", f"{LOOPBACK}:{self._port}"]
+        command = ["flower-supernode", "--superlink", self.address]
         command += ["--root-certificates", f"{self.home}/ca.pem"]
         command += ["--auth-supernode-private-key", str(self.home / name)]
         command += ["--node-config", f"partition-id={partition} num-partitions={partitions}"]

@@ -135,7 +135,12 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
     finished = False
     try:
         result = strategy.start(
-            grid, initial, config.rounds, evaluate_fn=evaluate, resume=config.resume
+            grid,
+            initial,
+            config.rounds,
+            config.timeout,
+            evaluate_fn=evaluate,
+            resume=config.resume,
         )
         progress.arrays, finished = result.arrays, True
     finally:

@@ -5,29 +5,71 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
 import sysconfig
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from cryptography import x509
+from flwr.app import Message
+from safetensors.numpy import load_file
 from test_superlink import members
 
+from clients import DirectoryStore, Owner
+from simulations import benchmark, experiment
 from simulations.config import RunConfig
 from simulations.deployment import Federation, main, write_certificates, write_node_key
+from simulations.in_process import FIRST_NODE, InProcessGrid
 from simulations.superlink import ROOT, running
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/stat").exists(), reason="reads processes from /proc"
-)
+HELD = """
+import os
+import time
+from pathlib import Path
+
+from clients import client_app, client_id
+from simulations import experiment
+
+
+def client_fn(context):
+    client, me = experiment.client_fn(context), client_id(context)
+    (problem,), fit, gradient = client._args, client.fit, client._args[0].gradient
+
+    def one_batch(*batch):
+        gradient(*batch)
+        Path(context.run_config["output"], f"{me}.pid").write_text(str(os.getpid()))
+        time.sleep(600)
+
+    def held(parameters, config):
+        if config["server-round"] == 2 and me in (0, 1):
+            problem.gradient = one_batch
+        return fit(parameters, config)
+
+    client.fit = held
+    return client
+
+
+app = client_app(client_fn)
+"""
+"""This repository's ClientApp, but clients 0 and 1 stay in mid-training in round 2."""
 
 
 @pytest.fixture
-def federation() -> Iterator[Federation]:
+def proc() -> None:
+    if not Path("/proc/self/stat").exists():
+        pytest.skip("reads processes from /proc")
+
+
+@pytest.fixture
+def federation(proc: None) -> Iterator[Federation]:
     with running(Federation) as link:
         link.open()
         yield link
@@ -87,6 +129,112 @@ def test_async_fedbcd_by_arrival_goes_on_without_a_late_device_and_loses_nothing
     assert max(late) > 4
     times = [row["virtual-seconds"] for row in history]
     assert times == sorted(times)
+
+
+def until(found: Callable[[], Any]) -> Any:
+    """Return what ``found`` returns once that is something."""
+    deadline = time.monotonic() + 300
+    while not (value := found()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return value
+
+
+def test_killed_restarted_and_replaced_clients_are_named_and_leave_the_state_as_the_rule_says(
+    federation: Federation, tmp_path: Path
+) -> None:
+    """In round 2 client 0's process is killed in mid-training, and client 1's SuperNode, which is
+    started again with its key after the round; client 2's is killed after it has answered, and
+    another, with another key and the same state directory, takes its place."""
+    held, output = tmp_path / "app", tmp_path / "run"
+    for name in ("fl_strategies", "clients", "simulations"):
+        shutil.copytree(ROOT / name, held / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, held)
+    (held / "simulations/client_app.py").write_text(HELD)
+    ids = [federation.register(name) for name in ("node-0", "node-1", "node-2", "spare")]
+    nodes = [federation.supernode(f"node-{i}", i, 3) for i in range(3)]
+    log: list[str] = []
+
+    def pid_of(client: int) -> int:
+        path = output / f"{client}.pid"
+        return int(path.read_text() or 0) if path.exists() else 0
+
+    def logged(text: str) -> int:
+        return (federation.home / "superlink.log").read_text().count(text)
+
+    def on_line(line: str) -> None:
+        log.append(line)
+        if " round 1/5 " in line:
+            os.kill(until(lambda: pid_of(0)), signal.SIGKILL)
+            until(lambda: pid_of(1))
+            nodes[1].kill()
+            until(lambda: logged("Sent successfully") == 7)  # queries, round 1, and client 2's
+            nodes[2].kill()
+            federation.supernode("spare", 2, 3)
+        if " round 2/5 " in line:
+            federation.supernode("node-1", 1, 3)
+
+    config = RunConfig.parse(
+        {
+            "algorithm": "fedadmm",
+            "params": "eta=fraction",
+            "clients": 3,
+            "rounds": 5,
+            "fraction": 1.0,
+            "timeout": 900.0,
+            "state-dir": str(tmp_path / "state"),
+            "output": str(output),
+        }
+    )
+    federation.run(held, config.to_run_config(), on_line=on_line)
+
+    rounds = lines_of(output / "history.jsonl")
+    used: dict[int, set[int]] = {n: set() for n in range(1, 6)}
+    for row in lines_of(output / "clients.jsonl"):
+        used[row["round"]].add(row["client"])
+    everyone = {0, 1, 2}
+    assert (used[1], used[2], used[5]) == (everyone, {2}, everyone)
+    assert [row["clients-lost"] for row in rounds] == [0, 1, 0, 0, 0]
+    assert [row["clients-rejected"] for row in rounds] == [0, 1, 0, 0, 0]
+    said = "\n".join(log)
+    assert re.search(r"reply of client 0 left out: error \d+: ClientApp stopped responding", said)
+    assert "reply of client 1 left out: none came: " in said
+    assert f"client 2 is now node {ids[3]} and no longer node {ids[2]}" in said
+
+    # theta = mean of w_i + y_i/rho of the states that count
+    acked = {client: max(n for n in used if client in used[n]) for client in everyone}
+    u = []
+    for client, number in acked.items():
+        store = DirectoryStore(tmp_path / "state/fedadmm", client)
+        owner = Owner(**json.loads((tmp_path / "state/fedadmm/owner.json").read_text()))
+        fields = store.load(owner, number)
+        u.append(fields["w"] + fields["y"] / fields["rho"])
+    arrays, model = load_file(output / "model.safetensors"), experiment.fresh_model(config)
+    theta = model.load([arrays[name] for name in model.names]).numpy()
+    np.testing.assert_allclose(theta, np.mean(u, axis=0), atol=1e-4)
+
+    def lose(request: Message, reply: Message) -> Message | None:
+        number = request.content.config_records.get("config", {}).get("server-round")
+        client = request.metadata.dst_node_id - FIRST_NODE
+        return None if number and client not in used[int(number)] else reply
+
+    again = replace(config, output=str(tmp_path / "again"), state_dir="")
+    grid = InProcessGrid(experiment.app, 3, run_config=again.to_run_config(), fault=lose)
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["model_sha256"] == experiment.run(again, grid).model_sha256
+
+
+def test_many_clients_in_one_process_do_the_work_of_as_many_supernodes(
+    proc: None, tmp_path: Path
+) -> None:
+    _, *rows = benchmark.load(tmp_path, clients=3, rounds=2)
+    assert [row[:2] for row in rows] == [["1", "3 of 3"], ["2", "3 of 3"]]
+    assert all(float(number) > 0 for row in rows for number in row[2:])
+    settings = json.loads((tmp_path / "run/config.json").read_text())
+    usual = {"output": str(tmp_path / "in-process"), "state_dir": ""}
+    model = experiment.run_in_process(RunConfig(**settings | usual)).model_sha256
+    assert json.loads((tmp_path / "run/summary.json").read_text())["model_sha256"] == model
 
 
 def test_a_supernode_whose_key_was_not_registered_is_not_let_in(federation: Federation) -> None:

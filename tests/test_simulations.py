@@ -162,6 +162,7 @@ def test_clients_may_evaluate_on_data_of_their_own(tmp_path: Path) -> None:
         ({"clients": 5000}, r"clients must be from 1 to 1437 \(samples\), got 5000"),
         ({"clients": 1000}, r"shards must be at most 1437 \(samples\), got 2000"),
         ({"rounds": 0}, r"rounds must be >= 1, got 0"),
+        ({"timeout": 0.0}, r"timeout must be > 0, got 0.0"),
         ({"rounds": "three"}, r"rounds must be of type int, got 'three'"),
         ({"momentum": True}, r"momentum must be of type float, got True"),
         ({"state-dir": "here"}, r"state-dir must be an absolute path, got 'here'"),

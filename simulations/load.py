@@ -1,0 +1,111 @@
+"""Many SuperNode-like clients in one process, for ``python -m simulations.benchmark load``.
+
+    python -m simulations.load CLIENTS SUPERLINK FOLDER READY
+
+Each client is a thread with a key of its own, registered here, and with its own connection,
+heartbeats and polls, which are those of Flower's SuperNode. Unlike a SuperNode, which starts a
+process for each message, it calls this repository's ClientApp right here, one client after the
+other: 200 SuperNodes and their processes need more memory than one machine has. FOLDER holds
+``ca.pem``; the file READY appears once all are connected. Flower's internals are used, which may
+change: with flwr 1.41 it works.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+from flwr.app import Context, Message, RecordDict
+from flwr.cli.app import app as flwr_command
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+)
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects
+from flwr.supernode.fleet_http_connection import http_request_response
+from typer.testing import CliRunner
+
+from simulations.config import Scalar
+from simulations.deployment import write_node_key
+from simulations.experiment import app
+
+POLL_SECONDS = 3.0
+"""How often a SuperNode asks for messages."""
+
+
+def register(key: Path) -> None:
+    """Make a SuperNode's key and tell the SuperLink of it, as ``flwr supernode register`` does."""
+    said = CliRunner().invoke(flwr_command, ["supernode", "register", str(write_node_key(key))])
+    if said.exit_code:
+        raise RuntimeError(f"{key.name} could not be registered:\n{said.output}")
+
+
+def serve(
+    client: int,
+    clients: int,
+    address: str,
+    folder: Path,
+    connected: threading.Semaphore,
+    turn: threading.Lock,
+) -> None:
+    """Be the SuperNode of ``client`` for as long as the process lives, which ends if it fails."""
+    key = load_ssh_private_key((folder / f"node-{client}").read_bytes(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    pair = key, key.public_key()
+    contexts: dict[int, Context] = {}
+    with http_request_response(address, False, str(folder / "ca.pem"), pair) as connection:
+        node, receive, send, get_run, _, pull_object, push_object, confirm = connection
+        connected.release()
+        while True:
+            if (found := receive()) is None:
+                time.sleep(POLL_SECONDS)
+                continue
+            run, tree = found[0].metadata.run_id, found[1]
+            names = list({part.object_id for part in iterate_object_tree(tree)})
+            objects = pull_objects(names, partial(pull_object, run))
+            confirm(run, tree.object_id)
+            request = cast(Message, inflate_object_from_contents(tree.object_id, objects))
+            request.metadata.__dict__["_message_id"] = tree.object_id
+            if run not in contexts:
+                config: dict[str, Scalar] = {"partition-id": client, "num-partitions": clients}
+                settings = dict(get_run(run).override_config)
+                contexts[run] = Context(run, node, config, RecordDict(), settings)
+            with turn:
+                started = time.monotonic()
+                reply = app(request, contexts[run])
+                seconds = time.monotonic() - started
+            reply.metadata.__dict__["_message_id"] = reply.object_id
+            wanted, session = send(reply, get_object_tree(reply), seconds)
+            parts = get_all_nested_objects(reply)
+            for name in wanted:
+                push_object(run, session, name, parts[name].deflate())
+    os._exit(1)  # the connection's exit logs what went wrong
+
+
+def main() -> None:
+    """Register all clients, connect them, and serve until the process is killed."""
+    clients, address = int(sys.argv[1]), sys.argv[2]
+    folder, ready = Path(sys.argv[3]), Path(sys.argv[4])
+    connected, turn = threading.Semaphore(0), threading.Lock()
+    threads = []
+    for client in range(clients):
+        register(folder / f"node-{client}")
+        arguments = (client, clients, address, folder, connected, turn)
+        threads.append(threading.Thread(target=serve, args=arguments))
+        threads[-1].start()
+    for _ in range(clients):
+        connected.acquire()
+    ready.touch()
+    threads[0].join()  # thread pools work only until the main thread ends
+
+
+if __name__ == "__main__":
+    main()
