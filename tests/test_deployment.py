@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -21,6 +22,7 @@ import pytest
 from cryptography import x509
 from flwr.app import Message
 from safetensors.numpy import load_file
+from test_readme import running as running_with
 from test_superlink import members
 
 from clients import DirectoryStore, Owner
@@ -235,6 +237,52 @@ def test_many_clients_in_one_process_do_the_work_of_as_many_supernodes(
     usual = {"output": str(tmp_path / "in-process"), "state_dir": ""}
     model = experiment.run_in_process(RunConfig(**settings | usual)).model_sha256
     assert json.loads((tmp_path / "run/summary.json").read_text())["model_sha256"] == model
+
+
+def test_fedadmm_whose_server_is_killed_goes_on_to_the_in_process_model(
+    federation: Federation, tmp_path: Path
+) -> None:
+    """SIGKILL of the ServerApp at a random moment after round 1, and after round 3 of what follows.
+
+    The SuperLink needs a minute to take note; only then is the run started again.
+    """
+    for i in range(2):
+        federation.register(f"node-{i}")
+        federation.supernode(f"node-{i}", i, 2)
+    config = RunConfig.parse(
+        {
+            "params": "eta=fraction",
+            "clients": 2,
+            "rounds": 4,
+            "fraction": 0.5,
+            "checkpoint-every": 1,
+            "resume": True,
+            "state-dir": str(tmp_path / "state"),
+            "output": str(tmp_path / "run"),
+        }
+    )
+    moments = random.Random(1)
+
+    def kill_after(server_round: int) -> Callable[[str], None]:
+        def on_line(line: str) -> None:
+            if f" round {server_round}/4 " in line:
+                time.sleep(moments.uniform(0.0, 5.0))
+                for process in running_with(str(federation.home)):
+                    if b"flwr-serverapp" in Path(f"/proc/{process}/cmdline").read_bytes():
+                        os.kill(process, signal.SIGKILL)
+
+        return on_line
+
+    for server_round in (1, 3):
+        with pytest.raises(RuntimeError, match="finished:failed"):
+            federation.run(ROOT, config.to_run_config(), on_line=kill_after(server_round))
+    federation.run(ROOT, config.to_run_config())
+    rows = lines_of(tmp_path / "run/history.jsonl")
+    assert [row["round"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["clients-used"] == 1 for row in rows)
+    again = replace(config, output=str(tmp_path / "again"), state_dir=str(tmp_path / "others"))
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["model_sha256"] == experiment.run_in_process(again).model_sha256
 
 
 def test_a_supernode_whose_key_was_not_registered_is_not_let_in(federation: Federation) -> None:
