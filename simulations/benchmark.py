@@ -231,13 +231,18 @@ def load(folder: Path, clients: int = 200, rounds: int = 20) -> list[list[str]]:
         command = [sys.executable, "-m", "simulations.load"]
         ready = folder / "ready"
         process = link.start([*command, str(clients), link.address, str(link.home), str(ready)])
-        while not ready.exists():
+
+        def check_clients() -> None:
             if process.poll() is not None:
                 raise RuntimeError("the clients ended:\n" + "\n".join(link.complaints()))
+
+        while not ready.exists():
+            check_clients()
             time.sleep(0.5)
         print(f"{clients} clients are connected", file=sys.stderr, flush=True)
 
         def look(line: str) -> None:
+            check_clients()
             if " round " in line and "accuracy" in line:
                 found = [memory_of(program) for program in programs.values()]
                 sizes.append([f"{resident:.0f}" for resident, _ in found])

@@ -243,8 +243,9 @@ def test_a_round_waits_for_replies_as_long_as_the_run_config_says(tmp_path: Path
         def send_and_receive(
             self, messages: Iterable[Message], *, timeout: float | None = None
         ) -> Iterable[Message]:
-            waited.append(timeout)
-            return super().send_and_receive(messages, timeout=timeout)
+            requests = list(messages)
+            waited.extend([timeout] * bool(requests))
+            return super().send_and_receive(requests, timeout=timeout)
 
     config = RunConfig.parse(
         {"clients": 2, "rounds": 1, "timeout": 12.5, "output": str(tmp_path), "fraction": 1.0}
