@@ -14,8 +14,8 @@ is here:
 - ``averages`` says what the server rule takes the mean of, and so which of Flower's wrappers and
   mods (clipping, noise, masks) may come between the clients and it.
 
-This module, ``nodes``, ``replies``, ``composition``, ``checkpoints``, ``callbacks`` and ``legacy`` are
-those of the server half that use Flower.
+Of the server half, this module, ``nodes``, ``replies``, ``composition``, ``checkpoints`` and
+``legacy`` use Flower.
 """
 
 from __future__ import annotations
