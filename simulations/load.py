@@ -5,9 +5,10 @@
 Each client is a thread with a key of its own, registered here, and with its own connection,
 heartbeats and polls, which are those of Flower's SuperNode. Unlike a SuperNode, which starts a
 process for each message, it calls this repository's ClientApp right here, one client after the
-other: 200 SuperNodes and their processes need more memory than one machine has. FOLDER holds
-``ca.pem``; the file READY appears once all are connected. Flower's internals are used, which may
-change: with flwr 1.41 it works.
+other: 200 SuperNodes and their processes need more memory than one machine has. And where no
+connection comes about in time it tries again; a SuperNode would end, and be started again. FOLDER
+holds ``ca.pem``; the file READY appears once all are connected. Flower's internals are used, which
+may change: with flwr 1.41 it works.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
+import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.app import Context, Message, RecordDict
@@ -37,6 +41,8 @@ from simulations.config import Scalar
 from simulations.deployment import write_node_key
 from simulations.experiment import app
 
+T = TypeVar("T")
+
 POLL_SECONDS = 3.0
 """How often a SuperNode asks for messages."""
 
@@ -46,6 +52,18 @@ def register(key: Path) -> None:
     said = CliRunner().invoke(flwr_command, ["supernode", "register", str(write_node_key(key))])
     if said.exit_code:
         raise RuntimeError(f"{key.name} could not be registered:\n{said.output}")
+
+
+def patient(call: Callable[..., T]) -> Callable[..., T]:
+    """Return ``call``, tried again for as long as no connection comes about."""
+
+    def called(*arguments: object) -> T:
+        while True:
+            with suppress(httpx.ConnectError, httpx.ConnectTimeout):
+                return call(*arguments)
+            time.sleep(POLL_SECONDS)
+
+    return called
 
 
 def serve(
@@ -63,27 +81,28 @@ def serve(
     contexts: dict[int, Context] = {}
     with http_request_response(address, False, str(folder / "ca.pem"), pair) as connection:
         node, receive, send, get_run, _, pull_object, push_object, confirm = connection
+        pull_object, push_object = patient(pull_object), patient(push_object)
         connected.release()
         while True:
-            if (found := receive()) is None:
+            if (found := patient(receive)()) is None:
                 time.sleep(POLL_SECONDS)
                 continue
             run, tree = found[0].metadata.run_id, found[1]
             names = list({part.object_id for part in iterate_object_tree(tree)})
             objects = pull_objects(names, partial(pull_object, run))
-            confirm(run, tree.object_id)
+            patient(confirm)(run, tree.object_id)
             request = cast(Message, inflate_object_from_contents(tree.object_id, objects))
             request.metadata.__dict__["_message_id"] = tree.object_id
             if run not in contexts:
                 config: dict[str, Scalar] = {"partition-id": client, "num-partitions": clients}
-                settings = dict(get_run(run).override_config)
+                settings = dict(patient(get_run)(run).override_config)
                 contexts[run] = Context(run, node, config, RecordDict(), settings)
             with turn:
                 started = time.monotonic()
                 reply = app(request, contexts[run])
                 seconds = time.monotonic() - started
             reply.metadata.__dict__["_message_id"] = reply.object_id
-            wanted, session = send(reply, get_object_tree(reply), seconds)
+            wanted, session = patient(send)(reply, get_object_tree(reply), seconds)
             parts = get_all_nested_objects(reply)
             for name in wanted:
                 push_object(run, session, name, parts[name].deflate())
@@ -101,7 +120,6 @@ def main() -> None:
         arguments = (client, clients, address, folder, connected, turn)
         threads.append(threading.Thread(target=serve, args=arguments))
         threads[-1].start()
-    for _ in range(clients):
         connected.acquire()
     ready.touch()
     threads[0].join()  # thread pools work only until the main thread ends

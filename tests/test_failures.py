@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Error, Message, MessageType
-from problems import make_client_app, quadratics
-from test_laws import Row, every_algorithm, local, train
+from problems import make_client_app, quadratics, to_record
+from test_laws import START, Row, every_algorithm, local, train
 
-from fl_strategies import FedADMM, FedBCDAsync, FederatedStrategy, RoundInfo
+from fl_strategies import FedADMM, FedBCDAsync, FederatedStrategy, RoundInfo, fedbcd_async
 from simulations.config import RunConfig
 from simulations.experiment import app, run
 from simulations.in_process import FIRST_NODE, InProcessGrid
@@ -171,6 +171,9 @@ class StandsIn(InProcessGrid):
         return reply
 
 
+GONE = {"reply of client 1 left out: none came: Node Unavailable", "no reply from 1 clients: [1]"}
+
+
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -183,12 +186,34 @@ class StandsIn(InProcessGrid):
 def test_where_flower_answers_for_a_node_that_is_gone_the_log_names_its_client(
     strategy: FederatedStrategy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    train(strategy, StandsIn(lambda server_round, client: server_round > 1 and client == 1), 4)
-    said = {r.getMessage() for r in caplog.records if r.levelno == WARNING}
-    assert said == {
-        "reply of client 1 left out: none came: Node Unavailable",
-        "no reply from 1 clients: [1]",
-    }
+    train(strategy, StandsIn(lambda server_round, client: server_round > 0 and client == 1), 4)
+    assert {r.getMessage() for r in caplog.records if r.levelno == WARNING} == GONE
+
+
+def test_by_arrival_so_it_does_where_the_answer_comes_in_a_later_round(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class OneRoundLater(StandsIn):
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            held = {
+                key: self._replies.pop(key)
+                for key in list(self._replies)
+                if self._replies[key].has_error() and not seen
+            }
+            found = super().pull_messages(message_ids)
+            self._replies |= held
+            return found
+
+    seen: list[RoundInfo] = []
+    monkeypatch.setattr(fedbcd_async, "PAUSE", 0.001)
+    strategy = FedBCDAsync(
+        fraction_evaluate=0.0, local=local(), box=None, order="arrival", callbacks=[seen.append]
+    )
+    federation = OneRoundLater(lambda server_round, client: server_round == 1 and client == 1)
+    caplog.clear()
+    strategy.start(federation, to_record(START), 3, timeout=0.2)
+    assert {r.getMessage() for r in caplog.records if r.levelno == WARNING} == GONE
+    assert [info.metrics["clients-used"] for info in seen] == [3.0, 3.0, 4.0]
 
 
 def test_where_all_nodes_are_gone_for_a_round_it_is_void_and_the_run_goes_on(
