@@ -41,7 +41,13 @@ LOOPBACK = "127.0.0.1"
 STARTUP_SECONDS = 60.0
 STOP_SECONDS = 10.0
 TAIL_LINES = 40
-GUARD = """trap '' HUP INT TERM; read -r _; rm -rf "$0"; kill -s KILL 0"""
+GUARD = """trap '' HUP INT TERM; read -r _
+for process in /proc/[0-9]*; do
+  [ "$process" = "/proc/$$" ] || ! grep -qa "FLWR_HOME=$0" "$process/environ" 2>/dev/null ||
+    kill -s KILL "${process#/proc/}"
+done
+rm -rf "$0"; kill -s KILL 0"""
+"""Ends all that was started once this process is gone: what has the Flower home, then the group."""
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -203,16 +209,20 @@ class SuperLink:
         return [line for line in text.splitlines() if "INFO" not in line][-TAIL_LINES:]
 
     def close(self) -> None:
-        """Kill the whole group and return when none of it runs."""
+        """Kill all that was started, and return when none of it runs."""
         with suppress(ProcessLookupError, PermissionError):  # macOS refuses to signal zombies
             os.killpg(self.group, signal.SIGKILL)
+        # a SuperLink's and a SuperNode's own processes have groups of their own
+        for pid in _with_home(self.home):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         for process in self._processes:
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     pipe.close()
         deadline = time.monotonic() + STOP_SECONDS
-        while _group_lives(self.group) and time.monotonic() < deadline:
+        while time.monotonic() < deadline and (_group_lives(self.group) or _with_home(self.home)):
             time.sleep(0.02)
 
 
@@ -311,6 +321,16 @@ def _accepts(port: int) -> bool:
 def _toml(value: Scalar) -> str:
     """`value` as TOML: as JSON but for floats (`inf` and `nan` are TOML, `Infinity` is not)."""
     return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+
+
+def _with_home(home: Path) -> list[int]:
+    """The processes with this Flower home in their environment, where /proc tells."""
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # gone meanwhile, or somebody else's
+            if f"FLWR_HOME={home}\0".encode() in environment.read_bytes():
+                found.append(int(environment.parent.name))
+    return found
 
 
 def _group_lives(group: int) -> bool:

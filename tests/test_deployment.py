@@ -288,6 +288,31 @@ def test_fedadmm_whose_server_is_killed_goes_on_to_the_in_process_model(
     assert summary["model_sha256"] == experiment.run_in_process(again).model_sha256
 
 
+def test_a_deployment_that_is_interrupted_leaves_nothing(proc: None, tmp_path: Path) -> None:
+    """The ServerApp runs in a process group of its own."""
+    config = RunConfig.parse({"clients": 1, "rounds": 3, "fraction": 1.0, "output": str(tmp_path)})
+    homes: list[str] = []
+    groups: set[int] = set()
+
+    def interrupt(line: str) -> None:
+        if " round 1/3 " in line:
+            groups.update(os.getpgid(process) for process in running_with(homes[0]))
+            raise KeyboardInterrupt
+
+    def run() -> None:
+        with running(Federation) as link:
+            homes.append(str(link.home))
+            link.open()
+            link.register("node")
+            link.supernode("node", 0, 1)
+            link.run(ROOT, config.to_run_config(), on_line=interrupt)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert len(groups) > 1
+    assert running_with(homes[0]) == []
+
+
 def test_a_supernode_whose_key_was_not_registered_is_not_let_in(federation: Federation) -> None:
     federation.register("known")
     write_node_key(federation.home / "stranger")
