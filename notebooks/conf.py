@@ -25,6 +25,7 @@ root_doc = "README"
 include_patterns = [
     "README.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
     "simulations/README.md",
     "simulations/DEPLOYMENT.md",
     "notebooks/*.ipynb",
@@ -59,6 +60,7 @@ notebooks/fl_strategies
 notebooks/clients
 simulations/README
 simulations/DEPLOYMENT
+SECURITY
 CONTRIBUTING
 ```
 """
