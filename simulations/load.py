@@ -27,7 +27,6 @@ import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.app import Context, Message, RecordDict
-from flwr.cli.app import app as flwr_command
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
     get_object_tree,
@@ -49,6 +48,8 @@ POLL_SECONDS = 3.0
 
 def register(key: Path) -> None:
     """Make a SuperNode's key and tell the SuperLink of it, as ``flwr supernode register`` does."""
+    from flwr.cli.app import app as flwr_command  # whose import alone warns, of typer's changes
+
     said = CliRunner().invoke(flwr_command, ["supernode", "register", str(write_node_key(key))])
     if said.exit_code:
         raise RuntimeError(f"{key.name} could not be registered:\n{said.output}")
