@@ -359,10 +359,10 @@ class FederatedStrategy(FlowerFedAvg):
                     number, arrays, grid, timeout, train_config or ConfigRecord()
                 )
                 arrays = arrays if new is None else new
-                asked = list(
-                    self.configure_evaluate(number, arrays, evaluate_config or ConfigRecord(), grid)
+                asked = self.configure_evaluate(
+                    number, arrays, evaluate_config or ConfigRecord(), grid
                 )
-                replies = grid.send_and_receive(asked, timeout=timeout) if asked else []
+                replies = grid.send_and_receive(asked, timeout=timeout)
                 self.aggregate_evaluate(number, replies)
                 self._evaluate(number, arrays, evaluate_fn)
                 stopped = self.close_round(number, arrays)
