@@ -36,6 +36,7 @@ PYPROJECT = """
     [tool.flwr.app.config]
     text = ""
     rate = 0.0
+    nodes = 2
     then = "end"
 """
 
@@ -60,7 +61,9 @@ APP = """
     def main(grid, context):
         print("text", context.run_config["text"])
         print("rate", repr(context.run_config["rate"]))
-        ask = [Message(RecordDict(), node, "query") for node in grid.get_node_ids()]
+        while len(nodes := list(grid.get_node_ids())) < context.run_config["nodes"]:
+            time.sleep(0.05)  # Flower starts the app before all nodes are there
+        ask = [Message(RecordDict(), node, "query") for node in nodes]
         said = [reply.content["said"] for reply in grid.send_and_receive(ask)]
         print("numbers", sorted(record["number"] for record in said))
         print("groups", {os.getpgid(0)} | {record["group"] for record in said}, flush=True)
@@ -130,7 +133,8 @@ def test_a_run_completes_and_leaves_nothing(app: Path) -> None:
 
     text = "two words, a \"quote\", an 'other', ρ 🌻"
     before = descendants(os.getpid())  # a helper process of multiprocessing, of an earlier test
-    flwr_run({"text": text, "rate": 1e-05}, num_supernodes=5, workers=2, app=app, on_line=on_line)
+    config = {"text": text, "rate": 1e-05, "nodes": 5}
+    flwr_run(config, num_supernodes=5, workers=2, app=app, on_line=on_line)
     assert f"text {text}" in lines
     assert "rate 1e-05" in lines
     assert "numbers [0, 1, 2, 3, 4]" in lines
