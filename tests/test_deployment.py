@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -13,7 +12,9 @@ import subprocess
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from simulations.config import RunConfig
 from simulations.deployment import Federation, main, write_certificates, write_node_key
 from simulations.in_process import FIRST_NODE, InProcessGrid
 from simulations.superlink import ROOT, running
+
+KILLS = 20
 
 HELD = """
 import os
@@ -89,14 +92,60 @@ app = client_app(client_fn)
 """
 """This repository's ClientApp, but client 3 does not begin to train before it is told to."""
 
+MORTAL = """
+import os
+import random
+import signal
+import threading
+from pathlib import Path
 
-def app_with(client_app: str, folder: Path) -> Path:
-    """Return a copy of this repository's Flower App, but for its `simulations/client_app.py`."""
+from flwr.serverapp import ServerApp
+
+from simulations import experiment
+from simulations.config import RunConfig
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid, context):
+    config = RunConfig.parse(context.run_config)
+    lives = Path(config.output).with_name("lives")
+    life = len(list(lives.iterdir())) + 1
+    note, moments, fsync = lives / str(life), random.Random(life), os.fsync
+    note.touch()
+
+    def die():
+        note.write_text("killed")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def write(file):
+        nonlocal writes
+        writes -= 1
+        if writes == 0:
+            die()
+        fsync(file)
+
+    if life <= KILLS and life % 2:
+        timer = threading.Timer(moments.uniform(0.0, 12.0), die)
+        timer.daemon = True
+        timer.start()
+    elif life <= KILLS:
+        writes, os.fsync = moments.randrange(1, 9), write
+    experiment.run(config, grid)
+"""
+"""This repository's ServerApp, but each of its first lives is ended by SIGKILL: at a random moment,
+or, every other one, in the midst of writing a file."""
+
+
+def app_with(folder: Path, **modules: str) -> Path:
+    """Return a copy of this repository's Flower App with other modules in `simulations`."""
     for name in ("fl_strategies", "clients", "simulations"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    (folder / "simulations/client_app.py").write_text(client_app)
+    for name, source in modules.items():
+        (folder / f"simulations/{name}.py").write_text(source)
     return folder
 
 
@@ -154,7 +203,7 @@ def test_async_fedbcd_by_arrival_goes_on_without_a_late_device_and_loses_nothing
             "output": str(tmp_path / "run"),
         }
     )
-    app = app_with(LATE, tmp_path / "app")
+    app = app_with(tmp_path / "app", client_app=LATE)
     federation.run(app, config.to_run_config(), on_line=on_line)
     history = lines_of(tmp_path / "run" / "history.jsonl")
     assert len(history) == 6
@@ -220,7 +269,7 @@ def test_killed_restarted_and_replaced_clients_are_named_and_leave_the_state_as_
             "output": str(output),
         }
     )
-    app = app_with(HELD, tmp_path / "app")
+    app = app_with(tmp_path / "app", client_app=HELD)
     federation.run(app, config.to_run_config(), on_line=on_line)
 
     rounds = lines_of(output / "history.jsonl")
@@ -274,13 +323,11 @@ def test_many_clients_in_one_process_do_the_work_of_as_many_supernodes(
     assert json.loads((tmp_path / "run/summary.json").read_text())["model_sha256"] == model
 
 
-def test_fedadmm_whose_server_is_killed_goes_on_to_the_in_process_model(
+def test_fedadmm_whose_server_is_killed_twenty_times_ends_with_the_in_process_model(
     federation: Federation, tmp_path: Path
 ) -> None:
-    """SIGKILL of the ServerApp at a random moment after round 1, and after round 3 of what follows.
-
-    The SuperLink needs a minute to take note; only then is the run started again.
-    """
+    """A run whose ServerApp is dead is stopped by `flwr stop` and started again; after the last
+    kill nobody stops it, and the SuperLink takes note by itself within a minute."""
     for i in range(2):
         federation.register(f"node-{i}")
         federation.supernode(f"node-{i}", i, 2)
@@ -288,32 +335,37 @@ def test_fedadmm_whose_server_is_killed_goes_on_to_the_in_process_model(
         {
             "params": "eta=fraction",
             "clients": 2,
-            "rounds": 4,
+            "rounds": 16,
             "fraction": 0.5,
+            "epochs": 1,
             "checkpoint-every": 1,
             "resume": True,
             "state-dir": str(tmp_path / "state"),
             "output": str(tmp_path / "run"),
         }
     )
-    moments = random.Random(1)
+    app = app_with(tmp_path / "app", server_app=MORTAL.replace("KILLS", str(KILLS)))
+    (tmp_path / "lives").mkdir()
 
-    def kill_after(server_round: int) -> Callable[[str], None]:
-        def on_line(line: str) -> None:
-            if f" round {server_round}/4 " in line:
-                time.sleep(moments.uniform(0.0, 5.0))
-                for process in running_with(str(federation.home)):
-                    if b"flwr-serverapp" in Path(f"/proc/{process}/cmdline").read_bytes():
-                        os.kill(process, signal.SIGKILL)
+    def stop(run_id: str, life: int) -> None:
+        note = tmp_path / f"lives/{life}"
+        until(lambda: note.exists() and note.read_text())
+        federation.start(["flwr", "stop", run_id]).wait()
 
-        return on_line
+    def stop_the_dead(pool: ThreadPoolExecutor, life: int, line: str) -> None:
+        if started := re.search(r"started run (\d+)", line):
+            pool.submit(stop, started[1], life)
 
-    for server_round in (1, 3):
-        with pytest.raises(RuntimeError, match="finished:failed"):
-            federation.run(ROOT, config.to_run_config(), on_line=kill_after(server_round))
-    federation.run(ROOT, config.to_run_config())
+    for life in range(1, KILLS + 1):
+        with ThreadPoolExecutor() as pool:
+            watched = partial(stop_the_dead, pool, life)
+            on_line, end = (watched, "stopped") if life < KILLS else (print, "failed")
+            with pytest.raises(RuntimeError, match=f"finished:{end}"):
+                federation.run(app, config.to_run_config(), on_line=on_line)
+    federation.run(app, config.to_run_config())
+    assert len(list((tmp_path / "lives").iterdir())) == KILLS + 1
     rows = lines_of(tmp_path / "run/history.jsonl")
-    assert [row["round"] for row in rows] == [1, 2, 3, 4]
+    assert [row["round"] for row in rows] == list(range(1, config.rounds + 1))
     assert all(row["clients-used"] == 1 for row in rows)
     again = replace(config, output=str(tmp_path / "again"), state_dir=str(tmp_path / "others"))
     summary = json.loads((tmp_path / "run/summary.json").read_text())
