@@ -321,6 +321,16 @@ def test_pulling_k_times_shrinks_the_distance_to_z_by_one_minus_gamma_to_the_k()
         np.testing.assert_allclose(state.previous, z + 0.7 ** (times - 1) * (START - z), rtol=1e-12)
 
 
+def test_a_pull_that_leaves_the_box_is_projected_and_goes_on_from_there() -> None:
+    x, z, gamma, box = START, START + np.array([1.0, -2.0, 0.5, 0.0, 3.0]), 0.5, 1.2
+    state = fedbcd_i.pull(fedbcd_i.State(x, x), z, gamma=gamma, times=2, box=box)
+    for _ in range(2):
+        x, previous = np.minimum(np.maximum((1 - gamma) * x + gamma * z, -box), box), x
+    assert np.abs(x).max() == box
+    np.testing.assert_allclose(state.x, x, rtol=1e-12)
+    np.testing.assert_allclose(state.previous, previous, rtol=1e-12)
+
+
 class Watched(FedBCDI):
     """Keeps who was available and who active, round by round."""
 
@@ -373,10 +383,37 @@ def test_the_server_of_fedbcd_i_goes_over_the_active_devices_alone() -> None:
     federation = grid(quadratics(4))
     one = fedbcd_i_(fraction_train=0.5, eta_z=1.0)
     z = train(one, federation, 1)
-    (used,) = {tuple(sorted(one._acked))}
+    used = sorted(one._acked)
     assert len(used) == 2
     kept = devices(federation, one._acked)
     np.testing.assert_allclose(z, np.mean([kept[i]["x"] for i in used], axis=0), rtol=1e-12)
+
+
+def test_the_papers_settings_of_fedbcd_i_are_the_defaults() -> None:
+    one = FedBCDI()
+    assert (one.gammas, one.fraction_available, one.offline_rounds) == ((0.2,), 0.8, 4)
+
+
+def test_the_server_of_fedbcd_i_weighs_its_devices_by_gamma() -> None:
+    federation, gammas = grid(quadratics(3)), [0.2, 0.9, 0.4]
+    one = fedbcd_i_(eta_z=1.0, gamma=gammas)
+    z = train(one, federation, 1)
+    kept = devices(federation, one._acked)
+    expected = np.average([kept[i]["x"] for i in range(3)], axis=0, weights=gammas)
+    np.testing.assert_allclose(z, expected, rtol=1e-12)
+
+
+def test_who_is_available_is_drawn_anew_in_each_round_and_by_each_cloud_server() -> None:
+    knobs = {"box": None, "fraction_train": 0.02, "fraction_available": 0.58, "servers": 2}
+    one = Watched(fraction_evaluate=0.0, local=local(), **knobs)
+    train(one, grid(quadratics(100)), 8)
+    ranks = [
+        {i // 2 for i in available if i % 2 == cloud}
+        for available, _ in one.seen
+        for cloud in range(2)
+    ]
+    assert {len(each) for each in ranks} == {29}  # 0.58 x 50 is 28.999... in floating point
+    assert len({frozenset(each) for each in ranks}) == 16
 
 
 def test_a_device_asked_in_vain_was_available_without_contact() -> None:

@@ -48,6 +48,11 @@ def test_order_statistics_of_uniform_times_divide_the_interval_evenly() -> None:
         assert mean_order_statistic(lambda u: u, k, 7) == pytest.approx(k / 8, rel=1e-9)
 
 
+def test_a_weibull_times_order_statistics_grow_with_its_scale() -> None:
+    one, three = (mean_order_statistic(weibull_quantile(2.0, scale), 2, 5) for scale in (1.0, 3.0))
+    assert three == pytest.approx(3.0 * one, rel=1e-12)
+
+
 @pytest.mark.parametrize("shape", [0.8, 1.0, 2.0])
 def test_the_large_form_is_an_upper_bound_that_grows_tight(shape: float) -> None:
     quantile = weibull_quantile(shape, scale=3.0)
