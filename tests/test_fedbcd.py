@@ -459,6 +459,12 @@ def test_a_round_lasts_until_its_slowest_device_is_done() -> None:
         assert info.metrics["clients-asked"] == 2
 
 
+def test_every_cloud_server_has_an_active_device_however_small_the_fraction() -> None:
+    one = fedbcd_(servers=3, fraction_train=0.01)
+    train(one, grid(quadratics(6)), 1)
+    assert sorted(client % 3 for client in one._acked) == [0, 1, 2]
+
+
 def test_the_history_has_each_devices_weight_by_gamma() -> None:
     rows: list[dict[int, dict[str, float]]] = []
     one = fedbcd_(gamma=[1.0, 2.0, 5.0], callbacks=[lambda info: rows.append(dict(info.clients))])

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Message
+from flwr.app import Error, Message
 from problems import DIM, grid, make_client_app, quadratics, to_record, to_vector
 from test_fedbcd import aspg, devices, drop, fedbcd_, sum_of_last_models
 from test_laws import START, STEPS, Shuffled, local, train
@@ -136,14 +136,61 @@ def test_waiting_for_fewer_cloud_servers_takes_less_virtual_time() -> None:
 
 @pytest.mark.parametrize("staleness", [1, 2, 4])
 def test_no_cloud_server_goes_longer_without_a_mix_than_staleness_allows(staleness: int) -> None:
-    mixes: list[set[int]] = []
+    seen: list[tuple[set[int], float]] = []
     one = async_(servers=4, first=1, staleness=staleness, seed=2)
-    one.callbacks = (lambda info: mixes.append(set(one._ready)),)
+    one.callbacks = (lambda info: seen.append((set(one._ready), info.metrics["virtual-seconds"])),)
     train(one, grid(quadratics(4)), 12)
-    for t in range(len(mixes) - staleness + 1):
-        assert set().union(*mixes[t : t + staleness]) == {0, 1, 2, 3}
-    if staleness == 4:
-        assert min(len(mixed) for mixed in mixes) == 1
+    last = dict.fromkeys(range(4), 0)
+    for t, (mixed, _) in enumerate(seen, start=1):
+        overdue = {n for n in range(4) if t - last[n] >= staleness}
+        assert overdue <= mixed
+        assert len(mixed) == max(1, len(overdue))
+        last |= dict.fromkeys(mixed, t)
+    times = [seconds for _, seconds in seen]
+    assert times == sorted(times)
+
+
+def test_a_cloud_server_whose_devices_are_all_gone_is_not_waited_for() -> None:
+    class Half(InProcessGrid):
+        rounds = 0
+
+        def get_node_ids(self) -> Iterable[int]:
+            nodes = list(super().get_node_ids())
+            return nodes if self.rounds < 2 else nodes[::2]
+
+    federation, mixes = Half(make_client_app(quadratics(4)), 4), []
+    one = async_(servers=2, first=2)
+
+    def seen(info: RoundInfo) -> None:
+        federation.rounds = info.server_round
+        mixes.append(list(one._ready))
+
+    one.callbacks = (seen,)
+    train(one, federation, 4)
+    assert mixes == [[0, 1], [0, 1], [0], [0]]
+
+
+def test_a_newcomers_update_is_bounded_from_its_own_cloud_servers_model() -> None:
+    problems = quadratics(40)
+    one = async_(servers=2, first=2, gamma=0.5, fraction_train=0.5, clipping_norm=1e9)
+    far: dict[int, float] = {}
+    far_from_mean: dict[int, float] = {}
+
+    def seen(info: RoundInfo) -> None:
+        if info.server_round == 1:
+            for i in set(range(40)) - one._acked.keys():
+                z = one._z[i % 2]
+                x, _ = aspg(problems[i], z, z, STEPS, zeta=0.9, gamma=0.5, z=z)
+                far[i] = float(np.linalg.norm(x - z))
+                far_from_mean[i] = float(np.linalg.norm(x - (one._z[0] + one._z[1]) / 2))
+            one.clipping_norm = float(np.median(list(far.values())))
+            one.fraction_train = 1.0
+
+    one.callbacks = (seen,)
+    train(one, grid(problems), 2)
+    taken = far.keys() & one._acked.keys()
+    assert taken == {i for i in far if far[i] <= one.clipping_norm}
+    assert taken != {i for i in far if far_from_mean[i] <= one.clipping_norm}
 
 
 # ---- by arrival ---------------------------------------------------------------------------------
@@ -204,6 +251,49 @@ def test_the_round_of_a_reply_used_late_is_that_of_its_request() -> None:
     assert one._acked[1] > 1
 
 
+def test_by_arrival_a_cloud_server_that_would_go_too_long_without_a_mix_is_waited_for() -> None:
+    mixes: list[list[int]] = []
+    federation = Slow(quadratics(4), {0: 100, 2: 100})  # both devices of cloud server 0 of 2
+    one = async_(servers=2, first=1, order="arrival", staleness=3)
+    one.callbacks = (lambda info: mixes.append(list(one._ready)),)
+    train(one, federation, 6)
+    assert mixes == [[1], [1], [0], [1], [1], [0]]
+
+
+class Named(Slow):
+    """Requests and replies have ids, as Flower's have."""
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        ids = list(super().push_messages(messages))
+        for message_id, message in zip(ids, messages, strict=True):
+            message.metadata.__dict__["_message_id"] = message_id
+            self._replies[message_id].metadata.__dict__["_reply_to_message_id"] = message_id
+        return ids
+
+
+def test_by_arrival_an_error_reply_too_late_for_its_phase_is_of_the_client_asked(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Flower's word that a node is gone comes from no node, and names the request alone."""
+
+    def broken(request: Message, reply: Message) -> Message:
+        if request.metadata.message_type == "train" and request.metadata.dst_node_id == 1003:
+            reply = Message(Error(3, "the node died"), reply_to=request)
+            reply.metadata.__dict__["_src_node_id"] = 1
+        return reply
+
+    federation = Named(quadratics(4), {2: 10**9}, fault=broken)
+    one = async_(order="arrival")
+
+    def let_it_come(info: RoundInfo) -> None:
+        federation.looks, federation.due = {}, {}
+
+    one.callbacks = (let_it_come,)
+    one.start(federation, to_record(START), 2, timeout=0.05)
+    assert "reply of client 2 left out: none came: the node died" in caplog.text
+
+
 def test_a_device_too_late_for_its_phase_counts_in_the_next_and_is_not_asked_before() -> None:
     federation = Slow(quadratics(4), {3: 10**9})
     seen: list[RoundInfo] = []
@@ -229,8 +319,6 @@ def test_a_device_too_late_for_its_phase_counts_in_the_next_and_is_not_asked_bef
 def test_by_arrival_an_error_reply_ends_the_wait_for_its_device() -> None:
     def broken(request: Message, reply: Message) -> Message:
         if request.metadata.message_type == "train" and request.metadata.dst_node_id == 1002:
-            from flwr.app import Error
-
             return Message(Error(3, "the node died"), reply_to=request)
         return reply
 
@@ -238,6 +326,22 @@ def test_by_arrival_an_error_reply_ends_the_wait_for_its_device() -> None:
     train(one, grid(quadratics(3), fault=broken), 3)
     assert one._acked == {0: 3, 2: 3}
     assert one._underway == {}
+
+
+def test_by_arrival_a_cloud_server_all_of_whose_devices_are_late_waits_for_one() -> None:
+    federation = Slow(quadratics(2), {0: 10**9, 1: 10**9})
+    used: list[float] = []
+    one = async_(order="arrival")
+
+    def let_them_come_soon(info: RoundInfo) -> None:
+        used.append(info.metrics["clients-used"])
+        federation.due = dict.fromkeys(federation.due, federation.now + 3)
+
+    one.callbacks = (let_them_come_soon,)
+    one.start(federation, to_record(START), 2, timeout=0.05)
+    assert used == [0, 2]
+    assert one._acked == {0: 1, 1: 1}
+    assert federation.pushed == [(1, 0), (1, 1)]
 
 
 class Lossy(Slow):
