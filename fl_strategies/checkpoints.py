@@ -67,8 +67,8 @@ class Checkpoints:
         best: str | None = None,
         smaller: bool = False,
     ) -> None:
-        check("every", every, low=1, integer=True, scheduled=False)
-        check("keep", keep, low=1, integer=True, scheduled=False)
+        check("every", every, low=1, integer=True)
+        check("keep", keep, low=1, integer=True)
         self.directory, self.every, self.keep = Path(directory), every, keep
         self.best, self.smaller = best, smaller
         self._held: dict[int, tuple[dict[int, int], float]] = {}

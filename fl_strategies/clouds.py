@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, Unpack
 import numpy as np
 
 from fl_strategies.latency import Clock
-from fl_strategies.schedules import Knob, at, check, one_of
-from fl_strategies.strategy import FederatedStrategy, Options, Scalar, Upload
+from fl_strategies.schedules import Knob, at, check, one_of, values
+from fl_strategies.strategy import FederatedStrategy, Knobs, Options, Scalar, Upload
 from fl_strategies.subproblem import Vector
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class CloudStrategy(FederatedStrategy):
         Pull of a device's model towards its cloud server's, and its weight there.
     eta_z : float or {first round: float}, > 0 (default 0.5)
         Server step; <= 1 with ``reduce="mean"``, and eta_z gamma |Q| <= 1 with ``"sum"``.
-    zeta : float in [0, 1) (default 0.9)
+    zeta : float or {first round: float}, in [0, 1) (default 0.9)
         Extrapolation of the devices' steps; 0 is projected gradient descent.
     box : float > 0 or None (default 2.0)
         Devices' models stay in [-box, box]^d; None: no bound.
@@ -86,7 +86,7 @@ class CloudStrategy(FederatedStrategy):
         *,
         gamma: float | Sequence[float] = 1.0,
         eta_z: Knob = 0.5,
-        zeta: float = 0.9,
+        zeta: Knob = 0.9,
         box: float | None = 2.0,
         reduce: Reduce = "mean",
         repeats: int = 1,
@@ -99,14 +99,13 @@ class CloudStrategy(FederatedStrategy):
             check("gamma", value, above=0.0)
         one_of("reduce", reduce, ("mean", "sum"))
         one_of("assignment", assignment, ("modulo", "blocks"))
-        check("eta_z", eta_z, above=0.0, high=1.0 if reduce == "mean" else math.inf)
-        check("zeta", zeta, low=0.0)
-        if zeta >= 1.0:
-            raise ValueError(f"zeta must be < 1, got {zeta}")
+        high = 1.0 if reduce == "mean" else math.inf
+        check("eta_z", eta_z, above=0.0, high=high, scheduled=True)
+        check("zeta", zeta, low=0.0, below=1.0, scheduled=True)
         if box is not None:
             check("box", box, above=0.0)
-        whole("repeats", repeats, low=1)
-        whole("servers", servers, low=1)
+        check("repeats", repeats, low=1, integer=True)
+        check("servers", servers, low=1, integer=True)
         super().__init__(**options)
         self.gamma, self.eta_z, self.zeta, self.box = gamma, eta_z, zeta, box
         self.reduce, self.repeats, self.servers = reduce, repeats, servers
@@ -134,8 +133,7 @@ class CloudStrategy(FederatedStrategy):
 
     def _check_step(self, clients: int) -> None:
         devices = clients // self.servers if self.step_per_cloud else clients
-        steps = self.eta_z.values() if isinstance(self.eta_z, Mapping) else [self.eta_z]
-        bound = max(steps) * max(self.gammas) * devices
+        bound = max(values(self.eta_z)) * max(self.gammas) * devices
         if self.reduce == "sum" and bound > 1.0:
             raise ValueError(
                 f'eta_z * gamma * |Q| must be <= 1 with reduce="sum", got {bound:g}'
@@ -148,7 +146,7 @@ class CloudStrategy(FederatedStrategy):
             raise ValueError(f"gamma must have a value for client {client}, got {len(self.gammas)}")
         return self.gammas[client if len(self.gammas) > 1 else 0]
 
-    def client_knobs(self, server_round: int) -> dict[str, Scalar]:
+    def client_knobs(self) -> Knobs:
         return {"extrapolation": self.zeta, "box": self.box or 0.0}
 
     def request(self, server_round: int, client: int) -> dict[str, Scalar]:
@@ -245,10 +243,3 @@ class CloudStrategy(FederatedStrategy):
             "reduce": self.reduce,
             "repeats": self.repeats,
         }
-
-
-def whole(name: str, value: int, *, low: int, high: float = math.inf) -> None:
-    """Raise ``ValueError`` unless ``value`` is an int in [low, high]."""
-    check(name, value, low=low, high=high)
-    if not isinstance(value, int):
-        raise ValueError(f"{name} must be a whole number, got {value!r}")

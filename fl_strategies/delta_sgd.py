@@ -1,7 +1,7 @@
 """Delta-SGD: each client finds its own step size, at each local step, from how fast its gradient
 changes; nothing is tuned per client or data set.
 
-Not a strategy but a local solver for every algorithm here. In each round a client starts anew from
+Not a strategy but a local solver for every algorithm here that takes one. In each round a client starts anew from
 eta_0 and theta_0, and with its k-th mini-batch b (k = 0, 1, ...) does
 
     moved   = ||x_k - x_{k-1}||,   changed = ||g(x_k; b) - g(x_{k-1}; b)||              (1)

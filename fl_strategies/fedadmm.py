@@ -34,7 +34,7 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar, Literal, NamedTuple, TypeAlias, Unpack
 
 from fl_strategies.schedules import Knob, at, check, one_of
-from fl_strategies.strategy import FederatedStrategy, Options, Scalar, Upload
+from fl_strategies.strategy import FederatedStrategy, Knobs, Options, Upload
 from fl_strategies.subproblem import Solve, Subproblem, Vector, weighted_mean
 
 Side: TypeAlias = Literal["client", "global"]
@@ -112,18 +112,18 @@ class FedADMM(FederatedStrategy):
         tracking: Side = "client",
         **options: Unpack[Options],
     ) -> None:
-        check("rho", rho, above=0.0)
+        check("rho", rho, above=0.0, scheduled=True)
         if eta != "fraction":
-            check("eta", eta, above=0.0, high=2.0)
+            check("eta", eta, above=0.0, high=2.0, scheduled=True)
         one_of("local_start", local_start, ("client", "global"))
         one_of("tracking", tracking, ("client", "global"))
         super().__init__(**options)
         self.rho, self.eta = rho, eta
         self.local_start, self.tracking = local_start, tracking
 
-    def client_knobs(self, server_round: int) -> dict[str, Scalar]:
+    def client_knobs(self) -> Knobs:
         return {
-            "rho": at(self.rho, server_round),
+            "rho": self.rho,
             "local-start": self.local_start,
             "tracking": self.tracking,
         }

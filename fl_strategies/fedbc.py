@@ -49,7 +49,7 @@ from fl_strategies.proximity import (
     per_client,
 )
 from fl_strategies.schedules import one_of
-from fl_strategies.strategy import Scalar
+from fl_strategies.strategy import Knobs
 from fl_strategies.subproblem import Solve, Subproblem, Vector
 
 Side: TypeAlias = Literal["client", "global"]
@@ -97,5 +97,5 @@ class FedBC(ProximityStrategy):
         super().__init__(**options)
         self.local_start = local_start
 
-    def client_knobs(self, server_round: int) -> dict[str, Scalar]:
-        return super().client_knobs(server_round) | {"local-start": self.local_start}
+    def client_knobs(self) -> Knobs:
+        return super().client_knobs() | {"local-start": self.local_start}

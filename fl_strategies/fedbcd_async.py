@@ -41,10 +41,10 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import numpy as np
 
-from fl_strategies.clouds import CloudOptions, whole
+from fl_strategies.clouds import CloudOptions
 from fl_strategies.fedbcd import BookedStrategy, server_rule
 from fl_strategies.replies import gone, only, read, sender
-from fl_strategies.schedules import one_of
+from fl_strategies.schedules import check, one_of
 from fl_strategies.strategy import Upload
 from fl_strategies.subproblem import Vector
 from fl_strategies.wire import BadReply
@@ -123,9 +123,9 @@ class FedBCDAsync(BookedStrategy):
         super().__init__(**options)
         self.first = -(-self.servers // 2) if first is None else first
         if first is not None:
-            whole("first", first, low=1, high=self.servers)
+            check("first", first, low=1, high=self.servers, integer=True)
         if staleness is not None:
-            whole("staleness", staleness, low=1)
+            check("staleness", staleness, low=1, integer=True)
         one_of("order", order, ("virtual", "arrival"))
         if rigorous and order == "arrival":
             raise ValueError('rigorous needs order="virtual", got order="arrival"')

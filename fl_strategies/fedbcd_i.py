@@ -37,7 +37,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, Unpack
 
-from fl_strategies.clouds import CloudOptions, CloudStrategy, whole
+from fl_strategies.clouds import CloudOptions, CloudStrategy
 from fl_strategies.fedbcd import Sum, booked, server_rule
 from fl_strategies.randomness import stream
 from fl_strategies.schedules import check
@@ -98,7 +98,7 @@ class FedBCDI(CloudStrategy):
         **options: Unpack[CloudOptions],
     ) -> None:
         check("fraction_available", fraction_available, above=0.0, high=1.0)
-        whole("offline_rounds", offline_rounds, low=1)
+        check("offline_rounds", offline_rounds, low=1, integer=True)
         options.setdefault("gamma", 0.2)
         super().__init__(**options)
         for gamma in self.gammas:

@@ -48,8 +48,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, Unpack, cast
 
 from fl_strategies.randomness import stream
-from fl_strategies.schedules import check, one_of
-from fl_strategies.strategy import FederatedStrategy, Options, Scalar, Upload
+from fl_strategies.schedules import Knob, check, one_of
+from fl_strategies.strategy import FederatedStrategy, Knobs, Options, Upload
 from fl_strategies.subproblem import Solve, Subproblem, Vector, weighted_mean
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class FedPD(FederatedStrategy):
 
     Parameters
     ----------
-    eta : float > 0 (default 1.0)
+    eta : float or {first round: float}, > 0 (default 1.0)
         The pull of the local problem is 1/eta.
     p : float in [0, 1) (default 0.0)
         Probability that a round ends without exchange.
@@ -149,7 +149,7 @@ class FedPD(FederatedStrategy):
         "I" solves (6) as ``local`` says; "II" is (7), which needs clients with access to full
         gradients of f_i: one without (whose problem streams its examples, say) answers with an
         error that says so.
-    gamma : float > 0 (default 1.0)
+    gamma : float or {first round: float}, > 0 (default 1.0)
     inner_steps : int >= 1 (default 8)
     inner_batch : int >= 0 (default 1; 0: all examples)
     full_every : int >= 1 (default 20)
@@ -170,7 +170,7 @@ class FedPD(FederatedStrategy):
     Notes
     -----
     ``num_rounds`` of :meth:`start` counts algorithm rounds; Flower's rounds, in which metrics are
-    kept and schedules of ``local`` are read, are the about (1 - p) ``num_rounds`` exchanges. What
+    kept and schedules are read, are the about (1 - p) ``num_rounds`` exchanges. What
     follows after the last exchange would reach nobody and is not run; another ``start`` goes on
     with it. Each exchange reports ``algorithm-round`` (how many are done), ``exchanges`` (so far)
     and ``bytes-saved`` (by the rounds skipped before it). A void exchange takes one of Flower's
@@ -184,10 +184,10 @@ class FedPD(FederatedStrategy):
     def __init__(
         self,
         *,
-        eta: float = 1.0,
+        eta: Knob = 1.0,
         p: float = 0.0,
         oracle: Literal["I", "II"] = "I",
-        gamma: float = 1.0,
+        gamma: Knob = 1.0,
         inner_steps: int = 8,
         inner_batch: int = 1,
         full_every: int = 20,
@@ -195,15 +195,13 @@ class FedPD(FederatedStrategy):
         missing: Literal["void", "proceed"] = "void",
         **options: Unpack[Options],
     ) -> None:
-        check("eta", eta, above=0.0)
-        check("p", p, low=0.0)
-        if p >= 1.0:
-            raise ValueError(f"p must be < 1, got {p}")
+        check("eta", eta, above=0.0, scheduled=True)
+        check("p", p, low=0.0, below=1.0)
         one_of("oracle", oracle, ("I", "II"))
-        check("gamma", gamma, above=0.0)
-        check("inner_steps", inner_steps, low=1)
-        check("inner_batch", inner_batch, low=0)
-        check("full_every", full_every, low=1)
+        check("gamma", gamma, above=0.0, scheduled=True)
+        check("inner_steps", inner_steps, low=1, integer=True)
+        check("inner_batch", inner_batch, low=0, integer=True)
+        check("full_every", full_every, low=1, integer=True)
         one_of("x0_rule", x0_rule, ("paper", "authors"))
         one_of("missing", missing, ("void", "proceed"))
         if (fraction := options.get("fraction_train", 1.0)) != 1.0:
@@ -228,8 +226,8 @@ class FedPD(FederatedStrategy):
         """The algorithm rounds up to the next exchange."""
         return rounds_from(self._done, p=self.p, seed=self.seed)
 
-    def client_knobs(self, server_round: int) -> dict[str, Scalar]:
-        knobs: dict[str, Scalar] = {
+    def client_knobs(self) -> Knobs:
+        knobs: Knobs = {
             "eta": self.eta,
             "oracle": self.oracle,
             "x0-rule": self.x0_rule,

@@ -17,8 +17,8 @@ from __future__ import annotations
 from typing import Unpack
 
 from fl_strategies.fedavg import Averaging, Weights
-from fl_strategies.schedules import Knob, at, check
-from fl_strategies.strategy import Options, Scalar
+from fl_strategies.schedules import Knob, check
+from fl_strategies.strategy import Knobs, Options
 from fl_strategies.subproblem import Solve, Subproblem, Vector
 
 
@@ -43,9 +43,9 @@ class FedProx(Averaging):
     def __init__(
         self, *, mu: Knob = 0.01, weights: Weights = "examples", **options: Unpack[Options]
     ) -> None:
-        check("mu", mu, low=0.0)
+        check("mu", mu, low=0.0, scheduled=True)
         super().__init__(weights=weights, **options)
         self.mu = mu
 
-    def client_knobs(self, server_round: int) -> dict[str, Scalar]:
-        return {"proximal-mu": at(self.mu, server_round)}
+    def client_knobs(self) -> Knobs:
+        return {"proximal-mu": self.mu}

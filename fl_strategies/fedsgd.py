@@ -24,7 +24,7 @@ from typing import Unpack
 
 from fl_strategies.fedavg import server_rule
 from fl_strategies.schedules import all_among
-from fl_strategies.strategy import FederatedStrategy, Options, Scalar, Upload
+from fl_strategies.strategy import FederatedStrategy, Knobs, Options, Scalar, Upload
 from fl_strategies.subproblem import Vector
 
 ONE_STEP: Mapping[str, tuple[Scalar, ...]] = {
@@ -58,7 +58,7 @@ class FedSGD(FederatedStrategy):
         super().__init__(**options)
         all_among(self.local, ONE_STEP, "FedSGD takes one gradient step on all examples")
 
-    def client_knobs(self, server_round: int) -> dict[str, Scalar]:
+    def client_knobs(self) -> Knobs:
         return {name: values[0] for name, values in ONE_STEP.items()}
 
     def weight(self, upload: Upload) -> float:

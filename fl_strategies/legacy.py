@@ -78,8 +78,8 @@ def as_legacy(
     Raises
     ------
     ValueError
-        For a strategy that does not wait for a round's replies, and what ``start`` raises; with
-        ``secure`` for a strategy whose rule needs more than a mean, or has buffers.
+        For a strategy that does not wait for a round's replies or has checkpoints, and what ``start``
+        raises; with ``secure`` for a strategy whose rule needs more than a mean, or has buffers.
     """
     if strategy.checkpoints is not None:
         raise ValueError(
@@ -96,7 +96,7 @@ def as_legacy(
 
 
 def _check_secure(strategy: FederatedStrategy, secure: SecAggPlusWorkflow) -> None:
-    check("max_weight", secure.max_weight, low=1.0, scheduled=False)
+    check("max_weight", secure.max_weight, low=1.0)
     name = type(strategy).__name__
     if not strategy.averages:
         raise ValueError(

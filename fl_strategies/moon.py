@@ -43,8 +43,8 @@ from __future__ import annotations
 from typing import NamedTuple, Unpack
 
 from fl_strategies.fedavg import Averaging, Weights
-from fl_strategies.schedules import Knob, at, check
-from fl_strategies.strategy import Options, Scalar
+from fl_strategies.schedules import Knob, check
+from fl_strategies.strategy import Knobs, Options
 from fl_strategies.subproblem import Vector
 
 
@@ -98,10 +98,10 @@ class MOON(Averaging):
         weights: Weights = "examples",
         **options: Unpack[Options],
     ) -> None:
-        check("mu", mu, low=0.0)
-        check("tau", tau, above=0.0)
+        check("mu", mu, low=0.0, scheduled=True)
+        check("tau", tau, above=0.0, scheduled=True)
         super().__init__(weights=weights, **options)
         self.mu, self.tau = mu, tau
 
-    def client_knobs(self, server_round: int) -> dict[str, Scalar]:
-        return {"mu": at(self.mu, server_round), "tau": at(self.tau, server_round)}
+    def client_knobs(self) -> Knobs:
+        return {"mu": self.mu, "tau": self.tau}

@@ -37,8 +37,8 @@ from typing import Literal, TypeAlias, Unpack
 
 from fl_strategies.fedavg import Averaging, Weights
 from fl_strategies.meta import Gradient, HessianProduct, check_plain_steps
-from fl_strategies.schedules import check, one_of
-from fl_strategies.strategy import Options, Scalar
+from fl_strategies.schedules import Knob, check, one_of
+from fl_strategies.strategy import Knobs, Options
 from fl_strategies.subproblem import Vector
 
 MetaGradient: TypeAlias = Literal["exact", "first-order"]
@@ -80,7 +80,7 @@ class PerFedAvg(Averaging):
 
     Parameters
     ----------
-    inner_rate : float >= 0 (default 0.01)
+    inner_rate : float or {first round: float}, >= 0 (default 0.01)
     meta_gradient : "exact" or "first-order" (default "exact")
         Whether (2) has its Hessian. "exact" needs a model that can be differentiated twice, and
         takes about twice the time of "first-order".
@@ -101,12 +101,12 @@ class PerFedAvg(Averaging):
     def __init__(
         self,
         *,
-        inner_rate: float = 0.01,
+        inner_rate: Knob = 0.01,
         meta_gradient: MetaGradient = "exact",
         weights: Weights = "uniform",
         **options: Unpack[Options],
     ) -> None:
-        check("inner_rate", inner_rate, low=0.0, scheduled=False)
+        check("inner_rate", inner_rate, low=0.0, scheduled=True)
         one_of("meta_gradient", meta_gradient, ("exact", "first-order"))
         check_plain_steps(self.algorithm, options.get("local"))
         super().__init__(weights=weights, **options)
@@ -115,5 +115,5 @@ class PerFedAvg(Averaging):
         if self.local.get("fine-tune-lr", -1.0) == -1.0:
             self.local["fine-tune-lr"] = inner_rate
 
-    def client_knobs(self, server_round: int) -> dict[str, Scalar]:
+    def client_knobs(self) -> Knobs:
         return {"inner-rate": self.inner_rate, "meta-gradient": self.meta_gradient}

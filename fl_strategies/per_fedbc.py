@@ -42,8 +42,8 @@ from fl_strategies.proximity import (
     idle_steps,
     per_client,
 )
-from fl_strategies.schedules import check
-from fl_strategies.strategy import Scalar
+from fl_strategies.schedules import Knob, check
+from fl_strategies.strategy import Knobs
 from fl_strategies.subproblem import Vector
 
 
@@ -91,7 +91,7 @@ class PerFedBC(ProximityStrategy):
 
     Parameters
     ----------
-    inner_rate : float >= 0 (default 0.01, the paper's)
+    inner_rate : float or {first round: float}, >= 0 (default 0.01, the paper's)
     inner_steps : int >= 1 (default 1, the paper's)
     **options
         alpha, alpha_gamma, gamma, lambda_min, lambda_max and dual_momentum of
@@ -109,18 +109,16 @@ class PerFedBC(ProximityStrategy):
     algorithm = "per-fedbc"
 
     def __init__(
-        self, *, inner_rate: float = 0.01, inner_steps: int = 1, **options: Unpack[DualOptions]
+        self, *, inner_rate: Knob = 0.01, inner_steps: int = 1, **options: Unpack[DualOptions]
     ) -> None:
-        check("inner_rate", inner_rate, low=0.0, scheduled=False)
-        check("inner_steps", inner_steps, low=1)
-        if not isinstance(inner_steps, int):
-            raise ValueError(f"inner_steps must be an int, got {inner_steps!r}")
+        check("inner_rate", inner_rate, low=0.0, scheduled=True)
+        check("inner_steps", inner_steps, low=1, integer=True)
         check_plain_steps(self.algorithm, options.get("local"))
         super().__init__(**options)
         self.inner_rate, self.inner_steps = inner_rate, inner_steps
 
-    def client_knobs(self, server_round: int) -> dict[str, Scalar]:
-        return super().client_knobs(server_round) | {
+    def client_knobs(self) -> Knobs:
+        return super().client_knobs() | {
             "inner-rate": self.inner_rate,
             "inner-steps": self.inner_steps,
         }

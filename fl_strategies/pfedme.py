@@ -42,8 +42,8 @@ from typing import ClassVar, Literal, NamedTuple, TypeAlias, Unpack
 
 from fl_strategies import fedavg
 from fl_strategies.fedavg import Averaging, Weights
-from fl_strategies.schedules import check, one_of
-from fl_strategies.strategy import Options, Scalar, Upload
+from fl_strategies.schedules import Knob, at, check, one_of, values
+from fl_strategies.strategy import Knobs, Options, Upload
 from fl_strategies.subproblem import Solve, Subproblem, Vector
 
 Side: TypeAlias = Literal["client", "global"]
@@ -113,25 +113,25 @@ class PFedMe(Averaging):
     def __init__(
         self,
         *,
-        lam: float = 15.0,
-        eta: float = 0.005,
-        beta: float = 1.0,
+        lam: Knob = 15.0,
+        eta: Knob = 0.005,
+        beta: Knob = 1.0,
         inner_steps: int = 5,
         local_start: Side = "client",
         weights: Weights = "uniform",
         **options: Unpack[Options],
     ) -> None:
         for name, value in (("lam", lam), ("eta", eta), ("beta", beta)):
-            check(name, value, above=0.0, scheduled=False)
-        check("inner_steps", inner_steps, low=1, integer=True, scheduled=False)
+            check(name, value, above=0.0, scheduled=True)
+        check("inner_steps", inner_steps, low=1, integer=True)
         one_of("local_start", local_start, ("client", "global"))
         super().__init__(weights=weights, **options)
         self.lam, self.eta, self.beta, self.inner_steps = lam, eta, beta, inner_steps
         self.local_start = local_start
-        if beta > 1.0:  # then one client moves w by more than its share of the mean
+        if max(values(beta)) > 1.0:  # then one client moves w by more than its share of the mean
             self.averages = ""
 
-    def client_knobs(self, server_round: int) -> dict[str, Scalar]:
+    def client_knobs(self) -> Knobs:
         return {
             "lam": self.lam,
             "eta": self.eta,
@@ -142,4 +142,4 @@ class PFedMe(Averaging):
     def aggregate(
         self, server_round: int, theta: Vector, uploads: Iterable[Upload], used: int
     ) -> Vector:
-        return server_rule(theta, uploads, beta=self.beta, weights=self.weights)
+        return server_rule(theta, uploads, beta=at(self.beta, server_round), weights=self.weights)

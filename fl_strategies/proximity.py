@@ -39,8 +39,8 @@ from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, TypeAlias, Unpack
 
 from fl_strategies.randomness import stream
-from fl_strategies.schedules import check
-from fl_strategies.strategy import FederatedStrategy, Options, Scalar, Upload
+from fl_strategies.schedules import Knob, check
+from fl_strategies.strategy import FederatedStrategy, Knobs, Options, Scalar, Upload
 from fl_strategies.subproblem import Vector
 
 Gamma: TypeAlias = float | Literal["heuristic"]
@@ -146,8 +146,8 @@ def _clip(lam: Any, dual: Dual) -> Any:
 class DualOptions(Options, total=False):
     """The arguments of :class:`ProximityStrategy` and of all strategies."""
 
-    alpha: float
-    alpha_gamma: float | None
+    alpha: Knob
+    alpha_gamma: Knob | None
     gamma: Gamma
     lambda_min: float
     lambda_max: float
@@ -159,9 +159,9 @@ class ProximityStrategy(FederatedStrategy):
 
     Parameters
     ----------
-    alpha : float >= 0 (default 1e-3; the paper tunes 1e-7 ... 1e-2)
+    alpha : float or {first round: float}, >= 0 (default 1e-3; the paper tunes 1e-7 ... 1e-2)
         Step size of lambda. Gradient steps of rate lr need lr (L + 2 lambda) < 2 to be stable.
-    alpha_gamma : float >= 0 (default: alpha)
+    alpha_gamma : float or {first round: float}, >= 0 (default: alpha)
         Step size of gamma in the heuristic.
     gamma : float >= 0 or "heuristic" (default)
         Allowed squared distance, the same for all clients, or each client's own by (b).
@@ -184,8 +184,8 @@ class ProximityStrategy(FederatedStrategy):
     def __init__(
         self,
         *,
-        alpha: float = 1e-3,
-        alpha_gamma: float | None = None,
+        alpha: Knob = 1e-3,
+        alpha_gamma: Knob | None = None,
         gamma: Gamma = "heuristic",
         lambda_min: float = 0.0,
         lambda_max: float = math.inf,
@@ -193,28 +193,27 @@ class ProximityStrategy(FederatedStrategy):
         **options: Unpack[Options],
     ) -> None:
         alpha_gamma = alpha if alpha_gamma is None else alpha_gamma
+        check("alpha", alpha, low=0.0, scheduled=True)
+        check("alpha_gamma", alpha_gamma, low=0.0, scheduled=True)
         for name, value in (
-            ("alpha", alpha),
-            ("alpha_gamma", alpha_gamma),
             ("gamma", 0.0 if gamma == "heuristic" else gamma),
             ("lambda_min", lambda_min),
             ("lambda_max", 0.0 if lambda_max == math.inf else lambda_max),
-            ("dual_momentum", dual_momentum),
         ):
-            check(name, value, low=0.0, scheduled=False)
+            check(name, value, low=0.0)
         if lambda_min > lambda_max:
             raise ValueError(f"lambda_min must be <= lambda_max ({lambda_max}), got {lambda_min}")
-        if dual_momentum >= 1.0:
-            raise ValueError(f"dual_momentum must be < 1, got {dual_momentum}")
+        check("dual_momentum", dual_momentum, low=0.0, below=1.0)
         super().__init__(**options)
-        self.dual = Dual(alpha, alpha_gamma, gamma, lambda_min, lambda_max, dual_momentum)
+        # alpha and alpha_gamma may be schedules here; clients are sent one of their numbers
+        self.dual = Dual(alpha, alpha_gamma, gamma, lambda_min, lambda_max, dual_momentum)  # type: ignore[arg-type]
         self.scalar_bounds = {
             "lambda": (lambda_min, ABSURD if lambda_max == math.inf else lambda_max)
         }
         self._clock = 0
         self._warned = False
 
-    def client_knobs(self, server_round: int) -> dict[str, Scalar]:
+    def client_knobs(self) -> Knobs:
         return {name.replace("_", "-"): value for name, value in self.dual._asdict().items()}
 
     def request(self, server_round: int, client: int) -> dict[str, Scalar]:

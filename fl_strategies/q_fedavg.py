@@ -23,10 +23,10 @@ Algorithm 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Unpack
 
-from fl_strategies.schedules import Knob, at, check
+from fl_strategies.schedules import Knob, at, check, values
 from fl_strategies.strategy import FederatedStrategy, Options, Upload
 from fl_strategies.subproblem import Vector
 
@@ -70,11 +70,11 @@ class QFedAvg(FederatedStrategy):
     algorithm = "q-fedavg"
 
     def __init__(self, *, q: Knob = 1.0, **options: Unpack[Options]) -> None:
-        check("q", q, low=0.0)
+        check("q", q, low=0.0, scheduled=True)
         super().__init__(**options)
         self.q = q
         # F^q of an absurd loss is no number
-        steepest = max(1.0, *(q.values() if isinstance(q, Mapping) else (q,)))
+        steepest = max(1.0, *values(q))
         largest = 10.0 ** min(12.0, 100.0 / steepest)
         self.scalar_bounds = {LOSS: (0.0, largest), RATE: (1e-12, 1e12)}
 

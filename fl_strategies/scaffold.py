@@ -40,7 +40,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, Unpack
 import numpy as np
 
 from fl_strategies.schedules import Knob, all_among, at, check, one_of
-from fl_strategies.strategy import FederatedStrategy, Options, Scalar, Upload
+from fl_strategies.strategy import FederatedStrategy, Knobs, Options, Scalar, Upload
 from fl_strategies.subproblem import Subproblem, Vector
 
 Option: TypeAlias = Literal["I", "II"]
@@ -132,7 +132,7 @@ class SCAFFOLD(FederatedStrategy):
     def __init__(
         self, *, eta_g: Knob = 1.0, option: Option = "II", **options: Unpack[Options]
     ) -> None:
-        check("eta_g", eta_g, above=0.0)
+        check("eta_g", eta_g, above=0.0, scheduled=True)
         one_of("option", option, ("I", "II"))
         super().__init__(**options)
         check_plain(self.local, option)
@@ -148,7 +148,7 @@ class SCAFFOLD(FederatedStrategy):
         assert self._total is not None
         return {CONTROL: self._total / self.num_clients}
 
-    def client_knobs(self, server_round: int) -> dict[str, Scalar]:
+    def client_knobs(self) -> Knobs:
         return {"option": self.option}
 
     def aggregate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 Knob = float | Mapping[int, float]
 
@@ -21,6 +22,11 @@ def at(knob: Knob, server_round: int) -> float:
     return knob[max(first for first in knob if first <= server_round)]
 
 
+def values(knob: Knob) -> list[float]:
+    """Return all values that the knob ever has."""
+    return list(knob.values()) if isinstance(knob, Mapping) else [knob]
+
+
 def check(
     name: str,
     knob: Knob,
@@ -28,28 +34,27 @@ def check(
     above: float = -math.inf,
     low: float = -math.inf,
     high: float = math.inf,
+    below: float = math.inf,
     integer: bool = False,
-    scheduled: bool = True,
+    scheduled: bool = False,
 ) -> None:
-    """Raise ``ValueError`` unless every value is finite, > ``above``, >= ``low``, <= ``high``.
+    """Raise ``ValueError`` unless the knob is a finite number within the bounds.
 
-    ``integer`` asks for whole numbers, ``scheduled=False`` for one number instead of a schedule.
+    That is > ``above``, >= ``low``, <= ``high``, < ``below``; ``integer`` asks for a whole number.
+    ``scheduled`` allows a schedule, all of whose values must be such numbers.
     """
-    if isinstance(knob, Mapping) and scheduled:
-        if 0 not in knob or min(knob) < 0:
-            raise ValueError(f"{name}: a schedule starts at round 0, got rounds {sorted(knob)}")
-        values = list(knob.values())
-    else:
-        values = [knob]  # type: ignore[list-item]  # a mapping is refused below
+    if isinstance(knob, Mapping) and scheduled and (0 not in knob or min(knob) < 0):
+        raise ValueError(f"{name}: a schedule starts at round 0, got rounds {sorted(knob)}")
     bounds = [
         f"{sign} {bound:g}"
-        for sign, bound in ((">", above), (">=", low), ("<=", high))
+        for sign, bound in ((">", above), (">=", low), ("<=", high), ("<", below))
         if math.isfinite(bound)
     ]
-    for value in values:
+    found: Sequence[Any] = values(knob) if scheduled else [knob]
+    for value in found:
         kind = int if integer else int | float
         number = isinstance(value, kind) and not isinstance(value, bool)
-        if not (number and math.isfinite(value) and above < value and low <= value <= high):
+        if not (number and math.isfinite(value) and above < value < below and low <= value <= high):
             what = "an integer " * integer + (" and ".join(bounds) or "finite")
             raise ValueError(f"{name} must be {what}, got {value!r}")
 

@@ -1,6 +1,6 @@
 """SPS: stochastic gradient descent with Polyak's step size.
 
-Not a strategy but a local solver for every algorithm here. With the loss f and gradient g of the
+Not a strategy but a local solver for every algorithm here that takes one. With the loss f and gradient g of the
 k-th mini-batch at x_k (k = 0, 1, ...),
 
     eta_k   = (f - f*) / (c ||g||^2)                                            (1)

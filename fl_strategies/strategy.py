@@ -55,6 +55,7 @@ from fl_strategies.subproblem import Vector
 from fl_strategies.wire import BadReply, check_scalars, decode, decode_model
 
 Scalar: TypeAlias = bool | int | float | str
+Knobs: TypeAlias = dict[str, Scalar | Mapping[int, float]]
 MetricsAggregation: TypeAlias = Callable[[list[RecordDict], str], MetricRecord]
 EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
 
@@ -212,19 +213,19 @@ class FederatedStrategy(FlowerFedAvg):
         checkpoints: Checkpoints | None = None,
         clipping_norm: float | None = None,
     ) -> None:
-        check("fraction_train", fraction_train, above=0.0, high=1.0, scheduled=False)
-        check("fraction_evaluate", fraction_evaluate, low=0.0, high=1.0, scheduled=False)
-        check("node_wait", node_wait, above=0.0, scheduled=False)
+        check("fraction_train", fraction_train, above=0.0, high=1.0)
+        check("fraction_evaluate", fraction_evaluate, low=0.0, high=1.0)
+        check("node_wait", node_wait, above=0.0)
         if clipping_norm is not None:
-            check("clipping_norm", clipping_norm, above=0.0, scheduled=False)
-        check("seed", seed, low=0, integer=True, scheduled=False)
+            check("clipping_norm", clipping_norm, above=0.0)
+        check("seed", seed, low=0, integer=True)
         for name, least in (
             ("min_train_nodes", min_train_nodes),
             ("min_evaluate_nodes", min_evaluate_nodes),
             ("min_available_nodes", min_available_nodes),
             ("min_replies", min_replies),
         ):
-            check(name, least, low=1, integer=True, scheduled=False)
+            check(name, least, low=1, integer=True)
         one_of("lost_state", lost_state, ("reset", "refuse", "warn"))
         super().__init__(
             fraction_train,
@@ -243,10 +244,12 @@ class FederatedStrategy(FlowerFedAvg):
         if unknown := sorted(self.local.keys() - LOCAL_KEYS):
             raise ValueError(f"unknown local settings {unknown}; known: {sorted(LOCAL_KEYS)}")
         for name in ("lr", "epochs"):
-            check(name, cast(Knob, self.local.get(name, 1)), above=0.0)  # which refuses text
-        for name, value in self.local.items():
-            if isinstance(value, Mapping):
-                check(name, value)
+            check(
+                name, cast(Knob, self.local.get(name, 1)), above=0.0, scheduled=True
+            )  # and no text
+        for name, setting in self.local.items():
+            if isinstance(setting, Mapping):
+                check(name, setting, scheduled=True)
         self.lost_state, self.callbacks = lost_state, tuple(callbacks)
         self.acknowledge, self.checkpoints = acknowledge, checkpoints
         self.clipping_norm = clipping_norm
@@ -270,8 +273,8 @@ class FederatedStrategy(FlowerFedAvg):
 
     # ---- what an algorithm adds -------------------------------------------------------------
 
-    def client_knobs(self, server_round: int) -> dict[str, Scalar]:
-        """Return what the algorithm's clients must be told in ``server_round``."""
+    def client_knobs(self) -> Knobs:
+        """Return what the algorithm's clients must be told, schedules as such."""
         return {}
 
     def vectors(self) -> Mapping[str, Vector]:
@@ -500,13 +503,12 @@ class FederatedStrategy(FlowerFedAvg):
 
     def request(self, server_round: int, client: int) -> dict[str, Scalar]:
         """Return the config that ``client`` is sent in ``server_round``."""
-        local = {
+        knobs = {
             name: at(value, server_round) if isinstance(value, Mapping) else value
-            for name, value in self.local.items()
+            for name, value in {**self.local, **self.client_knobs()}.items()
         }
         request: dict[str, Scalar] = {
-            **local,
-            **self.client_knobs(server_round),
+            **knobs,
             "algorithm": self.algorithm,
             "server-round": server_round,
             "seed": self.seed,

@@ -1,4 +1,4 @@
-"""The one small problem behind every algorithm here (ALGORITHMS.md, equation 0).
+"""The one small problem behind every algorithm here.
 
 A client approximately solves
 

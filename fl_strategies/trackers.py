@@ -65,4 +65,4 @@ def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f'{error}: pip install "fl-strategies[trackers]"') from None
+        raise ImportError(f"{error}: pip install tensorboard wandb") from None

@@ -29,7 +29,7 @@ def transformers() -> Any:
     except ImportError as error:
         raise ValueError(
             f"this data set or model needs transformers, which the extra 'text' installs"
-            f" (pip install 'fl-strategies[text]'): {error}"
+            f" (pip install transformers): {error}"
         ) from error
 
 

@@ -370,7 +370,7 @@ def test_by_arrival_a_request_that_could_not_be_sent_is_not_waited_for() -> None
     [
         ({"servers": 4, "first": 5}, r"first must be >= 1 and <= 4, got 5"),
         ({"servers": 4, "first": 0}, r"first must be >= 1 and <= 4, got 0"),
-        ({"servers": 4, "first": 1.5}, r"first must be a whole number, got 1.5"),
+        ({"servers": 4, "first": 1.5}, r"first must be an integer >= 1 and <= 4, got 1.5"),
         ({"staleness": 0}, r"staleness must be >= 1, got 0"),
         ({"order": "random"}, r"order must be one of \['virtual', 'arrival'\], got 'random'"),
         ({"rigorous": True, "order": "arrival"}, r'rigorous needs order="virtual"'),

@@ -624,7 +624,7 @@ def test_state_in_a_directory_gives_the_same_model_as_in_the_context(tmp_path: P
     [
         ({"eta": 0.0}, r"eta must be > 0, got 0.0"),
         ({"p": -0.1}, r"p must be >= 0, got -0.1"),
-        ({"p": 1.0}, r"p must be < 1, got 1.0"),
+        ({"p": 1.0}, r"p must be >= 0 and < 1, got 1.0"),
         ({"p": float("nan")}, r"p must be >= 0, got nan"),
         ({"oracle": "III"}, r"oracle must be one of \['I', 'II'\], got 'III'"),
         ({"gamma": -1.0}, r"gamma must be > 0, got -1.0"),

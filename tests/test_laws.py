@@ -1,4 +1,4 @@
-"""Laws that every algorithm owes (ALGORITHMS.md, section 7). A new algorithm is a new row of TABLE.
+"""Laws that every algorithm owes. A new algorithm is a new row of TABLE.
 
 Each row says where the algorithm converges to on quadratics under full participation with K steps
 of gradient descent, worked out by linear algebra (MOON's by running its equations in NumPy).
@@ -6,6 +6,7 @@ of gradient descent, worked out by linear algebra (MOON's by running its equatio
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,7 @@ from torch.nn.functional import cross_entropy
 from clients import AnyAlgorithmClient, ContextStore, FlatModel, Problem, client_app, client_id
 from fl_strategies import STRATEGIES, FederatedStrategy
 from simulations import models
+from simulations.config import knob_defaults
 from simulations.in_process import InProcessGrid
 
 STEPS, RATE = 4, 0.1
@@ -381,11 +383,47 @@ def test_every_knob_matters(row: Row, name: str) -> None:
     assert np.abs(usual - changed).max() > 1e-3
 
 
+def scheduled(row: Row, name: str) -> bool:
+    """Whether the knob may be {first round: number}, by its type."""
+    bases = STRATEGIES[row.name].__mro__[:-1]
+    found = [inspect.signature(base).parameters.get(name) for base in bases]
+    return any(one is not None and str(one.annotation).startswith("Knob") for one in found)
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [(row, name) for row in TABLE for name in row.others if scheduled(row, name)],
+    ids=str,
+)
+def test_a_scheduled_knob_has_its_next_value_from_that_round_on(row: Row, name: str) -> None:
+    problems, beside = quadratics(4), row.beside.get(name, {})
+    usual = {**knob_defaults(row.name), **row.knobs, **beside}[name]
+    knobs = beside | {name: {0: usual, 3: row.others[name]}}
+    for rounds, same in ((2, True), (6, False)):
+        constant = train(row.strategy(local=local(), **beside), grid(problems), rounds)
+        changed = train(row.strategy(local=local(), **knobs), grid(problems), rounds)
+        assert np.array_equal(changed, constant) == same
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        (row, name)
+        for row in TABLE
+        for name, value in row.others.items()
+        if not scheduled(row, name) and type(value) in (int, float)
+    ],
+    ids=str,
+)
+def test_every_other_number_refuses_to_be_scheduled(row: Row, name: str) -> None:
+    knobs = row.beside.get(name, {}) | {name: {0: row.others[name]}}
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        row.strategy(local=local(), **knobs)
+
+
 @every_algorithm
 def test_every_knob_is_in_the_table(row: Row) -> None:
-    from simulations.config import knobs
-
-    assert set(knobs(row.name)) == set(row.others) | row.policies
+    assert set(knob_defaults(row.name)) == set(row.others) | row.policies
 
 
 class Shuffled(InProcessGrid):

@@ -412,7 +412,7 @@ def test_state_in_a_directory_gives_the_same_model_as_in_the_context(tmp_path: A
 
 def test_mu_and_tau_follow_their_schedules() -> None:
     one = strategy(mu={0: 5.0, 3: 0.0}, tau={0: 0.5, 2: 1.0})
-    assert [one.client_knobs(r) for r in (1, 2, 3)] == [
+    assert [{k: one.request(r, 0)[k] for k in ("mu", "tau")} for r in (1, 2, 3)] == [
         {"mu": 5.0, "tau": 0.5},
         {"mu": 5.0, "tau": 1.0},
         {"mu": 0.0, "tau": 1.0},

@@ -121,6 +121,15 @@ def test_the_loss_is_the_received_models_on_all_examples_and_weighs_its_client()
         assert rows[i]["weight-share"] == pytest.approx(shares[i], rel=1e-8)
 
 
+def test_the_history_weighs_clients_by_the_rounds_own_q() -> None:
+    rows: dict[int, dict[str, float]] = {}
+    strategy = one(q={0: 0.0, 2: 2.0}, callbacks=[lambda info: rows.update(info.clients)])
+    strategy.start(grid(quadratics(3)), to_record(START), 2)
+    losses = np.array([rows[i]["global-loss"] for i in range(3)])
+    found = [rows[i]["weight-share"] for i in range(3)]
+    np.testing.assert_allclose(found, losses**2 / (losses**2).sum(), rtol=1e-8)
+
+
 def test_the_loss_is_measured_without_dropout_and_with_running_statistics() -> None:
     rng = np.random.default_rng(0)
     module = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3)).double()

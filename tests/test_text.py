@@ -102,9 +102,9 @@ def test_without_transformers_the_extra_is_named(
 ) -> None:
     news = str(ag_news(tmp_path / "own"))
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ValueError, match=r"extra 'text' .*pip install 'fl-strategies\[text\]'"):
+    with pytest.raises(ValueError, match=r"extra 'text' .*pip install transformers"):
         data.load(news, tokenizer=words)
-    with pytest.raises(ValueError, match=r"extra 'text' .*pip install 'fl-strategies\[text\]'"):
+    with pytest.raises(ValueError, match=r"extra 'text' .*pip install transformers"):
         build("distilbert", (12,), 4, seed=1, vocabulary=16, source=bert)
 
 
