@@ -1,8 +1,8 @@
 """Delta-SGD: each client finds its own step size, at each local step, from how fast its gradient
 changes; nothing is tuned per client or data set.
 
-Not a strategy but a local solver for every algorithm here that takes one. In each round a client starts anew from
-eta_0 and theta_0, and with its k-th mini-batch b (k = 0, 1, ...) does
+Not a strategy but a local solver, for every algorithm here that takes one. In each round a client
+starts anew from eta_0 and theta_0, and with its k-th mini-batch b (k = 0, 1, ...) does
 
     moved   = ||x_k - x_{k-1}||,   changed = ||g(x_k; b) - g(x_{k-1}; b)||              (1)
     eta_k   = min(gamma moved / (2 changed), sqrt(1 + delta theta_{k-1}) eta_{k-1})     (2)

@@ -78,8 +78,8 @@ def as_legacy(
     Raises
     ------
     ValueError
-        For a strategy that does not wait for a round's replies or has checkpoints, and what ``start``
-        raises; with ``secure`` for a strategy whose rule needs more than a mean, or has buffers.
+        For a strategy that does not wait for a round's replies or has checkpoints, and what
+        ``start`` raises; with ``secure`` for one whose rule needs more than a mean, or has buffers.
     """
     if strategy.checkpoints is not None:
         raise ValueError(

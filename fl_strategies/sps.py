@@ -1,7 +1,7 @@
 """SPS: stochastic gradient descent with Polyak's step size.
 
-Not a strategy but a local solver for every algorithm here that takes one. With the loss f and gradient g of the
-k-th mini-batch at x_k (k = 0, 1, ...),
+Not a strategy but a local solver, for every algorithm here that takes one. With the loss f and
+gradient g of the k-th mini-batch at x_k (k = 0, 1, ...),
 
     eta_k   = (f - f*) / (c ||g||^2)                                            (1)
     eta_k   <- min(eta_k, growth^(b/n) eta_{k-1}, max_step)                     (2)

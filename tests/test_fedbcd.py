@@ -2,7 +2,13 @@
 
 Mutants tried by hand, each caught here: x uploaded whole by a booked device, its change by a
 newcomer; no pull in (3); the momentum forgotten between rounds; z + eta_z sum; the mean not divided
-by sum gamma; gamma left out of S; a device that lost its state not counted as one more.
+by sum gamma; gamma left out of S; a device that lost its state not counted as one more. Of
+FedBCD-I: one offline round for all, the momentum forgotten between them; a pull away from z, all
+the way, of none, once, without its iterate before, without box, or with one of 0; offline rounds
+one fewer, without limit; all devices available, the active alone, one fewer by rounding, the last
+server's alone, the last round's too, drawn alike in every round or for every server; active ones
+not available; means without gamma, without its sum; offline rounds not counted up, not reset; gamma
+unbounded, or 0.5.
 """
 
 from __future__ import annotations

@@ -1,4 +1,17 @@
-"""Async-cloud FedBCD: against a twin in NumPy, against sync-cloud, late replies, staleness."""
+"""Async-cloud FedBCD: against a twin in NumPy, against sync-cloud, late replies, staleness.
+
+Mutants tried by hand, each caught here or in test_fedbcd: half of V rounded down; z_n from 0; the
+first server's model sent to all; a busy device, or server, asked again; staleness one late, or
+never; nobody mixing before all, or waiting for absent servers; overdue ones not waited for, or
+counted beside the first B; the order by number, or reversed; isolated steps never, always, mixed
+among themselves; all apart; the models summed, the first's; models, mixes or sums not kept; clocks
+that go back, stay at each server's end, or are all at the mix; phases timed from 0, or by another
+round; late requests without their round, or id; no deadline; late devices not waited for; a
+newcomer's bound from the mean. Of cloud servers: blocks for modulo and back; newcomers all to the
+first; no least number; the last to call, or by number; seconds not added up, of the fastest,
+summed, without K; the bound of a sum without gamma, eta_z, devices, or over all; eta_z of round 1;
+one step for K_z; w of the first.
+"""
 
 from __future__ import annotations
 

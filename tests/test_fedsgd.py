@@ -1,6 +1,7 @@
 """FedSGD: it is gradient descent on all examples, and FedAvg with that setting, to the bit.
 
-Mutants tried by hand, each caught here: uniform weights; the request without its ``epochs``.
+Mutants tried by hand, each caught here: uniform weights, weights exchanged; the request without its
+``epochs``, with two, with mini-batches, two steps, momentum.
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""Latency: FedBCD's eqs. 7-8 and the Weibull case against Monte Carlo; the clock."""
+"""Latency: FedBCD's eqs. 7-8 and the Weibull case against Monte Carlo; the clock.
+
+Mutants tried by hand, each caught here: work subtracted, counted once, arrival left out; either
+mean left out; draws without the client, the round or the seed; the density's exponents one lower,
+one of them, exchanged; u' without pi, without cosh, as cosh alone; the scale's sign, n for n + 1;
+the gain upside down, against the first; (3) upside down, at 1 - beta/N; (4) without its sign,
+multiplied by ln N, to the power k; a Weibull time to the power k, or without scale; no bounds.
+"""
 
 from __future__ import annotations
 

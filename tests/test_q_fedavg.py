@@ -1,6 +1,9 @@
 """q-FedAvg: its rule by matrices, its objective, Flower's own QFedAvg, and the loss it goes by.
 
-Mutants tried by hand, each caught here: h without the factor q, with F^q for F^(q-1).
+Mutants tried by hand, each caught here: h without the factor q, with F^q for F^(q-1), with the norm
+for its square, with F^q, F^q lr, or nothing for F^q / lr; q F for F^q; Delta not divided by lr,
+with its sign turned, unweighted; theta + step; q of round 1 in the rule or in the history; the loss
+of the model trained; the client's own lr for the request's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,11 @@
 """SCAFFOLD: the matrix recursion, its invariant, lost replies, and vectors beside the model.
 
-Mutants tried by hand, each caught here: the slope c_i - c, the slope without c_i; theta - eta_g
-mean, theta + mean without eta_g.
+Mutants tried by hand, each caught here: the slope c_i - c, without c_i, without c; c_i+ with + c,
+without c, without both, with the steps' sign turned, not divided by their length; c_i+ uploaded
+whole; c_i not kept; theta - w uploaded; (3) at w; the sum for the mean, no eta_g, theta - eta_g
+mean; S_c subtracted from, not summed, not divided by m, divided by the clients asked, not kept, at
+0 in each start; c_i from theta; options exchanged, in the check or the client; the length without
+the steps, without lr.
 """
 
 from __future__ import annotations
