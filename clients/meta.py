@@ -12,6 +12,7 @@ from torch import Tensor
 from clients.base import Config, FederatedClient
 from clients.problem import Problem
 from clients.solvers import FULL_BATCH, LocalTraining
+from fl_strategies.meta import check_plain_steps
 from fl_strategies.randomness import stream
 
 
@@ -27,8 +28,9 @@ class Outer(NamedTuple):
 def outer_steps(client: FederatedClient, config: Config) -> Outer:
     """Return the outer steps that ``config`` asks of ``client``.
 
-    They are the ``steps`` of its training, or ``epochs`` times the number of its mini-batches. The
-    mini-batches are those of one epoch after another, in an order drawn anew for each.
+    They are the ``steps`` of its training (drawn U{1..steps} by ``random-steps``), or ``epochs``
+    times the number of its mini-batches. The mini-batches are those of one epoch after another, in
+    an order drawn anew for each.
     """
     problem, training = client.problem, client.training.updated(config)
     rng = stream(
@@ -39,10 +41,20 @@ def outer_steps(client: FederatedClient, config: Config) -> Outer:
     if training.random_epochs:
         epochs = int(rng.integers(1, training.epochs, endpoint=True))
     steps = training.steps or epochs * -(-len(problem) // (batch_size or len(problem)))
+    if training.random_steps and training.steps:
+        steps = int(rng.integers(1, training.steps, endpoint=True))
     batches = itertools.chain.from_iterable(
         problem.batches(rng, batch_size) for _ in itertools.count()
     )
     return Outer(steps, batches, training, rng)
+
+
+def plain_outer_steps(client: FederatedClient, config: Config) -> Outer:
+    """As :func:`outer_steps`; raise ``ValueError`` if more is asked for than plain steps."""
+    outer = outer_steps(client, config)
+    settings = {name.replace("_", "-"): value for name, value in vars(outer.training).items()}
+    check_plain_steps(client.algorithm, settings)
+    return outer
 
 
 class Derivatives:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from clients.base import Config, FederatedClient, State, Step, knob
-from clients.meta import Derivatives, outer_steps
+from clients.meta import Derivatives, plain_outer_steps
 from fl_strategies import per_fedavg
 from fl_strategies.subproblem import Solve
 
@@ -19,7 +19,7 @@ class PerFedAvgClient(FederatedClient):
     algorithm = "per-fedavg"
 
     def step(self, state: State, theta: Tensor, solve: Solve, config: Config) -> Step:
-        outer = outer_steps(self, config)
+        outer = plain_outer_steps(self, config)
         f = Derivatives(self.problem, outer.batches)
         w = per_fedavg.client_rule(
             theta,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from clients.base import Config, FederatedClient, Step, knob
 from clients.fedbc import dual_knobs, turn_of
-from clients.meta import Derivatives, outer_steps
+from clients.meta import Derivatives, plain_outer_steps
 from fl_strategies import per_fedbc
 from fl_strategies.proximity import State, first_state
 from fl_strategies.subproblem import Solve
@@ -25,7 +25,7 @@ class PerFedBCClient(FederatedClient):
         return first_state(theta, dual_knobs(config))
 
     def step(self, state: State, theta: Tensor, solve: Solve, config: Config) -> Step:
-        outer = outer_steps(self, config)
+        outer = plain_outer_steps(self, config)
         f = Derivatives(self.problem, outer.batches)
         state = per_fedbc.client_rule(
             state,

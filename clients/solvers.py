@@ -62,7 +62,7 @@ class LocalTraining:
         A name in ``SOLVERS``, a class name in ``torch.optim``, or ``make([parameter], lr=...)``.
     lr : float > 0 (default 0.1)
         Learning rate. What the solver makes of it: eta_0 in "delta-sgd", the step size that a
-        round's first may grow from in "sps".
+        round's first may grow from in "sps" (as optimizers these begin at 0.2 and 1).
     solver_params : str (default "")
         Further arguments of the solver, as text: "gamma=2 delta=0.1".
     epochs : int >= 1 (default 1)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from logging import WARNING
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, Unpack
 
 import numpy as np
+from flwr.common import log
 
 from fl_strategies.latency import Clock
 from fl_strategies.schedules import Knob, at, check, one_of, values
@@ -107,6 +109,10 @@ class CloudStrategy(FederatedStrategy):
         check("repeats", repeats, low=1, integer=True)
         check("servers", servers, low=1, integer=True)
         super().__init__(**options)
+        for name, own in (("box", box or 0.0), ("extrapolation", zeta)):
+            given = self.local.get(name, 0.0)
+            if given != 0.0 and given != own:
+                raise ValueError(f"{name} of local is this strategy's to set ({own}), got {given}")
         self.gamma, self.eta_z, self.zeta, self.box = gamma, eta_z, zeta, box
         self.reduce, self.repeats, self.servers = reduce, repeats, servers
         self.assignment = assignment
@@ -169,6 +175,10 @@ class CloudStrategy(FederatedStrategy):
             if client not in self._cloud_of:
                 sizes = [list(self._cloud_of.values()).count(n) for n in range(self.servers)]
                 self._cloud_of[client] = sizes.index(min(sizes))
+                try:
+                    self._check_step(len(self._cloud_of))
+                except ValueError as error:  # no reason to end a run for the others
+                    log(WARNING, "with client %d: %s", client, error)
             self.joined(client, self._cloud_of[client])
 
     @property

@@ -17,8 +17,9 @@ rho     penalty, > 0; a schedule {first round: rho} is allowed: (3) then takes y
 eta     server step, in (0, 2]: a number, a schedule, or "fraction" = |S|/m for m clients
 
 Facts. After a round of all m clients with eta = 1, and with eta = "fraction" from then on,
-theta = (1/m) sum_i (w_i + y_i/rho), whoever takes part. With y frozen at 0 and Delta = w+ - theta
-this is FedProx; with rho = 0 as well, FedAvg.
+theta = (1/m) sum_i (w_i + y_i/rho), whoever takes part. Without such a first round that mean is
+missed, and theta rests off the optimum where only some of the clients take part in a round. With y
+frozen at 0 and Delta = w+ - theta this is FedProx; with rho = 0 as well, FedAvg.
 
 Deviations of the authors' published code, each an option: local training starts from theta
 (``local_start="global"``); Delta is taken against theta, so that it is 2 (w+ - theta)

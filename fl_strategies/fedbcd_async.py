@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from flwr.app import ArrayRecord, ConfigRecord, Message, Metadata
     from flwr.serverapp import Grid
 
+    from fl_strategies.layout import Arrays
     from fl_strategies.replies import Asked
 
 PAUSE = 0.5
@@ -67,6 +68,8 @@ class Phase:
     asked: Asked
     """With late ones of earlier phases once they answer in this one."""
     deadline: float
+    buffers: Arrays
+    """What its devices were sent beside the cloud server's model."""
     waiting: set[str] = field(default_factory=set)
     """Ids of this phase's messages without a reply."""
     replies: list[Message] = field(default_factory=list)
@@ -144,10 +147,17 @@ class FedBCDAsync(BookedStrategy):
 
     def begin(self, theta: Vector) -> None:
         super().begin(theta)
-        self._z = [theta] * self.servers
-        self._phases, self._underway, self._unfinished = {}, {}, {}
-        self._mixed = [self._rounds_before] * self.servers
-        self._started = time.monotonic()
+        if self._z and np.array_equal(theta, self._mean(self._z).astype(theta.dtype)):
+            self._unfinished = self.unfinished  # it goes on from where it ended
+        else:
+            self._z, self._unfinished = [theta] * self.servers, {}
+            self._mixed = [self._rounds_before] * self.servers
+        self._phases, self._underway = {}, {}
+        self._started = time.monotonic() - self._seconds
+
+    @staticmethod
+    def _mean(z: list[Vector]) -> Vector:
+        return sum(z[1:], z[0]) / len(z)
 
     def sent(self, theta: Vector, client: int) -> Vector:
         return self._z[self._cloud_of[client]]
@@ -159,13 +169,14 @@ class FedBCDAsync(BookedStrategy):
 
     @property
     def unfinished(self) -> dict[int, Sequence[Any]]:
-        """By cloud server, the round in which its devices were asked and these clients.
+        """By cloud server, the round in which its devices were asked, these clients, the buffers.
 
         What a checkpoint holds of work under way: a run that goes on asks for it again, and by the
         round's random streams gets what it would have got.
         """
         return {
-            n: (p.server_round, list(p.asked.clients.values())) for n, p in self._phases.items()
+            n: (p.server_round, list(p.asked.clients.values()), p.buffers)
+            for n, p in self._phases.items()
         }
 
     @unfinished.setter
@@ -208,14 +219,16 @@ class FedBCDAsync(BookedStrategy):
             if n in self._phases or not self.devices(n, nodes):
                 continue
             begun, chosen = server_round, self.active(server_round, n, free)
+            buffers = {name: self._model[name] for name in self.buffers}
             if n in self._unfinished:
-                begun, before = self._unfinished.pop(n)
+                begun, before, buffers = self._unfinished.pop(n)
                 chosen = [client for client in before if client in free]
-            model = self.model_record(self._z[n])
+            model = self.model_record(self._z[n], buffers)
             requests += self._requests(begun, model, config, nodes, chosen, "train")
             rounds = dict.fromkeys(chosen, begun)
             deadline = time.monotonic() + timeout
-            self._phases[n] = Phase(begun, replace(self._asked, rounds=rounds), deadline=deadline)
+            asked = replace(self._asked, rounds=rounds)
+            self._phases[n] = Phase(begun, asked, deadline, buffers)
         return requests
 
     def _choose(self, server_round: int) -> bool:
@@ -254,7 +267,7 @@ class FedBCDAsync(BookedStrategy):
             mixed = server_rule([self._z[n] for n in group], books, **step)
             for n, z in zip(group, mixed, strict=True):
                 self._next_z[n] = np.asarray(z, theta.dtype)
-        return sum(self._next_z[1:], self._next_z[0]) / self.servers
+        return self._mean(self._next_z)
 
     def commit(self, server_round: int) -> None:
         super().commit(server_round)

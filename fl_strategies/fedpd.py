@@ -171,15 +171,15 @@ class FedPD(FederatedStrategy):
     -----
     ``num_rounds`` of :meth:`start` counts algorithm rounds; Flower's rounds, in which metrics are
     kept and schedules are read, are the about (1 - p) ``num_rounds`` exchanges. What
-    follows after the last exchange would reach nobody and is not run; another ``start`` goes on
-    with it. Each exchange reports ``algorithm-round`` (how many are done), ``exchanges`` (so far)
+    follows after the last exchange would reach nobody and is not run; another ``start`` makes up
+    for it. Each exchange reports ``algorithm-round`` (how many are done), ``exchanges`` (so far)
     and ``bytes-saved`` (by the rounds skipped before it). A void exchange takes one of Flower's
     rounds, and leaves the run as many algorithm rounds shorter.
     """
 
     algorithm = "fedpd"
     averages = "models"
-    saved = ("exchanges", "_first", "_done")
+    saved = ("exchanges", "_first", "_done", "_before")
 
     def __init__(
         self,
@@ -210,15 +210,18 @@ class FedPD(FederatedStrategy):
         self.eta, self.p, self.oracle, self.x0_rule = eta, p, oracle, x0_rule
         self.gamma, self.inner_steps, self.inner_batch = gamma, inner_steps, inner_batch
         self.full_every, self.missing = full_every, missing
-        self.exchanges = self._first = self._done = 0
+        self.exchanges = self._first = self._done = self._before = self._asked_for = 0
 
     def open(self, initial_arrays: ArrayRecord, num_rounds: int) -> None:
         self._first = self._done
+        self._before = max(self._before + self._asked_for, self._done)
+        self._asked_for = num_rounds
         super().open(initial_arrays, num_rounds)
 
     def exchanges_in(self, num_rounds: int) -> int:
-        """Return how many of the run's ``num_rounds`` algorithm rounds end in an exchange."""
-        rounds = range(self._first, self._first + num_rounds)
+        """Return how many exchanges end the run's ``num_rounds`` algorithm rounds, and those that
+        earlier runs were asked for and did not come to."""
+        rounds = range(self._first, self._before + num_rounds)
         return sum(exchanges_after(r, p=self.p, seed=self.seed) for r in rounds)
 
     @property

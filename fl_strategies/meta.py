@@ -1,8 +1,9 @@
 """What Per-FedAvg and Per-FedBC share: local steps along gradients of models already adapted.
 
 No solver of the subproblem is at work there but the rule's own gradient steps, each on a fresh
-mini-batch. Of ``local`` they know ``lr``, ``epochs``, ``random-epochs``, ``steps`` and
-``batch-size``, where an epoch is as many outer steps as the client has mini-batches.
+mini-batch. Of ``local`` they know ``lr``, ``epochs``, ``random-epochs``, ``steps``,
+``random-steps`` and ``batch-size``, where an epoch is as many outer steps as the client has
+mini-batches.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "residual": (-1,),
     "extrapolation": (0,),
     "box": (0,),
-    "random-steps": (False,),
 }
 
 

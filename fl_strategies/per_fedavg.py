@@ -87,7 +87,7 @@ class PerFedAvg(Averaging):
     weights : "uniform" or "examples" (default "uniform")
     **options
         Those of :class:`fl_strategies.FederatedStrategy`. Of ``local``, (2) knows ``lr``,
-        ``epochs``, ``random-epochs``, ``steps`` and ``batch-size``.
+        ``epochs``, ``random-epochs``, ``steps``, ``random-steps`` and ``batch-size``.
 
     Raises
     ------

@@ -97,7 +97,7 @@ class PerFedBC(ProximityStrategy):
         alpha, alpha_gamma, gamma, lambda_min, lambda_max and dual_momentum of
         :class:`fl_strategies.proximity.ProximityStrategy`, and those of
         :class:`fl_strategies.FederatedStrategy`. Of ``local``, (2) knows ``lr``, ``epochs``,
-        ``random-epochs``, ``steps`` and ``batch-size``.
+        ``random-epochs``, ``steps``, ``random-steps`` and ``batch-size``.
 
     Raises
     ------
@@ -116,6 +116,8 @@ class PerFedBC(ProximityStrategy):
         check_plain_steps(self.algorithm, options.get("local"))
         super().__init__(**options)
         self.inner_rate, self.inner_steps = inner_rate, inner_steps
+        if self.local.get("fine-tune-lr", -1.0) == -1.0:
+            self.local["fine-tune-lr"] = inner_rate
 
     def client_knobs(self) -> Knobs:
         return super().client_knobs() | {

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, Unpack
 
 from fl_strategies.randomness import stream
@@ -169,7 +169,8 @@ class ProximityStrategy(FederatedStrategy):
         Range of lambda. Replies outside it are left out; so are those above 1e12 where lambda_max
         is infinite.
     dual_momentum : float in [0, 1) (default 0)
-        Momentum of the dual steps as in the authors' code (0.5 there), by (d) and (e).
+        Momentum of the dual steps as in the authors' code (0.5 there), by (d) and (e); 0 where
+        alpha or alpha_gamma is a schedule.
     **options
         Those of :class:`fl_strategies.FederatedStrategy`.
 
@@ -204,6 +205,11 @@ class ProximityStrategy(FederatedStrategy):
         if lambda_min > lambda_max:
             raise ValueError(f"lambda_min must be <= lambda_max ({lambda_max}), got {lambda_min}")
         check("dual_momentum", dual_momentum, low=0.0, below=1.0)
+        if dual_momentum and (isinstance(alpha, Mapping) or isinstance(alpha_gamma, Mapping)):
+            raise ValueError(
+                f"dual_momentum must be 0 where alpha or alpha_gamma is a schedule, got"
+                f" {dual_momentum}: a client makes up by (e) for rounds whose values it never saw"
+            )
         super().__init__(**options)
         # alpha and alpha_gamma may be schedules here; clients are sent one of their numbers
         self.dual = Dual(alpha, alpha_gamma, gamma, lambda_min, lambda_max, dual_momentum)  # type: ignore[arg-type]

@@ -71,7 +71,8 @@ def step_decay(value: float, rounds: int) -> dict[int, float]:
     """
     if rounds < 1:
         raise ValueError(f"rounds must be >= 1, got {rounds}")
-    return {0: value, rounds // 2 + 1: value / 10, (3 * rounds) // 4 + 1: value / 100}
+    half, three_quarters = -(-rounds // 2), -(-3 * rounds // 4)
+    return {0: value, half + 1: value / 10, three_quarters + 1: value / 100}
 
 
 def one_of(name: str, value: object, choices: Sequence[object]) -> None:

@@ -412,6 +412,7 @@ class FederatedStrategy(FlowerFedAvg):
     def close_round(self, server_round: int, arrays: ArrayRecord) -> bool:
         """End a round: callbacks, checkpoint; return whether a callback ends the run."""
         self.result.arrays = arrays
+        self._read_model(arrays)
         metrics = self._metrics(server_round)
         told = [f"{n}={value:.6g}" for n, value in metrics.items() if not n.endswith(SPREAD)]
         log(INFO, "round=%d algorithm=%s %s", server_round, self.algorithm, " ".join(told))
@@ -491,6 +492,7 @@ class FederatedStrategy(FlowerFedAvg):
         self.nodes.known |= set(run["clients"])
         self._rounds_before, self._round = run["rounds-before"], run["round"]
         self.result.arrays = ArrayRecord({name: Array(a) for name, a in found.model.items()})
+        self._read_model(self.result.arrays)
         for phase, rows in zip(self._phases_of_result(), run["history"], strict=True):
             phase.update({number: MetricRecord(row) for number, row in rows})
         rows = {number: self._metrics(number) for number in range(1, self._round + 1)}
@@ -609,10 +611,10 @@ class FederatedStrategy(FlowerFedAvg):
             row["data-share"] = row["examples"] / examples
         return ArrayRecord({name: Array(array) for name, array in model.items()})
 
-    def model_record(self, vector: Vector) -> ArrayRecord:
-        """Return the model with its trainable arrays out of ``vector`` [d]."""
+    def model_record(self, vector: Vector, buffers: Arrays | None = None) -> ArrayRecord:
+        """Return the model with its trainable arrays out of ``vector`` [d], and its ``buffers``."""
         assert self._layout is not None
-        model = self._layout.unpack(vector, self._model)
+        model = self._layout.unpack(vector, {**self._model, **(buffers or {})})
         return ArrayRecord({name: Array(array) for name, array in model.items()})
 
     def _with_vectors(self, arrays: ArrayRecord) -> ArrayRecord:

@@ -175,13 +175,11 @@ class RunConfig:
     def strategy(self, **options: Any) -> FederatedStrategy:
         """Return the strategy, with ``options`` for its base."""
         local = self.local()
-        if self.lr_decay:
-            local["lr"] = step_decay(self.lr, self.rounds)
         params = parse_params(self.params)
         known = knobs(self.algorithm)
         if unknown := sorted(params.keys() - set(known)):
             raise ValueError(f"{self.algorithm} has no knob {unknown}; it has {known}")
-        return STRATEGIES[self.algorithm](
+        strategy = STRATEGIES[self.algorithm](
             fraction_train=self.fraction,
             fraction_evaluate=self.fraction_evaluate,
             seed=self.seed,
@@ -192,6 +190,9 @@ class RunConfig:
             **params,
             **options,
         )
+        if self.lr_decay:
+            strategy.local["lr"] = step_decay(self.lr, strategy.exchanges_in(self.rounds))
+        return strategy
 
     @property
     def torch_device(self) -> torch.device:

@@ -471,6 +471,25 @@ def test_every_cloud_server_has_an_active_device_however_small_the_fraction() ->
     assert sorted(client % 3 for client in one._acked) == [0, 1, 2]
 
 
+def test_a_device_by_which_a_summed_step_leaves_its_bound_is_told_of_and_ends_no_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one = fedbcd_(reduce="sum", eta_z=0.25)
+    train(one, grid(quadratics(4)), 1)
+    assert "must be <= 1" not in caplog.text
+    one.nodes.known.add(7)
+    one.place()
+    assert "with client 7: eta_z * gamma * |Q| must be <= 1" in caplog.text
+    assert one._cloud_of[7] == 0
+
+
+@pytest.mark.parametrize("name", ["box", "extrapolation"])
+def test_what_the_strategy_sets_itself_is_not_taken_from_local(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} of local is this strategy's to set"):
+        FedBCD(local={name: 0.3})
+    FedBCD(local={"box": 2.0, "extrapolation": 0.0})
+
+
 def test_the_history_has_each_devices_weight_by_gamma() -> None:
     rows: list[dict[int, dict[str, float]]] = []
     one = fedbcd_(gamma=[1.0, 2.0, 5.0], callbacks=[lambda info: rows.append(dict(info.clients))])
@@ -509,12 +528,12 @@ def test_the_devices_own_models_are_measured_beside_the_common_one() -> None:
         ({"gamma": [0.5, -1.0]}, r"gamma must be > 0, got -1.0"),
         ({"eta_z": 1.5}, r"eta_z must be > 0 and <= 1, got 1.5"),
         ({"zeta": 1.0}, r"zeta must be >= 0 and < 1, got 1.0"),
-        ({"zeta": -0.1}, r"zeta must be >= 0, got -0.1"),
+        ({"zeta": -0.1}, r"zeta must be >= 0 and < 1, got -0.1"),
         ({"box": 0.0}, r"box must be > 0, got 0.0"),
         ({"reduce": "max"}, r"reduce must be one of \['mean', 'sum'\], got 'max'"),
-        ({"repeats": 0}, r"repeats must be >= 1, got 0"),
+        ({"repeats": 0}, r"repeats must be an integer >= 1, got 0"),
         ({"repeats": 1.5}, r"repeats must be an integer >= 1, got 1.5"),
-        ({"servers": 0}, r"servers must be >= 1, got 0"),
+        ({"servers": 0}, r"servers must be an integer >= 1, got 0"),
         ({"assignment": "random"}, r"assignment must be one of \['modulo', 'blocks'\]"),
         (
             {"reduce": "sum", "min_available_nodes": 3},
@@ -534,7 +553,7 @@ def test_bad_knobs_are_refused_with_bound_and_value(
     ("knobs", "message"),
     [
         ({"gamma": 1.1}, r"gamma must be > 0 and <= 1, got 1.1"),
-        ({"offline_rounds": 0}, r"offline_rounds must be >= 1, got 0"),
+        ({"offline_rounds": 0}, r"offline_rounds must be an integer >= 1, got 0"),
         ({"fraction_available": 0.0}, r"fraction_available must be > 0 and <= 1, got 0.0"),
     ],
 )

@@ -16,16 +16,22 @@ one step for K_z; w of the first.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Error, Message
+import torch
+from flwr.app import Array, ArrayRecord, Error, Message
 from problems import DIM, grid, make_client_app, quadratics, to_record, to_vector
 from test_fedbcd import aspg, devices, drop, fedbcd_, sum_of_last_models
 from test_laws import START, STEPS, Shuffled, local, train
+from torch.nn.functional import cross_entropy
 
-from fl_strategies import FedBCDAsync, RoundInfo, fedbcd_async
+from clients import AnyAlgorithmClient, DirectoryStore, FlatModel, Problem, client_app, client_id
+from fl_strategies import Checkpoints, FedBCDAsync, RoundInfo, fedbcd_async
+from simulations import models
 from simulations.in_process import InProcessGrid
 
 
@@ -206,6 +212,81 @@ def test_a_newcomers_update_is_bounded_from_its_own_cloud_servers_model() -> Non
     assert taken != {i for i in far if far_from_mean[i] <= one.clipping_norm}
 
 
+@pytest.mark.parametrize("options", [{}, {"rigorous": True}, {"staleness": 2}], ids=str)
+def test_two_starts_are_one_that_is_as_long(options: dict[str, Any]) -> None:
+    problems, knobs = quadratics(6), {"servers": 3, "first": 1, "fraction_train": 0.5, **options}
+    one, two = async_(**knobs), async_(**knobs)
+    whole = one.start(grid(problems), to_record(START), 7)
+    federation = grid(problems)
+    half = two.start(federation, to_record(START), 4)
+    rest = two.start(federation, half.arrays, 3)
+    np.testing.assert_array_equal(to_vector(rest.arrays), to_vector(whole.arrays))
+    for mine, theirs in zip(two.cloud_models, one.cloud_models, strict=True):
+        np.testing.assert_array_equal(to_vector(mine), to_vector(theirs))
+    seconds = [r.train_metrics_clientapp for r in (whole, rest)]
+    assert seconds[1][3]["virtual-seconds"] == seconds[0][7]["virtual-seconds"]
+
+
+def test_from_another_model_the_cloud_servers_begin_there() -> None:
+    one = async_(servers=3, first=1)
+    train(one, grid(quadratics(6)), 3)
+    one.open(to_record(2 * START), 1)
+    for model in one.cloud_models:
+        np.testing.assert_array_equal(to_vector(model), 2 * START)
+
+
+class EndAfter:
+    """Ends the process, as it were, in the round after so many."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+
+    def __call__(self, info: RoundInfo) -> None:
+        if info.server_round > self.rounds:
+            raise KeyboardInterrupt
+
+
+def test_killed_with_work_under_way_and_running_statistics_it_ends_as_if_never(
+    tmp_path: Path,
+) -> None:
+    """Cloud servers' devices are asked again with the statistics that they were sent before."""
+    rng = np.random.default_rng(0)
+    inputs = torch.tensor(rng.normal(size=(6, 5, 1, 4, 4)) + np.arange(6).reshape(6, 1, 1, 1, 1))
+    targets = torch.tensor(rng.integers(0, 3, (6, 5)))
+
+    def model() -> FlatModel:
+        return FlatModel(models.build("cnn-bn", (1, 4, 4), 3, seed=0), dtype=torch.float64)
+
+    def run(folder: Path, lives: list[int]) -> dict[str, np.ndarray]:
+        def client_fn(context: Any) -> AnyAlgorithmClient:
+            me = client_id(context)
+            problem = Problem(model(), cross_entropy, inputs[me], targets[me])
+            store = DirectoryStore(folder / "states", me)
+            return AnyAlgorithmClient(problem, client_id=me, store=store)
+
+        for rounds in lives:
+            one = async_(
+                servers=3, first=1, buffers=model().buffers, seed=1, callbacks=[EndAfter(rounds)],
+                local={"batch-size": 2, "epochs": 1, "lr": 0.05},  # 2 + 2 + 1: one alone
+                checkpoints=Checkpoints(folder / "checkpoints"),
+            )  # fmt: skip
+            initial = {
+                n: Array(t.numpy(force=True)) for n, t in model().module.state_dict().items()
+            }
+            with suppress(KeyboardInterrupt):
+                one.start(
+                    InProcessGrid(client_app(client_fn), 6), ArrayRecord(initial), 8, resume=True
+                )
+        arrays = [one.result.arrays, *one.cloud_models]
+        return {f"{n} {name}": a.numpy() for n, r in enumerate(arrays) for name, a in r.items()}
+
+    expected = run(tmp_path / "whole", [99])
+    for lives in ([3, 5, 99], [99, 99]):  # the last had ended before
+        found = run(tmp_path / str(len(lives)), lives)
+        for name, array in expected.items():
+            np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
 # ---- by arrival ---------------------------------------------------------------------------------
 
 
@@ -381,10 +462,10 @@ def test_by_arrival_a_request_that_could_not_be_sent_is_not_waited_for() -> None
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"servers": 4, "first": 5}, r"first must be >= 1 and <= 4, got 5"),
-        ({"servers": 4, "first": 0}, r"first must be >= 1 and <= 4, got 0"),
+        ({"servers": 4, "first": 5}, r"first must be an integer >= 1 and <= 4, got 5"),
+        ({"servers": 4, "first": 0}, r"first must be an integer >= 1 and <= 4, got 0"),
         ({"servers": 4, "first": 1.5}, r"first must be an integer >= 1 and <= 4, got 1.5"),
-        ({"staleness": 0}, r"staleness must be >= 1, got 0"),
+        ({"staleness": 0}, r"staleness must be an integer >= 1, got 0"),
         ({"order": "random"}, r"order must be one of \['virtual', 'arrival'\], got 'random'"),
         ({"rigorous": True, "order": "arrival"}, r'rigorous needs order="virtual"'),
     ],

@@ -255,14 +255,22 @@ def test_the_coins_follow_the_seed() -> None:
     assert coins(1) == coins(1) != coins(2)
 
 
+def test_starts_of_one_round_each_come_to_every_exchange() -> None:
+    problems, short, whole = quadratics(3), strategy(p=0.5), strategy(p=0.5)
+    federation, arrays = grid(problems), to_record(START)
+    for _ in range(12):
+        arrays = short.start(federation, arrays, 1).arrays
+    np.testing.assert_array_equal(to_vector(arrays), train(whole, grid(problems), 12))
+    assert short.exchanges == whole.exchanges > 3
+
+
 def test_a_second_start_goes_on_with_the_rounds_that_were_left() -> None:
     problems = quadratics(3)
     at_once, in_two = strategy(p=0.5, seed=1), strategy(p=0.5, seed=1)
     model = train(at_once, grid(problems), 20)
     federation = grid(problems)
     half = in_two.start(federation, to_record(START), 7).arrays
-    left = 20 - in_two.next_rounds.start
-    found = in_two.start(federation, half, left).arrays
+    found = in_two.start(federation, half, 13).arrays
     np.testing.assert_array_equal(to_vector(found), model)
 
 
@@ -623,14 +631,14 @@ def test_state_in_a_directory_gives_the_same_model_as_in_the_context(tmp_path: P
     ("knobs", "message"),
     [
         ({"eta": 0.0}, r"eta must be > 0, got 0.0"),
-        ({"p": -0.1}, r"p must be >= 0, got -0.1"),
+        ({"p": -0.1}, r"p must be >= 0 and < 1, got -0.1"),
         ({"p": 1.0}, r"p must be >= 0 and < 1, got 1.0"),
-        ({"p": float("nan")}, r"p must be >= 0, got nan"),
+        ({"p": float("nan")}, r"p must be >= 0 and < 1, got nan"),
         ({"oracle": "III"}, r"oracle must be one of \['I', 'II'\], got 'III'"),
         ({"gamma": -1.0}, r"gamma must be > 0, got -1.0"),
-        ({"inner_steps": 0}, r"inner_steps must be >= 1, got 0"),
-        ({"inner_batch": -1}, r"inner_batch must be >= 0, got -1"),
-        ({"full_every": 0}, r"full_every must be >= 1, got 0"),
+        ({"inner_steps": 0}, r"inner_steps must be an integer >= 1, got 0"),
+        ({"inner_batch": -1}, r"inner_batch must be an integer >= 0, got -1"),
+        ({"full_every": 0}, r"full_every must be an integer >= 1, got 0"),
         ({"x0_rule": "mine"}, r"x0_rule must be one of \['paper', 'authors'\], got 'mine'"),
         ({"missing": "wait"}, r"missing must be one of \['void', 'proceed'\], got 'wait'"),
         ({"fraction_train": 0.5}, r"fraction_train must be 1: FedPD asks all clients, got 0.5"),

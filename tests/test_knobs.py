@@ -38,7 +38,7 @@ def test_a_schedule_holds_from_each_first_round_on() -> None:
 
 
 def test_rates_fall_tenfold_at_half_and_at_three_quarters() -> None:
-    for rounds in (4, 8, 100, 1000):
+    for rounds in (1, 2, 3, 4, 5, 8, 100, 1000):
         schedule = step_decay(0.6, rounds)
         for t in range(1, rounds + 1):
             done = (t - 1) / rounds  # share of the rounds before this one
@@ -58,6 +58,7 @@ def test_rates_fall_tenfold_at_half_and_at_three_quarters() -> None:
         (math.inf, {"above": 0.0}, "rho must be > 0, got inf"),
         (True, {}, "rho must be finite, got True"),
         ("1", {}, "rho must be finite, got '1'"),
+        (1.0, {"low": 0.0, "below": 1.0}, r"rho must be >= 0 and < 1, got 1\.0"),
         ({0: 1.0, 5: -1.0}, {"low": 0.0}, r"rho must be >= 0, got -1\.0"),
         ({1: 1.0}, {}, r"rho: a schedule starts at round 0, got rounds \[1\]"),
         ({0: 1.0, -1: 1.0}, {}, r"got rounds \[-1, 0\]"),
@@ -68,12 +69,12 @@ def test_a_knob_outside_its_range_is_named_with_bound_and_value(
     knob: Any, bounds: dict[str, float], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        check("rho", knob, **bounds)
+        check("rho", knob, scheduled=True, **bounds)
 
 
 def test_a_knob_on_its_closed_bounds_passes() -> None:
     for knob in (0, 2, 0.5, {0: 0.0, 3: 2.0}, np.float64(1.0)):
-        check("rho", knob, low=0.0, high=2.0)
+        check("rho", knob, low=0.0, high=2.0, scheduled=True)
 
 
 # ---- random streams -----------------------------------------------------------------------------

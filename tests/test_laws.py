@@ -249,6 +249,7 @@ OTHER_DUAL = {
     "lambda_max": 0.1,
     "dual_momentum": 0.0,
 }
+DUAL_NEEDS = {name: {"dual_momentum": 0.0} for name in ("alpha", "alpha_gamma")}
 
 TABLE = [
     Row("fedsgd", pooled, updates=1, local={"solver": "gd", "epochs": 1}),
@@ -282,12 +283,13 @@ TABLE = [
         policies=frozenset({"missing"}),
         partial=False,
     ),
-    Row("fedbc", mean_of_minimisers, DUAL, OTHER_DUAL | {"local_start": "global"}),
+    Row("fedbc", mean_of_minimisers, DUAL, OTHER_DUAL | {"local_start": "global"}, DUAL_NEEDS),
     Row(
         "per-fedbc",
         meta_biased(0.05, 1),
         DUAL | {"inner_rate": 0.05},
         OTHER_DUAL | {"inner_rate": 0.1, "inner_steps": 2},
+        DUAL_NEEDS,
         updates=4,
     ),
     Row("fedbcd", penalised(1.0), {"box": None}, CLOUDS, CLOUDS_NEED),

@@ -22,9 +22,9 @@ from test_laws import RATE, START, local, train
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from clients import FlatModel, Problem
+from clients import FlatModel, LocalTraining, Problem
 from clients.meta import Derivatives
-from fl_strategies import FedAvg, PerFedAvg, per_fedavg
+from fl_strategies import FedAvg, PerFedAvg, PerFedBC, PFedMe, per_fedavg
 from fl_strategies.randomness import stream
 from simulations.in_process import FIRST_NODE
 
@@ -228,11 +228,34 @@ def test_the_training_loss_is_the_mean_over_the_gradients_of_a_step() -> None:
     assert metrics["steps"] == 1
 
 
+@pytest.mark.parametrize("kind", [PerFedAvg, PerFedBC, PFedMe])
+def test_outer_steps_may_be_drawn_by_the_clients_own_stream(kind: Any) -> None:
+    seen: list[float] = []
+    one = kind(
+        local={"lr": 0.01, "steps": 9, "random-steps": True, "batch-size": 3},
+        callbacks=[lambda info: seen.extend(row["steps"] for row in info.clients.values())],
+        fraction_evaluate=0.0,
+        **({"inner_steps": 1} if kind is PFedMe else {}),
+    )
+    train(one, grid(quadratics(5)), 4)
+    assert min(seen) >= 1
+    assert max(seen) <= 9
+    assert len(set(seen)) > 3
+
+
+@pytest.mark.parametrize("kind", [PerFedAvg, PerFedBC])
+def test_a_client_set_up_for_more_than_plain_steps_says_so(
+    kind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = LocalTraining(momentum=0.5)
+    train(kind(fraction_evaluate=0.0), grid(quadratics(2), training=training), 1)
+    assert "momentum must be one of [0], got 0.5" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
         ({"inner_rate": -0.1}, r"inner_rate must be >= 0, got -0.1"),
-        ({"inner_rate": {0: 0.1}}, r"inner_rate must be >= 0, got \{0: 0.1\}"),
         ({"meta_gradient": "hf"}, r"meta_gradient must be one of \['exact', 'first-order'\], got"),
         ({"weights": "equal"}, r"weights must be one of \['examples', 'uniform'\], got 'equal'"),
         ({"local": {"solver": "adam"}}, r"per-fedavg takes plain .* \['sgd', 'gd'\], got 'adam'"),

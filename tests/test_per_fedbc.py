@@ -182,7 +182,7 @@ def test_the_training_loss_is_reported() -> None:
     ("knobs", "message"),
     [
         ({"inner_rate": -0.1}, r"inner_rate must be >= 0, got -0.1"),
-        ({"inner_steps": 0}, r"inner_steps must be >= 1, got 0"),
+        ({"inner_steps": 0}, r"inner_steps must be an integer >= 1, got 0"),
         ({"inner_steps": 1.5}, r"inner_steps must be an integer >= 1, got 1.5"),
         ({"local": {"solver": "adam"}}, r"solver must be one of \['sgd', 'gd'\], got 'adam'"),
         ({"local": {"momentum": 0.5}}, r"momentum must be one of \[0\], got 0.5"),
