@@ -726,7 +726,7 @@ def test_a_huge_upload_neither_voids_the_round_nor_moves_the_model_beyond_the_bo
     for ends in itertools.product(*bounds.values()):
         scalars = dict(zip(bounds, ends, strict=True))
         found = the_round(before, {LAST: partial(huge, **scalars)})
-        assert 3 in found.state["_acked"].values()  # the round counts
+        assert found.state["_acked"] != before.strategy._acked  # the round counts
         assert np.linalg.norm(found.theta - theta) <= bound * (1 + 1e-12)
     found = the_round(before, {LAST: huge})
     if before.strategy.books_changes:
