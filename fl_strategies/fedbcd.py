@@ -86,12 +86,17 @@ def booked(book: Sum, change: Vector, *, gamma: float, devices: int = 0) -> Sum:
     return Sum(book.total + gamma * change, book.weight + devices * gamma)
 
 
+def mean(zs: Sequence[Vector]) -> Vector:
+    """Return the mean of the servers' models."""
+    return sum(zs[1:], zs[0]) / len(zs)
+
+
 def server_rule(
     zs: Sequence[Vector], books: Sequence[Sum], *, rate: float, reduce: Reduce, repeats: int = 1
 ) -> list[Vector]:
     """Return the servers' models after ``repeats`` steps, each by (4) or (5) from their mean."""
     for _ in range(repeats):
-        w = sum(zs[1:], zs[0]) / len(zs)
+        w = mean(zs)
         apart = [book.weight * w - book.total for book in books]
         by = [1.0 if reduce == "sum" else book.weight for book in books]
         zs = [w - rate * (a / b) for a, b in zip(apart, by, strict=True)]

@@ -42,12 +42,12 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 import numpy as np
 
 from fl_strategies.clouds import CloudOptions
-from fl_strategies.fedbcd import BookedStrategy, server_rule
+from fl_strategies.fedbcd import BookedStrategy, mean, server_rule
 from fl_strategies.replies import gone, only, read, sender
 from fl_strategies.schedules import check, one_of
 from fl_strategies.strategy import Upload
 from fl_strategies.subproblem import Vector
-from fl_strategies.wire import BadReply
+from fl_strategies.wire import BadReply, decode
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord, ConfigRecord, Message, Metadata
@@ -147,7 +147,7 @@ class FedBCDAsync(BookedStrategy):
 
     def begin(self, theta: Vector) -> None:
         super().begin(theta)
-        if self._z and np.array_equal(theta, self._mean(self._z).astype(theta.dtype)):
+        if self._z and np.array_equal(theta, mean(self._z).astype(theta.dtype)):
             self._unfinished = self.unfinished  # it goes on from where it ended
         else:
             self._z, self._unfinished = [theta] * self.servers, {}
@@ -155,17 +155,15 @@ class FedBCDAsync(BookedStrategy):
         self._phases, self._underway = {}, {}
         self._started = time.monotonic() - self._seconds
 
-    @staticmethod
-    def _mean(z: list[Vector]) -> Vector:
-        return sum(z[1:], z[0]) / len(z)
-
     def sent(self, theta: Vector, client: int) -> Vector:
         return self._z[self._cloud_of[client]]
 
     @property
     def cloud_models(self) -> list[ArrayRecord]:
         """Each cloud server's model, 0 to V - 1."""
-        return [self.model_record(z) for z in self._z]
+        last = self.result.arrays
+        buffers = {name: decode(last[name]) for name in self.buffers}
+        return [self.model_record(z, buffers) for z in self._z]
 
     @property
     def unfinished(self) -> dict[int, Sequence[Any]]:
@@ -267,7 +265,7 @@ class FedBCDAsync(BookedStrategy):
             mixed = server_rule([self._z[n] for n in group], books, **step)
             for n, z in zip(group, mixed, strict=True):
                 self._next_z[n] = np.asarray(z, theta.dtype)
-        return self._mean(self._next_z)
+        return mean(self._next_z)
 
     def commit(self, server_round: int) -> None:
         super().commit(server_round)

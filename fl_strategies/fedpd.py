@@ -219,8 +219,10 @@ class FedPD(FederatedStrategy):
         super().open(initial_arrays, num_rounds)
 
     def exchanges_in(self, num_rounds: int) -> int:
-        """Return how many exchanges end the run's ``num_rounds`` algorithm rounds, and those that
-        earlier runs were asked for and did not come to."""
+        """Return how many of the run's algorithm rounds end in an exchange.
+
+        They are ``num_rounds``, and those that earlier runs were asked for and did not come to.
+        """
         rounds = range(self._first, self._before + num_rounds)
         return sum(exchanges_after(r, p=self.p, seed=self.seed) for r in rounds)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from fl_strategies.schedules import one_of
+from fl_strategies.schedules import Knob, one_of
 from fl_strategies.subproblem import Vector
 
 Gradient: TypeAlias = Callable[[Vector], Vector]
@@ -29,6 +29,12 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "extrapolation": (0,),
     "box": (0,),
 }
+
+
+def tune_at(rate: Knob, local: dict[str, Any]) -> None:
+    """Have ``fine-tune`` of ``local`` step by the rule's inner ``rate``, if no other is set."""
+    if local.get("fine-tune-lr", -1.0) == -1.0:
+        local["fine-tune-lr"] = rate
 
 
 def check_plain_steps(algorithm: str, local: Mapping[str, Any] | None) -> None:

@@ -36,7 +36,7 @@ from __future__ import annotations
 from typing import Literal, TypeAlias, Unpack
 
 from fl_strategies.fedavg import Averaging, Weights
-from fl_strategies.meta import Gradient, HessianProduct, check_plain_steps
+from fl_strategies.meta import Gradient, HessianProduct, check_plain_steps, tune_at
 from fl_strategies.schedules import Knob, check, one_of
 from fl_strategies.strategy import Knobs, Options
 from fl_strategies.subproblem import Vector
@@ -112,8 +112,7 @@ class PerFedAvg(Averaging):
         super().__init__(weights=weights, **options)
         self.inner_rate, self.meta_gradient = inner_rate, meta_gradient
         self.local.setdefault("fine-tune", "train")
-        if self.local.get("fine-tune-lr", -1.0) == -1.0:
-            self.local["fine-tune-lr"] = inner_rate
+        tune_at(inner_rate, self.local)
 
     def client_knobs(self) -> Knobs:
         return {"inner-rate": self.inner_rate, "meta-gradient": self.meta_gradient}

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from fl_strategies.meta import Gradient, check_plain_steps
+from fl_strategies.meta import Gradient, check_plain_steps, tune_at
 from fl_strategies.proximity import (
     FIRST,
     Dual,
@@ -116,8 +116,7 @@ class PerFedBC(ProximityStrategy):
         check_plain_steps(self.algorithm, options.get("local"))
         super().__init__(**options)
         self.inner_rate, self.inner_steps = inner_rate, inner_steps
-        if self.local.get("fine-tune-lr", -1.0) == -1.0:
-            self.local["fine-tune-lr"] = inner_rate
+        tune_at(inner_rate, self.local)
 
     def client_knobs(self) -> Knobs:
         return super().client_knobs() | {

@@ -211,8 +211,14 @@ class ProximityStrategy(FederatedStrategy):
                 f" {dual_momentum}: a client makes up by (e) for rounds whose values it never saw"
             )
         super().__init__(**options)
-        # alpha and alpha_gamma may be schedules here; clients are sent one of their numbers
-        self.dual = Dual(alpha, alpha_gamma, gamma, lambda_min, lambda_max, dual_momentum)  # type: ignore[arg-type]
+        self.dual: Knobs = {
+            "alpha": alpha,
+            "alpha-gamma": alpha_gamma,
+            "gamma": gamma,
+            "lambda-min": lambda_min,
+            "lambda-max": lambda_max,
+            "dual-momentum": dual_momentum,
+        }
         self.scalar_bounds = {
             "lambda": (lambda_min, ABSURD if lambda_max == math.inf else lambda_max)
         }
@@ -220,7 +226,7 @@ class ProximityStrategy(FederatedStrategy):
         self._warned = False
 
     def client_knobs(self) -> Knobs:
-        return {name.replace("_", "-"): value for name, value in self.dual._asdict().items()}
+        return dict(self.dual)
 
     def request(self, server_round: int, client: int) -> dict[str, Scalar]:
         order = list(stream(self.seed, "dual-steps", self._clock).permutation(self.asked))

@@ -244,9 +244,8 @@ class FederatedStrategy(FlowerFedAvg):
         if unknown := sorted(self.local.keys() - LOCAL_KEYS):
             raise ValueError(f"unknown local settings {unknown}; known: {sorted(LOCAL_KEYS)}")
         for name in ("lr", "epochs"):
-            check(
-                name, cast(Knob, self.local.get(name, 1)), above=0.0, scheduled=True
-            )  # and no text
+            value = cast(Knob, self.local.get(name, 1))  # text is refused by the check
+            check(name, value, above=0.0, scheduled=True)
         for name, setting in self.local.items():
             if isinstance(setting, Mapping):
                 check(name, setting, scheduled=True)
@@ -412,7 +411,6 @@ class FederatedStrategy(FlowerFedAvg):
     def close_round(self, server_round: int, arrays: ArrayRecord) -> bool:
         """End a round: callbacks, checkpoint; return whether a callback ends the run."""
         self.result.arrays = arrays
-        self._read_model(arrays)
         metrics = self._metrics(server_round)
         told = [f"{n}={value:.6g}" for n, value in metrics.items() if not n.endswith(SPREAD)]
         log(INFO, "round=%d algorithm=%s %s", server_round, self.algorithm, " ".join(told))
@@ -492,7 +490,6 @@ class FederatedStrategy(FlowerFedAvg):
         self.nodes.known |= set(run["clients"])
         self._rounds_before, self._round = run["rounds-before"], run["round"]
         self.result.arrays = ArrayRecord({name: Array(a) for name, a in found.model.items()})
-        self._read_model(self.result.arrays)
         for phase, rows in zip(self._phases_of_result(), run["history"], strict=True):
             phase.update({number: MetricRecord(row) for number, row in rows})
         rows = {number: self._metrics(number) for number in range(1, self._round + 1)}

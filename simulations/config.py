@@ -191,7 +191,8 @@ class RunConfig:
             **options,
         )
         if self.lr_decay:
-            strategy.local["lr"] = step_decay(self.lr, strategy.exchanges_in(self.rounds))
+            exchanges = strategy.exchanges_in(self.rounds)  # in which schedules are read
+            strategy.local["lr"] = step_decay(self.lr, max(exchanges, 1))
         return strategy
 
     @property

@@ -36,6 +36,7 @@ from test_laws import RATE, START, local, train
 
 from clients import DirectoryStore, FlatModel, LocalTraining, client_id, solve
 from clients.base import to_fields
+from clients.fedbc import dual_knobs
 from fl_strategies import FedAvg, FedBC, FedProx, PerFedBC, fedbc
 from fl_strategies.proximity import (
     Dual,
@@ -264,8 +265,8 @@ def test_with_lambda_half_of_mu_it_is_fedprox_with_uniform_weights() -> None:
 
 def test_the_authors_rule_starts_from_z_and_has_momentum() -> None:
     authors, paper = strategy(**FedBC.authors_rule), strategy()
-    assert (authors.local_start, authors.dual.dual_momentum) == ("global", 0.5)
-    assert (paper.local_start, paper.dual.dual_momentum) == ("client", 0.0)
+    assert (authors.local_start, authors.dual["dual-momentum"]) == ("global", 0.5)
+    assert (paper.local_start, paper.dual["dual-momentum"]) == ("client", 0.0)
 
 
 # ---- the server -------------------------------------------------------------------------------
@@ -373,7 +374,7 @@ def test_an_unknown_start_is_refused() -> None:
 def by_the_pure_rule(problems: list[Quadratic], asked: list[dict[int, Turn]], one: FedBC) -> Any:
     """Return z after these rounds of clients' turns, without Flower."""
     training = LocalTraining(solver="gd", lr=RATE, epochs=4)
-    z, kept = START, {}
+    z, kept, dual = START, {}, dual_knobs(one.request(1, 0))
     for server_round, turns in enumerate(asked, start=1):
         for i, turn in sorted(turns.items()):
             problem, rng = problems[i].problem(), stream(0, "local", server_round, i)
@@ -382,9 +383,9 @@ def by_the_pure_rule(problems: list[Quadratic], asked: list[dict[int, Turn]], on
                 return solve(problem, start, sub, training, rng)[0]
 
             received = torch.tensor(z)
-            state = kept.get(i, first_state(received, one.dual))
+            state = kept.get(i, first_state(received, dual))
             kept[i] = fedbc.client_rule(
-                state, received, solver, dual=one.dual, turn=turn, local_start=one.local_start
+                state, received, solver, dual=dual, turn=turn, local_start=one.local_start
             )
         z, _ = server_rule((kept[i].x.numpy(), kept[i].lam) for i in sorted(turns))
     return z

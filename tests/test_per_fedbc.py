@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from clients import ContextStore, FlatModel, LocalTraining, PerFedBCClient, Problem, client_app
 from clients.base import FederatedClient
+from clients.fedbc import dual_knobs
 from fl_strategies import FedAvg, FedBC, PerFedBC, per_fedbc
 from fl_strategies.proximity import Dual, State, Turn, first_state, server_rule
 from fl_strategies.randomness import stream
@@ -128,7 +129,8 @@ def test_a_round_through_flower_equals_the_pure_rule_on_mini_batches_to_the_bit(
     settings = local(solver="sgd", epochs=2, **{"batch-size": 4})
     one = strategy(local=settings, inner_steps=2, dual_momentum=0.5)
     found = train(one, grid(problems), 2)
-    z, kept = START, [first_state(torch.tensor(START), one.dual) for _ in problems]
+    dual = dual_knobs(one.request(1, 0))
+    z, kept = START, [first_state(torch.tensor(START), dual) for _ in problems]
     clock = 0
     for server_round in (1, 2):
         order = stream(0, "dual-steps", clock).permutation([0, 1, 2]).tolist()
@@ -143,7 +145,7 @@ def test_a_round_through_flower_equals_the_pure_rule_on_mini_batches_to_the_bit(
                 return x.T @ (x @ w - y) / len(y)
 
             kept[i] = per_fedbc.client_rule(
-                kept[i], torch.tensor(z), gradient, dual=one.dual,
+                kept[i], torch.tensor(z), gradient, dual=dual,
                 turn=Turn(clock + order.index(i), 2 - order.index(i)),
                 steps=2 * -(-q.n // 4), rate=RATE, inner_rate=0.05, inner_steps=2,
             )  # fmt: skip

@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from clients import client_app
-from fl_strategies import STRATEGIES, RoundInfo
+from fl_strategies import STRATEGIES, RoundInfo, step_decay
 from fl_strategies.params import format_params, parse_params
 from simulations.compare import configs_for, main
 from simulations.config import RunConfig, knobs
@@ -309,3 +309,16 @@ def test_numbers_of_a_run_config_may_be_integers_where_floats_are_due() -> None:
     assert RunConfig.parse({"lr": 1}).lr == 1.0
     assert isinstance(RunConfig.parse({"lr": 1}).lr, float)
     assert np.isclose(RunConfig.parse({"fraction": 1}).fraction, 1.0)
+
+
+@pytest.mark.parametrize(("p", "rounds"), [(0.5, 40), (0.99, 1)])
+def test_the_rate_decays_over_the_exchanges_in_which_schedules_are_read(
+    p: float, rounds: int
+) -> None:
+    config = RunConfig.parse(
+        {"algorithm": "fedpd", "params": f"p={p}", "rounds": rounds, "lr": 0.4, "lr-decay": True}
+    )
+    strategy = config.strategy()
+    exchanges = strategy.exchanges_in(rounds)
+    assert exchanges < rounds
+    assert strategy.local["lr"] == step_decay(0.4, max(exchanges, 1))
