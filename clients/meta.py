@@ -52,8 +52,7 @@ def outer_steps(client: FederatedClient, config: Config) -> Outer:
 def plain_outer_steps(client: FederatedClient, config: Config) -> Outer:
     """As :func:`outer_steps`; raise ``ValueError`` if more is asked for than plain steps."""
     outer = outer_steps(client, config)
-    settings = {name.replace("_", "-"): value for name, value in vars(outer.training).items()}
-    check_plain_steps(client.algorithm, settings)
+    check_plain_steps(client.algorithm, outer.training.settings)
     return outer
 
 

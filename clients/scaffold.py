@@ -21,8 +21,7 @@ class SCAFFOLDClient(FederatedClient):
 
     def step(self, state: scaffold.State, theta: Tensor, solve: Solve, config: Config) -> Step:
         training, option = self.training.updated(config), knob(config, "option")
-        mine = {name: getattr(training, name.replace("-", "_")) for name in scaffold.PLAIN}
-        scaffold.check_plain(mine, option)
+        scaffold.check_plain(training.settings, option)
 
         def walk(start: Tensor, subproblem: Subproblem) -> tuple[Tensor, float]:
             w = solve(start, subproblem)

@@ -137,6 +137,11 @@ class LocalTraining:
                 raise ValueError(f"{name} must be {kind.__name__}, got {value!r}")
         self.optimizer([torch.nn.Parameter(torch.zeros(1))], module=None, batch_share=1.0)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields by the names that they have in requests."""
+        return {field.name.replace("_", "-"): getattr(self, field.name) for field in fields(self)}
+
     def updated(self, config: Mapping[str, Any]) -> LocalTraining:
         """Return these settings with those that ``config`` (kebab-case keys) sets."""
         names = [field.name for field in fields(self)]
