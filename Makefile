@@ -2,17 +2,22 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.installed-from-pyproject
+# A process per core, four at most, as each takes about a GB; tests of one xdist_group share one.
+PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadgroup
 
-.PHONY: demo deployment test lint format wheel docs clean
+.PHONY: demo deployment test test-all lint format wheel docs clean
 
 demo: $(READY)
-	$(BIN)/python -m simulations.demo
+	$(BIN)/python -m simulations.lab.demo
 
 deployment: $(READY)
-	$(BIN)/python -m simulations.deployment
+	$(BIN)/python -m simulations.lab.deployment
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(PYTEST) -m 'not slow'
+
+test-all: test
+	$(PYTEST) -m slow
 
 lint: $(READY)
 	$(BIN)/ruff check .

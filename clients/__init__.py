@@ -1,59 +1,62 @@
 """The client half: NumPyClients for every algorithm, local solvers, and the bridge to Flower."""
 
+from typing import Any
+
 from clients.any_algorithm import CLIENTS, AnyAlgorithmClient
-from clients.base import FederatedClient, Step
-from clients.bridge import client_app, client_id
-from clients.delta_sgd import DeltaSGD
-from clients.fedadmm import FedADMMClient
-from clients.fedavg import FedAvgClient
-from clients.fedbc import FedBCClient
-from clients.fedbcd import FedBCDAsyncClient, FedBCDClient, FedBCDIClient
-from clients.fedpd import FedPDClient
-from clients.fedprox import FedProxClient
-from clients.fedsgd import FedSGDClient
-from clients.moon import MOONClient
-from clients.per_fedavg import PerFedAvgClient
-from clients.per_fedbc import PerFedBCClient
-from clients.pfedme import PFedMeClient
-from clients.problem import FlatModel, Metrics, Problem
-from clients.q_fedavg import QFedAvgClient
-from clients.scaffold import SCAFFOLDClient
-from clients.solvers import SOLVERS, LocalTraining, solve
-from clients.sps import SPS
-from clients.state import ContextStore, DirectoryStore, Owner, StateError
+from clients.base import FederatedClient
+from clients.learning.delta_sgd import DeltaSGD
+from clients.learning.model import FlatModel
+from clients.learning.objective import Metrics, NoFixedSamples, Objective
+from clients.learning.oracle import ClientOracle
+from clients.learning.parts import all_but
+from clients.learning.problem import Problem
+from clients.learning.solvers import SOLVERS, solve
+from clients.learning.sps import SPS
+from clients.learning.streamed import StreamedProblem
+from clients.node.bridge import client_app, client_id
+from clients.node.in_process import InProcessGrid
+from clients.node.state import ContextStore, DirectoryStore, Owner, StateError, Store
+from clients.request import Config, Received
+from fl_strategies.core.local import LocalTraining
+from fl_strategies.core.oracle import Gradient, Oracle, Solved, Step
 
 __all__ = [
     "CLIENTS",
     "SOLVERS",
     "SPS",
     "AnyAlgorithmClient",
+    "ClientOracle",
+    "Config",
     "ContextStore",
     "DeltaSGD",
     "DirectoryStore",
-    "FedADMMClient",
-    "FedAvgClient",
-    "FedBCClient",
-    "FedBCDAsyncClient",
-    "FedBCDClient",
-    "FedBCDIClient",
-    "FedPDClient",
-    "FedProxClient",
-    "FedSGDClient",
     "FederatedClient",
     "FlatModel",
+    "Gradient",
+    "InProcessGrid",
     "LocalTraining",
-    "MOONClient",
     "Metrics",
+    "NoFixedSamples",
+    "Objective",
+    "Oracle",
     "Owner",
-    "PFedMeClient",
-    "PerFedAvgClient",
-    "PerFedBCClient",
     "Problem",
-    "QFedAvgClient",
-    "SCAFFOLDClient",
+    "Received",
+    "Solved",
     "StateError",
     "Step",
+    "Store",
+    "StreamedProblem",
+    "all_but",
     "client_app",
     "client_id",
     "solve",
 ]
+for _client in CLIENTS.values():
+    globals()[_client.__name__] = _client
+    __all__ += [_client.__name__]
+
+
+def __getattr__(name: str) -> Any:
+    """Say to type checkers that each algorithm's client is here: ``FedADMMClient`` and so on."""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,44 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from flwr.client import NumPyClient
 
-from clients.base import Arrays, Config, FederatedClient
-from clients.fedadmm import FedADMMClient
-from clients.fedavg import FedAvgClient
-from clients.fedbc import FedBCClient
-from clients.fedbcd import FedBCDAsyncClient, FedBCDClient, FedBCDIClient
-from clients.fedpd import FedPDClient
-from clients.fedprox import FedProxClient
-from clients.fedsgd import FedSGDClient
-from clients.moon import MOONClient
-from clients.per_fedavg import PerFedAvgClient
-from clients.per_fedbc import PerFedBCClient
-from clients.pfedme import PFedMeClient
-from clients.q_fedavg import QFedAvgClient
-from clients.scaffold import SCAFFOLDClient
+from clients.base import FederatedClient
+from clients.request import Arrays, Config
+from fl_strategies import STRATEGIES, FederatedStrategy
+
+
+def _client_of(strategy: type[FederatedStrategy]) -> type[FederatedClient]:
+    """Return the client of the strategy's algorithm, which stands in the module that it names."""
+    name = strategy.client_module or f"clients.{strategy.__module__.rpartition('.')[2]}"
+    found: object
+    for found in vars(importlib.import_module(name)).values():
+        if (
+            isinstance(found, type)
+            and issubclass(found, FederatedClient)
+            and vars(found).get("algorithm") == strategy.algorithm
+        ):
+            return found
+    raise LookupError(f"{name} has no client with algorithm = {strategy.algorithm!r}")
+
 
 CLIENTS: dict[str, type[FederatedClient]] = {
-    client.algorithm: client
-    for client in (
-        FedSGDClient,
-        FedAvgClient,
-        FedProxClient,
-        SCAFFOLDClient,
-        QFedAvgClient,
-        FedADMMClient,
-        FedPDClient,
-        FedBCClient,
-        PerFedBCClient,
-        FedBCDClient,
-        FedBCDIClient,
-        FedBCDAsyncClient,
-        MOONClient,
-        PerFedAvgClient,
-        PFedMeClient,
-    )
+    name: _client_of(strategy) for name, strategy in STRATEGIES.items()
 }
 """Every client by the name of its algorithm."""
 

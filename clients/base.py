@@ -4,45 +4,29 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from logging import WARNING
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
-import torch
 from flwr.client import NumPyClient
-from flwr.common import log
 from torch import Tensor
 
-from clients.problem import Problem
-from clients.replay import seed_generators
-from clients.solvers import FULL_BATCH, Info, LocalTraining, default_training, solve
-from clients.state import DamagedState, Fields, Owner, Store, fresh_nonce, peek, settle
-from fl_strategies.randomness import stream
-from fl_strategies.subproblem import Solve, Subproblem
-from fl_strategies.wire import checksum
+from clients.evaluating import Rest, fine_tuned, measured, named
+from clients.keeping import Keeper, Kept, State
+from clients.learning.objective import Objective
+from clients.learning.oracle import ClientOracle
+from clients.learning.replay import kept_generators, seed_generators
+from clients.node.state import Store
+from clients.request import Arrays, Config, Received, generator, round_of, weight_in_secret
+from fl_strategies import STRATEGIES
+from fl_strategies.core.hyperparameters import check_request
+from fl_strategies.core.local import LocalTraining, default_training
+from fl_strategies.core.oracle import Solved, Step
+from fl_strategies.core.randomness import stream
+from fl_strategies.core.schedules import check
+from fl_strategies.server.wire import checksum
 
-Config: TypeAlias = Mapping[str, Any]
-Arrays: TypeAlias = list[npt.NDArray[Any]]
-Look: TypeAlias = Callable[[Store, Owner, int | None], tuple[int, Fields | None]]
-State: TypeAlias = Any
-"""A named tuple of tensors and numbers: what an algorithm's client keeps for the next round."""
-
-
-class Step(NamedTuple):
-    """What an algorithm's rule made of a request."""
-
-    upload: Tensor
-    """The vector [d] to send."""
-    state: State | None = None
-    """What to keep."""
-    scalars: Mapping[str, float] = {}
-    """Numbers to send beside it."""
-    infos: Sequence[Info] = ()
-    """What local training came to, where it was not done by ``solve``."""
-    beside: Mapping[str, Tensor] = {}
-    """Further vectors [d] to send, one for each name of the client's ``beside``."""
+MAX_STEPS = 1_000_000
+"""Local steps that a client takes for one request where it is not told another bound."""
 
 
 class FederatedClient(NumPyClient):
@@ -50,60 +34,64 @@ class FederatedClient(NumPyClient):
 
     Parameters
     ----------
-    problem : Problem
-        Model, loss and training examples.
+    problem : Objective
+        Model, loss and training samples.
     client_id : int >= 0
         The stable id (partition id, else node id) that the client's random streams derive from.
-    test : Problem, optional
-        The client's own test examples, on the same model; needed to evaluate.
+    test : Objective, optional
+        The client's own test samples, on the same model; needed to evaluate.
     store : Store, optional
         Where state is kept; needed by algorithms whose clients keep any.
     training : LocalTraining, optional
         How to train where the server does not say.
+    max_steps : int >= 1 (default 1,000,000)
+        Most local steps (:meth:`most_steps`) that one request may ask for, whatever its ``steps``,
+        ``epochs``, ``algorithm-rounds`` and the like; a request for more is refused before any.
 
     Raises
     ------
     ValueError
-        If the received arrays do not fit the model, or the request or client lacks what is needed.
+        If the received arrays do not fit the model, the request or client lacks what is needed, or
+        the request asks for more than ``max_steps``.
     StateError
-        If the stored state is another algorithm's or model's. One that is damaged counts as lost.
+        If the stored state is another algorithm's, model's, run's or client's. One that is damaged
+        counts as lost.
     """
 
     algorithm: ClassVar[str]
     state_type: ClassVar[type | None] = None
     """The named tuple that the client keeps, if any."""
     beside: ClassVar[tuple[str, ...]] = ()
-    """As the strategy's: names of the vectors [d] that travel beside the model. ``step`` finds
-    those received in its ``config``, by name."""
-    infos: list[Info]
-    """What the solver did in this request, one for each time it was called."""
+    """As the strategy's: names of the vectors [d] that travel beside the model."""
 
     def __init__(
         self,
-        problem: Problem,
+        problem: Objective,
         *,
         client_id: int,
-        test: Problem | None = None,
+        test: Objective | None = None,
         store: Store | None = None,
         training: LocalTraining | None = None,
+        max_steps: int = MAX_STEPS,
     ) -> None:
+        check("max_steps", max_steps, low=1, integer=True)
         self.problem, self.client_id, self.test = problem, client_id, test
         self.store, self.training = store, training or default_training()
-        self.infos: list[Info] = []
+        self.max_steps = max_steps
 
     # ---- what an algorithm adds -------------------------------------------------------------
 
-    def step(self, state: State, theta: Tensor, solve: Solve, config: Config) -> Step:
-        """Apply the client rule to ``state`` (None if it keeps none) and the model received."""
+    def step(self, state: State, received: Received, oracle: ClientOracle, config: Config) -> Step:
+        """Call the client rule and return what it made of the request.
+
+        ``state`` is what the client keeps, None if it keeps nothing; ``oracle`` gives access to
+        its loss; ``config`` is what the request says, with the ``round`` that it is about.
+        """
         raise TypeError(f"{type(self).__name__} must define step")
 
     def first_state(self, theta: Tensor, config: Config) -> State:
         """Return the state of a newcomer."""
         return None
-
-    def objective(self, state: State, theta: Tensor, config: Config) -> Problem:
-        """Return the problem that ``solve`` works on in ``step``: by default f_i, the client's."""
-        return self.problem
 
     def rounds(self, config: Config) -> Sequence[int]:
         """Return the numbers of the rounds that a request asks for: one, the server's.
@@ -112,17 +100,21 @@ class FederatedClient(NumPyClient):
         upload of the one before. Random streams derive from these numbers, and ``step`` finds its
         own as ``config["round"]``.
         """
-        return [int(config.get("server-round", 0))]
+        return [round_of(config)]
+
+    def most_steps(self, config: Config) -> float:
+        """Return the most local steps, each a gradient on a mini-batch, that a round may take."""
+        return self.problem.most_steps(self.training.updated(config))
 
     def own_model(self, state: State) -> Tensor | None:
-        """Return the client's own model [d], if the algorithm keeps one."""
+        """Return the personalized model [d], if the algorithm keeps one."""
         return None
 
     @property
     def array_names(self) -> list[str]:
         """Names of the model's arrays, in the order in which the client expects and returns them.
 
-        Those of the vectors ``beside`` follow in the same order, buffers left out.
+        Those of the vectors ``beside`` follow in the same order, each trained parameter once.
         """
         return self.problem.model.names
 
@@ -137,231 +129,160 @@ class FederatedClient(NumPyClient):
         return self.problem.model.arrays(self.problem.model.vector)
 
     def fit(self, parameters: Arrays, config: Config) -> tuple[Arrays, int, dict[str, Any]]:
-        """Train; return the upload (arrays like those received), examples and metrics.
+        """Train; return the upload (arrays like those received), number of samples, and metrics.
 
         Metrics: ``train-loss`` and ``train-accuracy`` over the last epoch's batches, ``steps``,
-        ``epochs``, ``residual`` where it was measured, and the algorithm's own scalars.
+        ``epochs``, ``residual`` where it was measured, and the algorithm's own scalars;
+        ``device`` is the kind of device that the client computed on.
         """
-        theta, beside = self._loaded(parameters)
-        server_round = int(config.get("server-round", 0))
-        training = self.training.updated(config)
-        infos: list[Info] = []
-        self.infos = infos
-
-        def solve_here(start: Any, subproblem: Subproblem) -> Any:
-            w, info = solve(objective, start, subproblem, training, rng)
-            infos.append(info)
-            return w
-
-        seed = int(config.get("seed", 0))
-        state, nonce = self._settled(theta, config)
-        cuda = [theta.device] if theta.is_cuda else []
-        with torch.random.fork_rng(devices=cuda):
-            for number in self.rounds(config):
-                rng = np.random.default_rng()  # where no round is named, none is repeated
-                if "server-round" in config:
-                    rng = stream(seed, "local", number, self.client_id)
-                # dropout masks and the like
-                seed_generators(int(rng.integers(2**63)), theta.device)
-                asked = {**config, **beside, "round": number}
-                objective = self.objective(state, theta, asked)
-                step = self.step(state, theta, solve_here, asked)
-                state, theta = step.state, step.upload
-                infos.extend(step.infos)
-        metrics: dict[str, Any] = dict(step.scalars)
-        if infos:
-            last = infos[-1]
-            metrics["train-loss"] = last.loss
-            metrics["steps"] = sum(info.steps for info in infos)
-            metrics["epochs"] = sum(info.epochs for info in infos)
-            if self.problem.classifies:
-                metrics["train-accuracy"] = last.accuracy
-            if not math.isnan(last.residual):
-                metrics["residual"] = last.residual
-        if step.state is not None:
-            assert self.store is not None
-            fields = to_fields(step.state) | {"nonce": np.frombuffer(nonce.encode(), np.uint8)}
-            self.store.save(self._owner(), server_round, fields)
-            metrics["state-nonce"] = nonce
-        arrays = self._arrays(step)
+        self._check(config)
+        model = self.problem.model
+        received = Received(*model.load_all(parameters, self.beside, self.algorithm))
+        kept = self.keeper.settled(config, received.theta)
+        model.load_kept(kept.arrays)
+        steps = self._run(self._state(kept, received.theta, config), received, config)
+        kept = Kept(steps[-1].state, kept.nonce, model.kept_arrays())
+        self.keeper.save(config, kept)
+        metrics = self._metrics(steps, config)
+        if kept.nonce:
+            metrics["state-nonce"] = kept.nonce
+        arrays = model.all_arrays(steps[-1].upload, [steps[-1].beside[n] for n in self.beside])
         if config.get("checksums"):
             metrics["checksums"] = " ".join(checksum(array) for array in arrays)
-        # set by Flower's wrappers; a legacy server's strategy does not see it otherwise
-        bound = config.get("clipping_norm", config.get("clipping-norm"))
-        if bound is not None:
-            metrics["clipping-norm"] = bound
+        samples = len(self.problem)
         if "secure-range" in config:
-            return arrays, self._in_secret(arrays, config), metrics
-        return arrays, len(self.problem), metrics
-
-    def _in_secret(self, arrays: Arrays, config: Config) -> int:
-        """Return the weight in a masked sum; raise for what the masks would silently cut off."""
-        largest = max(float(np.abs(array).max(initial=0.0)) for array in arrays)
-        if not largest <= config["secure-range"]:
-            raise ValueError(
-                "the upload's entries must be at most the clipping_range of SecAggPlusWorkflow,"
-                f" {config['secure-range']:g}, in size, got {largest:g}"
-            )
-        if config["secure-alike"]:
-            return int(config["secure-max-weight"])  # the full weight is rounded least
-        if len(self.problem) > config["secure-max-weight"]:
-            raise ValueError(
-                "the client's examples must be at most the max_weight of SecAggPlusWorkflow,"
-                f" {config['secure-max-weight']:g}, got {len(self.problem)}"
-            )
-        return len(self.problem)
+            samples = weight_in_secret(arrays, samples, config)
+        return arrays, samples, metrics
 
     def evaluate(self, parameters: Arrays, config: Config) -> tuple[float, int, dict[str, Any]]:
-        """Measure the received model on the test examples, and the client's own if it has one.
+        """Measure the received model on the test samples, and the personalized one if there is one.
 
-        Metrics: ``eval-accuracy`` and, where there is an own model, ``own-loss``, ``own-accuracy``
+        Metrics: ``eval-accuracy`` and, with a personalized model ``own-loss``, ``own-accuracy``
         (a newcomer's is the received one). With ``fine-tune`` (:class:`LocalTraining`) also
         ``tuned-accuracy`` and ``own-tuned-accuracy``, of the two after one gradient step, and
         their losses. Buffers are the received model's in all cases.
         """
         if self.test is None:
             raise ValueError(
-                f"client {self.client_id} has no test examples: give it some, or set"
+                f"client {self.client_id} has no test samples: give it some, or set"
                 " fraction_evaluate to 0"
             )
         theta = self.test.model.load(parameters)
-        result = self.test.evaluate()
-        metrics: dict[str, Any] = {}
-        if self.test.classifies:
-            metrics["eval-accuracy"] = result.accuracy
-        state = None
-        if self.state_type is not None:
-            fields = self._kept(config, peek)
-            state = self._from_fields(fields, theta) if fields else self.first_state(theta, config)
+        kept = self.keeper.peeked(config, theta)
+        rest = Rest(parameters, kept.arrays)
+        result = measured(self.test, rest, theta)
+        state = self._state(kept, theta, config)
         own = None if state is None else self.own_model(state)
         models = {} if own is None else {"own": own}
-        if self.training.updated(config).fine_tune:
-            models["tuned"] = self._fine_tuned(theta, parameters, config)
-            if own is not None:
-                models["own-tuned"] = self._fine_tuned(own, parameters, config)
-        for name, w in models.items():
-            self.test.model.load(parameters)
-            self.test.model.vector.copy_(w)
-            measured = self.test.evaluate()
-            metrics[f"{name}-loss"] = measured.loss
-            if self.test.classifies:
-                metrics[f"{name}-accuracy"] = measured.accuracy
+        training = self.training.updated(config)
+        if training.fine_tune:
+            seed = int(config.get("seed", 0))
+            on = self.problem if training.fine_tune == "train" else self.test
+            for name, w in {"tuned": theta, **{f"{n}-tuned": w for n, w in models.items()}}.items():
+                rng = stream(seed, "fine-tune", round_of(config), self.client_id)
+                models[name] = fine_tuned(on, rest, w, training, rng)
+        found = {name: measured(self.test, rest, w) for name, w in models.items()}
+        metrics = named(found, self.test.classifies)
+        if self.test.classifies:
+            metrics["eval-accuracy"] = result.accuracy
         return result.loss, len(self.test), metrics
 
-    def _fine_tuned(self, w: Tensor, parameters: Arrays, config: Config) -> Tensor:
-        """Return ``w`` after one gradient step, with the buffers of ``parameters``."""
-        training = self.training.updated(config)
-        assert self.test is not None
-        problem = self.problem if training.fine_tune == "train" else self.test
-        server_round = int(config.get("server-round", 0))
-        rng = stream(int(config.get("seed", 0)), "fine-tune", server_round, self.client_id)
-        batch_size = 0 if training.solver in FULL_BATCH else training.batch_size
-        problem.model.load(parameters)
-        problem.model.vector.copy_(w)
-        problem.model.module.train()
-        problem.model.attach_gradients()
-        cuda = [w.device] if w.is_cuda else []
-        with torch.random.fork_rng(devices=cuda):
-            seed_generators(int(rng.integers(2**63)), w.device)
-            problem.gradient(*next(problem.batches(rng, batch_size)))
-        rate = training.lr if training.fine_tune_lr == -1.0 else training.fine_tune_lr
-        return w - rate * problem.model.gradient
+    # ---- a request ------------------------------------------------------------------------------
 
-    def full_gradient(self, w: Tensor) -> Tensor:
-        """Return grad f_i(w) over all training examples, as a new vector [d].
-
-        Raises ``ValueError`` for a problem that has no full gradients (that streams its examples).
-        """
-        if not hasattr(self.problem, "full_gradient"):
+    def _check(self, config: Config) -> None:
+        """Raise ``ValueError`` for a request of another algorithm, or for too much work."""
+        asked_for = config.get("algorithm", self.algorithm)
+        if asked_for != self.algorithm:
             raise ValueError(
-                f"{self.algorithm} asks client {self.client_id} for a full gradient, and its"
-                f" {type(self.problem).__name__} has no full_gradient"
+                f"the request asks for {asked_for!r}, and {type(self).__name__} runs"
+                f" {self.algorithm!r}: AnyAlgorithmClient runs what a request names"
             )
-        model = self.problem.model
-        model.vector.copy_(w)
-        model.module.train()
-        model.attach_gradients()
-        self.problem.full_gradient()
-        return model.gradient.clone()
-
-    # ---- arrays -------------------------------------------------------------------------------
-
-    def _loaded(self, parameters: Arrays) -> tuple[Tensor, dict[str, Tensor]]:
-        """Load the model; return its vector [d], and by name those that came beside it."""
-        model = self.problem.model
-        own, each = len(model.names), len(model.layout.trainable)
-        expected = own + each * len(self.beside)
-        if len(parameters) != expected:
-            parts = ", ".join(("the model", *self.beside))
+        self._check_frozen(str(config.get("frozen", "")))
+        if (strategy := STRATEGIES.get(self.algorithm)) is not None:
+            check_request(strategy.declarations, config)
+        if not (work := len(self.rounds(config)) * self.most_steps(config)) <= self.max_steps:
             raise ValueError(
-                f"{self.algorithm} takes {expected} arrays for {parts};"
-                f" {len(parameters)} were received"
+                f"the request asks for up to {work:,} local steps, and client {self.client_id}"
+                f" takes at most {self.max_steps:,} (its max_steps)"
             )
-        further, beside = iter(parameters[own:]), {}
-        for name in self.beside:
-            received = zip(model.names, parameters[:own], strict=True)
-            beside[name] = model.load(
-                [array if n in model.buffers else next(further) for n, array in received]
-            )
-        return model.load(parameters[:own]), beside
 
-    def _arrays(self, step: Step) -> Arrays:
-        """Return the upload and what goes beside it as arrays, in the order received."""
+    def _check_frozen(self, told: str) -> None:
+        """Raise ``ValueError`` if arrays that stay at home are not those of the server."""
+        mine, others = self.problem.model.layout.frozen, told.split()
+        if not told or told == self.problem.model.layout.frozen_digests:
+            return
+        if len(others) != len(mine):
+            raise ValueError(
+                f"client {self.client_id} has {len(mine)} frozen arrays, the server {len(others)}"
+            )
+        pairs = zip(sorted(mine), others, strict=True)
+        differ = [name for name, digest in pairs if mine[name] != digest]
+        raise ValueError(
+            f"the frozen arrays {differ[:3]} of client {self.client_id} are not the server's, and"
+            f" {len(differ)} of {len(mine)} differ: they do not travel, so all must have the same"
+        )
+
+    def _run(self, state: State, received: Received, config: Config) -> list[Step]:
+        """Return the step of each round that the request asks for."""
+        training, device = self.training.updated(config), received.theta.device
+        asks, steps = f"{self.algorithm} asks client {self.client_id}", []
+        with kept_generators([received.theta]):
+            for number in self.rounds(config):
+                streams = functools.partial(generator, config, number=number, client=self.client_id)
+                rng = streams("local")
+                seed_generators(int(rng.integers(2**63)), device)  # dropout masks and the like
+                oracle = ClientOracle(self.problem, training, rng, streams, asked_by=asks)
+                step = self.step(state, received, oracle, {**config, "round": number})
+                state, received = step.state, received._replace(theta=step.upload)
+                steps.append(step)
+        return steps
+
+    def _metrics(self, steps: Sequence[Step], config: Config) -> dict[str, Any]:
         model = self.problem.model
-        arrays = model.arrays(step.upload)
-        for name in self.beside:
-            whole = zip(model.names, model.arrays(step.beside[name]), strict=True)
-            arrays += [array for n, array in whole if n not in model.buffers]
-        return arrays
+        metrics: dict[str, Any] = {**steps[-1].scalars, "algorithm": self.algorithm}
+        if "layout" in config:
+            same = config["layout"] == model.layout.signature
+            metrics["layout"] = model.layout.signature if same else model.layout.roles
+        metrics["device"] = model.vector.device.type
+        metrics |= reported([step.solved for step in steps if step.solved is not None])
+        # set by Flower's wrappers; a legacy server's strategy does not see it otherwise
+        bound = config.get("clipping_norm", config.get("clipping-norm"))
+        if bound is not None:
+            metrics["clipping-norm"] = bound
+        return metrics
 
-    # ---- state --------------------------------------------------------------------------------
+    def _state(self, kept: Kept, theta: Tensor, config: Config) -> State:
+        """Return the algorithm's state, that of a newcomer if there is none."""
+        if self.state_type is None or kept.state is not None:
+            return kept.state
+        return self.first_state(theta, config)
 
-    def _settled(self, theta: Tensor, config: Config) -> tuple[State, str]:
-        if self.state_type is None:
-            return None, ""
-        kept = [int(number) for number in str(config.get("kept-rounds", "")).split()]
-        fields = self._kept(config, functools.partial(settle, kept_rounds=kept))
-        if fields is None:
-            return self.first_state(theta, config), fresh_nonce()
-        return self._from_fields(fields, theta), fields["nonce"].tobytes().decode()
-
-    def _kept(self, config: Config, look: Look) -> Fields | None:
-        """Return what ``look`` finds; a damaged state is a lost one, as the nonce will tell."""
-        try:
-            return look(self._need_store(), self._owner(), config.get("acked-round"))[1]
-        except DamagedState as error:
-            log(WARNING, "client %d begins anew: %s", self.client_id, error)
-            return None
-
-    def _from_fields(self, fields: Fields, theta: Tensor) -> State:
-        assert self.state_type is not None
-        values = {
-            name: torch.from_numpy(fields[name]).to(theta)
-            if fields[name].ndim
-            else fields[name].item()
-            for name in self.state_type._fields  # type: ignore[attr-defined]
-        }
-        return self.state_type(**values)
-
-    def _need_store(self) -> Store:
-        if self.store is None:
-            raise ValueError(f"{self.algorithm} keeps state on its clients: give them a store")
-        return self.store
-
-    def _owner(self) -> Owner:
-        return Owner(self.algorithm, self.problem.model.layout.signature)
+    @property
+    def keeper(self) -> Keeper:
+        """What reads and writes the client's state."""
+        model = self.problem.model
+        return Keeper(
+            self.store,
+            self.client_id,
+            self.algorithm,
+            self.state_type,
+            model.signature,
+            model.kept,
+        )
 
 
-def to_fields(state: State) -> dict[str, npt.NDArray[Any]]:
-    """Return a state's tensors and numbers as named arrays."""
-    return {
-        name: value.cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
-        for name, value in state._asdict().items()
+def reported(solved: Sequence[Solved]) -> dict[str, float]:
+    """Return the metrics of a request's local work: steps and epochs of all, else the last's."""
+    if not solved:
+        return {}
+    last = solved[-1]
+    numbers = {
+        "train-loss": float(last.loss),
+        "train-accuracy": float(last.accuracy),
+        "residual": float(last.residual),
     }
-
-
-def knob(config: Config, name: str) -> Any:
-    """Return ``config[name]``; raise ``ValueError`` if the request lacks it."""
-    if name not in config:
-        raise ValueError(f"the request lacks {name!r}; it has {sorted(config)}")
-    return config[name]
+    found = {name: number for name, number in numbers.items() if not math.isnan(number)}
+    found["steps"] = sum(each.steps for each in solved)
+    if last.epochs is not None:
+        found["epochs"] = sum(each.epochs for each in solved)
+    return found

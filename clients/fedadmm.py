@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from clients.base import Config, FederatedClient, Step, knob
+from clients.base import FederatedClient
+from clients.request import Config, Received, value_of
 from fl_strategies import fedadmm
-from fl_strategies.subproblem import Solve
+from fl_strategies.core.oracle import Oracle, Step
 
 
 class FedADMMClient(FederatedClient):
@@ -16,18 +17,19 @@ class FedADMMClient(FederatedClient):
     state_type = fedadmm.State
 
     def first_state(self, theta: Tensor, config: Config) -> fedadmm.State:
-        return fedadmm.first_state(theta, rho=knob(config, "rho"))
+        return fedadmm.first_state(theta, rho=value_of(config, "rho"))
 
-    def step(self, state: fedadmm.State, theta: Tensor, solve: Solve, config: Config) -> Step:
-        state, delta = fedadmm.client_rule(
+    def step(
+        self, state: fedadmm.State, received: Received, oracle: Oracle, config: Config
+    ) -> Step:
+        return fedadmm.client_rule(
             state,
-            theta,
-            solve,
-            rho=knob(config, "rho"),
-            local_start=knob(config, "local-start"),
-            tracking=knob(config, "tracking"),
+            received.theta,
+            oracle,
+            rho=value_of(config, "rho"),
+            local_start=value_of(config, "local-start"),
+            tracking=value_of(config, "tracking"),
         )
-        return Step(delta, state)
 
     def own_model(self, state: fedadmm.State) -> Tensor:
         own: Tensor = state.w

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from clients.base import Config, FederatedClient, State, Step
+from clients.base import FederatedClient
+from clients.keeping import State
+from clients.request import Config, Received
 from fl_strategies import fedavg
-from fl_strategies.subproblem import Solve
+from fl_strategies.core.oracle import Oracle, Step
 
 
 class FedAvgClient(FederatedClient):
@@ -14,5 +14,5 @@ class FedAvgClient(FederatedClient):
 
     algorithm = "fedavg"
 
-    def step(self, state: State, theta: Tensor, solve: Solve, config: Config) -> Step:
-        return Step(fedavg.client_rule(theta, solve))
+    def step(self, state: State, received: Received, oracle: Oracle, config: Config) -> Step:
+        return fedavg.client_rule(received.theta, oracle)

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
-from clients.base import Config, FederatedClient, Step, knob
+from clients.base import FederatedClient
+from clients.request import Config, Received, value_of
 from fl_strategies import fedbc
-from fl_strategies.proximity import Dual, State, Turn, first_state
-from fl_strategies.subproblem import Solve
+from fl_strategies.core.oracle import Oracle, Step
+from fl_strategies.proximity import Dual, State, Turn, check_alpha_gamma, first_state
 
 
-def dual_knobs(config: Config) -> Dual:
-    """Return the knobs of the dual step that a request carries."""
-    return Dual(*(knob(config, name.replace("_", "-")) for name in Dual._fields))
+def dual_of(config: Config) -> Dual:
+    """Return the hyperparameters of the dual step that a request carries."""
+    check_alpha_gamma(value_of(config, "gamma"), config)
+    if value_of(config, "gamma") != "heuristic":
+        config = {**config, "alpha-gamma": 0.0}
+    config = {"lambda-max": math.inf, **config}
+    return Dual(*(value_of(config, name.replace("_", "-")) for name in Dual._fields))
 
 
 def turn_of(config: Config) -> Turn:
     """Return the client's place among the dual steps of all."""
-    return Turn(knob(config, "dual-clock"), knob(config, "dual-after"))
+    return Turn(value_of(config, "dual-clock"), value_of(config, "dual-after"))
 
 
 class FedBCClient(FederatedClient):
@@ -27,18 +34,17 @@ class FedBCClient(FederatedClient):
     state_type = State
 
     def first_state(self, theta: Tensor, config: Config) -> State:
-        return first_state(theta, dual_knobs(config))
+        return first_state(theta, dual_of(config))
 
-    def step(self, state: State, theta: Tensor, solve: Solve, config: Config) -> Step:
-        state = fedbc.client_rule(
+    def step(self, state: State, received: Received, oracle: Oracle, config: Config) -> Step:
+        return fedbc.client_rule(
             state,
-            theta,
-            solve,
-            dual=dual_knobs(config),
+            received.theta,
+            oracle,
+            dual=dual_of(config),
             turn=turn_of(config),
-            local_start=knob(config, "local-start"),
+            local_start=value_of(config, "local-start"),
         )
-        return Step(state.x, state, {"lambda": state.lam, "gamma": state.gamma})
 
     def own_model(self, state: State) -> Tensor:
         own: Tensor = state.x

@@ -1,25 +1,25 @@
-"""The client half of FedBCD and FedBCD-I; the rules are in ``fl_strategies.fedbcd`` and ``_i``."""
+"""The client half of FedBCD and FedBCD-I; the rules are in ``fl_strategies.bcd``."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from clients.base import Config, FederatedClient, Step, knob
-from fl_strategies import fedbcd, fedbcd_i
-from fl_strategies.subproblem import Solve
+from clients.base import FederatedClient
+from clients.request import Config, Received, count, value_of
+from fl_strategies.bcd import fedbcd, fedbcd_i
+from fl_strategies.core.oracle import Oracle, Step
 
 
 class _Device(FederatedClient):
-    """A client that keeps a model of its own and reports K, what it counted in its last solve."""
+    """A client that keeps a model of its own."""
 
     def own_model(self, state: fedbcd.State | fedbcd_i.State) -> Tensor:
         own: Tensor = state.x
         return own
 
-    def work(self, config: Config) -> int:
-        """Return K: mini-batch steps if the request counts these, else epochs."""
-        last = self.infos[-1]
-        return last.steps if self.training.updated(config).steps else last.epochs
+    def counts_steps(self, config: Config) -> bool:
+        """Whether K counts mini-batch steps, as the request does, or else epochs."""
+        return self.training.updated(config).steps > 0
 
 
 class FedBCDClient(_Device):
@@ -31,9 +31,14 @@ class FedBCDClient(_Device):
     def first_state(self, theta: Tensor, config: Config) -> fedbcd.State:
         return fedbcd.first_state(theta)
 
-    def step(self, state: fedbcd.State, theta: Tensor, solve: Solve, config: Config) -> Step:
-        new, upload = fedbcd.client_rule(state, theta, solve, gamma=knob(config, "gamma"))
-        return Step(upload, new, {"work": self.work(config), "fresh": 1 - int(state.booked)})
+    def step(self, state: fedbcd.State, received: Received, oracle: Oracle, config: Config) -> Step:
+        return fedbcd.client_rule(
+            state,
+            received.theta,
+            oracle,
+            gamma=value_of(config, "gamma"),
+            by_steps=self.counts_steps(config),
+        )
 
 
 class FedBCDAsyncClient(FedBCDClient):
@@ -51,14 +56,18 @@ class FedBCDIClient(_Device):
     def first_state(self, theta: Tensor, config: Config) -> fedbcd_i.State:
         return fedbcd_i.first_state(theta)
 
-    def step(self, state: fedbcd_i.State, theta: Tensor, solve: Solve, config: Config) -> Step:
-        trained = fedbcd_i.train(state, solve, rounds=int(knob(config, "offline-rounds")))
-        times = self.work(config)
-        pulled = fedbcd_i.pull(
-            trained,
-            theta,
-            gamma=knob(config, "gamma"),
-            times=times,
-            box=knob(config, "box") or None,
+    def most_steps(self, config: Config) -> float:
+        return super().most_steps(config) * count(config, "offline-rounds")
+
+    def step(
+        self, state: fedbcd_i.State, received: Received, oracle: Oracle, config: Config
+    ) -> Step:
+        return fedbcd_i.client_rule(
+            state,
+            received.theta,
+            oracle,
+            gamma=value_of(config, "gamma"),
+            rounds=count(config, "offline-rounds"),
+            box=value_of(config, "box") or None,
+            by_steps=self.counts_steps(config),
         )
-        return Step(pulled.x, pulled, {"work": times})

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+import math
+
 from torch import Tensor
 
-from clients.base import Config, FederatedClient, Step, knob
-from clients.replay import without_trace
-from clients.solvers import Info
+from clients.base import FederatedClient
+from clients.request import Config, Received, count, value_of
 from fl_strategies import fedpd
-from fl_strategies.randomness import stream
-from fl_strategies.subproblem import Solve
+from fl_strategies.core.oracle import Oracle, Step
 
 
 class FedPDClient(FederatedClient):
-    """Keeps its model, its dual variable and oracle II's g; uploads its idea of the common model.
+    """Keeps its model, its dual variable and oracle II's g; uploads its idea of the global model.
 
     Reports ``consensus``, ||x+ - x0||^2 in the last algorithm round.
     """
@@ -23,70 +22,40 @@ class FedPDClient(FederatedClient):
     state_type = fedpd.State
 
     def rounds(self, config: Config) -> range:
-        first = int(knob(config, "first-algorithm-round"))
-        return range(first, first + int(knob(config, "algorithm-rounds")))
+        first = int(value_of(config, "first-algorithm-round"))
+        return range(first, first + count(config, "algorithm-rounds"))
+
+    def most_steps(self, config: Config) -> float:
+        if value_of(config, "oracle") == "I":
+            return super().most_steps(config)
+        # a step on more samples than there are counts for several
+        passes = math.ceil(int(value_of(config, "inner-batch")) / len(self.problem))
+        return count(config, "inner-steps") * max(1, passes)
 
     def first_state(self, theta: Tensor, config: Config) -> fedpd.State:
         return fedpd.first_state(theta)
 
-    def step(self, state: fedpd.State, theta: Tensor, solve: Solve, config: Config) -> Step:
-        eta = float(knob(config, "eta"))
-        infos: list[Info] = []
-
-        def oracle(state: fedpd.State, x0: Tensor) -> tuple[Tensor, Tensor]:
-            if knob(config, "oracle") == "I":
-                return fedpd.oracle_one(state, x0, solve, eta=eta)
-            x, g, info = self._oracle_two(state, x0, config)
-            infos.append(info)
-            return x, g
-
-        state, x0_new = fedpd.client_rule(
-            state, theta, oracle, eta=eta, x0_rule=knob(config, "x0-rule")
+    def step(self, state: fedpd.State, received: Received, oracle: Oracle, config: Config) -> Step:
+        fedpd.check_oracle(value_of(config, "oracle"), config)
+        return fedpd.client_rule(
+            state,
+            received.theta,
+            oracle,
+            eta=float(value_of(config, "eta")),
+            x0_rule=value_of(config, "x0-rule"),
+            two=self._variance_reduced(config) if value_of(config, "oracle") == "II" else None,
         )
-        apart = state.x - theta
-        return Step(x0_new, state, {"consensus": float(apart.dot(apart))}, infos)
 
     def own_model(self, state: fedpd.State) -> Tensor:
         own: Tensor = state.x
         return own
 
-    def _oracle_two(
-        self, state: fedpd.State, x0: Tensor, config: Config
-    ) -> tuple[Tensor, Tensor, Info]:
-        problem, model, r = self.problem, self.problem.model, int(knob(config, "round"))
-        rng = stream(int(config.get("seed", 0)), "oracle", r, self.client_id)
-        steps, batch = int(knob(config, "inner-steps")), int(knob(config, "inner-batch"))
-        model.module.train()
-        model.attach_gradients()
-        losses, right, seen = 0.0, 0, 0
-
-        def change(new: Tensor, old: Tensor) -> Tensor:
-            nonlocal losses, right, seen
-            inputs, targets = problem.inputs, problem.targets
-            if batch:
-                rows = torch.from_numpy(rng.integers(len(problem), size=batch)).to(inputs.device)
-                inputs, targets = inputs[rows], targets[rows]
-            model.vector.copy_(old)
-            # the second gradient then sees the same dropout masks
-            with without_trace([model.vector], model.module):
-                problem.gradient(inputs, targets)
-            before = model.gradient.clone()
-            model.vector.copy_(new)
-            loss, outputs = problem.gradient(inputs, targets)
-            losses, seen = losses + float(loss) * len(targets), seen + len(targets)
-            if problem.classifies:
-                right += int(problem.right(outputs, targets))
-            return model.gradient - before
-
-        x, g = fedpd.oracle_two(
-            state,
-            x0,
-            self.full_gradient,
-            change,
-            refresh=r % int(knob(config, "full-every")) == 0,
-            eta=float(knob(config, "eta")),
-            gamma=float(knob(config, "gamma")),
-            steps=steps,
+    def _variance_reduced(self, config: Config) -> fedpd.VarianceReduced:
+        if decay := self.training.updated(config).weight_decay:
+            raise ValueError(f"oracle II decays no weights: weight_decay must be 0, got {decay}")
+        return fedpd.VarianceReduced(
+            gamma=float(value_of(config, "gamma")),
+            steps=count(config, "inner-steps"),
+            samples=int(value_of(config, "inner-batch")),
+            refresh=value_of(config, "round") % count(config, "full-every") == 0,
         )
-        accuracy = right / seen if problem.classifies else float("nan")
-        return x, g, Info(steps, 0, losses / seen, accuracy, float("nan"))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from clients.base import Config, FederatedClient, State, Step, knob
+from clients.base import FederatedClient
+from clients.keeping import State
+from clients.request import Config, Received, value_of
 from fl_strategies import fedprox
-from fl_strategies.subproblem import Solve
+from fl_strategies.core.oracle import Oracle, Step
 
 
 class FedProxClient(FederatedClient):
@@ -14,5 +14,5 @@ class FedProxClient(FederatedClient):
 
     algorithm = "fedprox"
 
-    def step(self, state: State, theta: Tensor, solve: Solve, config: Config) -> Step:
-        return Step(fedprox.client_rule(theta, solve, mu=knob(config, "proximal-mu")))
+    def step(self, state: State, received: Received, oracle: Oracle, config: Config) -> Step:
+        return fedprox.client_rule(received.theta, oracle, mu=value_of(config, "proximal-mu"))

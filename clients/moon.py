@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from clients.base import Config, FederatedClient, Step, knob
-from clients.problem import CHUNK, Problem
-from clients.replay import without_trace
+from clients.base import FederatedClient
+from clients.learning.objective import Objective
+from clients.learning.oracle import ClientOracle
+from clients.learning.problem import Problem
+from clients.learning.replay import without_trace
+from clients.request import Config, Received, value_of
 from fl_strategies import fedavg, moon
-from fl_strategies.subproblem import Solve
+from fl_strategies.core.oracle import Step
 
 
 class MOONClient(FederatedClient):
@@ -29,7 +32,8 @@ class MOONClient(FederatedClient):
     def first_state(self, theta: Tensor, config: Config) -> moon.State:
         return moon.State(theta, self._statistics())
 
-    def objective(self, state: moon.State, theta: Tensor, config: Config) -> Problem:
+    def contrast(self, state: moon.State, theta: Tensor, config: Config) -> Contrast:
+        """Return (3), with the features of the fixed models; the model stays as it was."""
         model = self.problem.model
         with without_trace([model.vector], model.module):
             model.vector.copy_(theta)
@@ -40,12 +44,15 @@ class MOONClient(FederatedClient):
             for buffer, piece in zip(buffers, pieces, strict=True):
                 buffer.copy_(piece.view_as(buffer))
             z_previous = frozen_features(self.problem)
-        q = moon.direction(z_global, z_previous, tau=knob(config, "tau"))
-        return Contrast(self.problem, q, mu=knob(config, "mu"))
+        q = moon.direction(z_global, z_previous, tau=value_of(config, "tau"))
+        return Contrast(self.problem, q, mu=value_of(config, "mu"))
 
-    def step(self, state: moon.State, theta: Tensor, solve: Solve, config: Config) -> Step:
-        w = fedavg.client_rule(theta, solve)
-        return Step(w, moon.State(w, self._statistics()))
+    def step(
+        self, state: moon.State, received: Received, oracle: ClientOracle, config: Config
+    ) -> Step:
+        objective = self.contrast(state, received.theta, config)
+        made = fedavg.client_rule(received.theta, oracle.on(objective))
+        return made._replace(state=moon.State(made.upload, self._statistics()))
 
     def _statistics(self) -> Tensor:
         model = self.problem.model
@@ -59,14 +66,10 @@ class Contrast(Problem):
     Its targets are row numbers, by which a batch finds its labels and its rows of q.
     """
 
-    def __init__(self, problem: Problem, q: Tensor, *, mu: float) -> None:
-        super().__init__(
-            problem.model,
-            problem.loss,
-            problem.inputs,
-            torch.arange(len(problem), device=problem.inputs.device),
-            penalty=problem.penalty,
-        )
+    def __init__(self, problem: Objective, q: Tensor, *, mu: float) -> None:
+        inputs, self.labels = problem.whole
+        rows = torch.arange(len(problem), device=self.labels.device)
+        super().__init__(problem.model, problem.loss, inputs, rows, penalty=problem.penalty)
         self.plain, self.q, self.mu = problem, q, mu
 
     @property
@@ -74,24 +77,23 @@ class Contrast(Problem):
         return self.plain.classifies
 
     def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self.plain.right(outputs, self.plain.targets[targets])
+        return self.plain.right(outputs, self.labels[targets])
 
-    def _forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        (loss, outputs), z = self.model.with_features(self.plain._forward, x, self.plain.targets[y])
+    def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        labels = self.labels[targets]
+        (loss, outputs), z = self.model.with_features(self.plain.forward, inputs, labels)
         if not z.requires_grad:
-            _warn_once()
-        term = -logsigmoid(-moon.excess(z, self.q[y])).mean()
+            warn_once()
+        term = -logsigmoid(-moon.excess(z, self.q[targets])).mean()
         return loss + self.mu * term, outputs
 
 
 @torch.no_grad()
-def frozen_features(problem: Problem) -> Tensor:
+def frozen_features(problem: Objective) -> Tensor:
     """Return the features [n, p] of all inputs in the model as it stands, in evaluation mode."""
     problem.model.module.eval()
-    batches = zip(
-        torch.split(problem.inputs, CHUNK), torch.split(problem.targets, CHUNK), strict=True
-    )
-    return torch.cat([problem.model.with_features(problem._forward, x, y)[1] for x, y in batches])
+    found = [problem.model.with_features(problem.forward, x, y)[1] for x, y in problem.chunks()]
+    return torch.cat(found)
 
 
 def statistics(module: nn.Module) -> list[Tensor]:
@@ -100,7 +102,8 @@ def statistics(module: nn.Module) -> list[Tensor]:
 
 
 @functools.cache
-def _warn_once() -> None:
+def warn_once() -> None:
+    """Say that MOON is FedAvg with such a model."""
     logging.getLogger("flwr").warning(
         "the model's features do not depend on its parameters: moon is fedavg with it"
     )

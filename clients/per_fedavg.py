@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from clients.base import Config, FederatedClient, State, Step, knob
-from clients.meta import Derivatives, plain_outer_steps
+from clients.base import FederatedClient
+from clients.keeping import State
+from clients.request import Config, Received, value_of
 from fl_strategies import per_fedavg
-from fl_strategies.subproblem import Solve
+from fl_strategies.core.oracle import Oracle, Step
+from fl_strategies.core.plain import check_own_steps
 
 
 class PerFedAvgClient(FederatedClient):
@@ -18,15 +18,14 @@ class PerFedAvgClient(FederatedClient):
 
     algorithm = "per-fedavg"
 
-    def step(self, state: State, theta: Tensor, solve: Solve, config: Config) -> Step:
-        outer = plain_outer_steps(self, config)
-        f = Derivatives(self.problem, outer.batches)
-        w = per_fedavg.client_rule(
-            theta,
-            f.gradient,
-            f.hessian_product if knob(config, "meta-gradient") == "exact" else None,
-            steps=outer.steps,
-            rate=outer.training.lr,
-            inner_rate=knob(config, "inner-rate"),
+    def step(self, state: State, received: Received, oracle: Oracle, config: Config) -> Step:
+        training = self.training.updated(config)
+        check_own_steps(self.algorithm, training.settings)
+        return per_fedavg.client_rule(
+            received.theta,
+            oracle,
+            steps=oracle.steps,
+            rate=training.rate,
+            inner_rate=value_of(config, "inner-rate"),
+            meta_gradient=value_of(config, "meta-gradient"),
         )
-        return Step(w, scalars={"train-loss": f.mean_loss, "steps": outer.steps})

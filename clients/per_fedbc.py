@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from clients.base import Config, FederatedClient, Step, knob
-from clients.fedbc import dual_knobs, turn_of
-from clients.meta import Derivatives, plain_outer_steps
+from clients.base import FederatedClient
+from clients.fedbc import dual_of, turn_of
+from clients.request import Config, Received, count, value_of
 from fl_strategies import per_fedbc
+from fl_strategies.core.oracle import Oracle, Step
+from fl_strategies.core.plain import check_own_steps
 from fl_strategies.proximity import State, first_state
-from fl_strategies.subproblem import Solve
 
 
 class PerFedBCClient(FederatedClient):
@@ -22,29 +23,25 @@ class PerFedBCClient(FederatedClient):
     state_type = State
 
     def first_state(self, theta: Tensor, config: Config) -> State:
-        return first_state(theta, dual_knobs(config))
+        return first_state(theta, dual_of(config))
 
-    def step(self, state: State, theta: Tensor, solve: Solve, config: Config) -> Step:
-        outer = plain_outer_steps(self, config)
-        f = Derivatives(self.problem, outer.batches)
-        state = per_fedbc.client_rule(
+    def most_steps(self, config: Config) -> float:
+        return super().most_steps(config) * (1 + count(config, "inner-steps"))
+
+    def step(self, state: State, received: Received, oracle: Oracle, config: Config) -> Step:
+        training = self.training.updated(config)
+        check_own_steps(self.algorithm, training.settings)
+        return per_fedbc.client_rule(
             state,
-            theta,
-            f.gradient,
-            dual=dual_knobs(config),
+            received.theta,
+            oracle,
+            dual=dual_of(config),
             turn=turn_of(config),
-            steps=outer.steps,
-            rate=outer.training.lr,
-            inner_rate=knob(config, "inner-rate"),
-            inner_steps=knob(config, "inner-steps"),
+            steps=oracle.steps,
+            rate=training.rate,
+            inner_rate=value_of(config, "inner-rate"),
+            inner_steps=count(config, "inner-steps"),
         )
-        scalars = {
-            "lambda": state.lam,
-            "gamma": state.gamma,
-            "train-loss": f.mean_loss,
-            "steps": outer.steps,
-        }
-        return Step(state.x, state, scalars)
 
     def own_model(self, state: State) -> Tensor:
         own: Tensor = state.x

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import numpy as np
 from torch import Tensor
 
-from clients.base import Config, FederatedClient, Step, knob
-from clients.meta import outer_steps
-from clients.solvers import Info, solve
+from clients.base import FederatedClient
+from clients.request import Config, Received, count, value_of
 from fl_strategies import pfedme
-from fl_strategies.subproblem import Solve, Subproblem
+from fl_strategies.core.oracle import Oracle, Step
 
 
 class PFedMeClient(FederatedClient):
-    """Keeps its own model theta; uploads its copy of the common model, moved towards theta.
+    """Keeps its personalized model theta; uploads its copy of the global model, moved to theta.
 
     ``train-loss`` and ``train-accuracy`` are theta's before the last step on a mini-batch, and with
     ``residual`` that of (1) after it: their means over the mini-batches.
@@ -27,35 +23,20 @@ class PFedMeClient(FederatedClient):
     def first_state(self, theta: Tensor, config: Config) -> pfedme.State:
         return pfedme.first_state(theta)
 
-    def step(self, state: pfedme.State, theta: Tensor, _: Solve, config: Config) -> Step:
-        outer = outer_steps(self, config)
-        inner = replace(
-            outer.training,
-            epochs=int(knob(config, "inner-steps")),  # of one step: the batch is all there is
-            random_epochs=False,
-            steps=0,
-            batch_size=0,
-        )
-        infos: list[Info] = []
+    def most_steps(self, config: Config) -> float:
+        return super().most_steps(config) * count(config, "inner-steps")
 
-        def solve_on_next(start: Tensor, subproblem: Subproblem) -> Tensor:
-            batch = self.problem.on(*next(outer.batches))
-            found, info = solve(batch, start, subproblem, inner, outer.rng)
-            infos.append(info)
-            return found
-
-        state, w = pfedme.client_rule(
+    def step(self, state: pfedme.State, received: Received, oracle: Oracle, config: Config) -> Step:
+        return pfedme.client_rule(
             state,
-            theta,
-            solve_on_next,
-            lam=knob(config, "lam"),
-            eta=knob(config, "eta"),
-            steps=outer.steps,
-            local_start=knob(config, "local-start"),
+            received.theta,
+            oracle,
+            lam=value_of(config, "lam"),
+            eta=value_of(config, "eta"),
+            steps=oracle.steps,
+            inner_steps=count(config, "inner-steps"),
+            local_start=value_of(config, "local-start"),
         )
-        _, _, loss, accuracy, residual = np.mean(infos, axis=0).tolist()
-        taken = sum(info.steps for info in infos)
-        return Step(w, state, infos=[Info(taken, 0, loss, accuracy, residual)])
 
     def own_model(self, state: pfedme.State) -> Tensor:
         own: Tensor = state.theta

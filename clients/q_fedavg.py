@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from clients.base import Config, FederatedClient, State, Step
-from fl_strategies import fedavg
-from fl_strategies.q_fedavg import LOSS, RATE
-from fl_strategies.subproblem import Solve
+from clients.base import FederatedClient
+from clients.keeping import State
+from clients.request import Config, Received
+from fl_strategies import q_fedavg
+from fl_strategies.core.oracle import Oracle, Step
 
 
 class QFedAvgClient(FederatedClient):
@@ -15,7 +14,6 @@ class QFedAvgClient(FederatedClient):
 
     algorithm = "q-fedavg"
 
-    def step(self, state: State, theta: Tensor, solve: Solve, config: Config) -> Step:
-        loss = self.problem.evaluate().loss  # of the model received, which is loaded
-        w = fedavg.client_rule(theta, solve)
-        return Step(w, scalars={LOSS: loss, RATE: self.training.updated(config).lr})
+    def step(self, state: State, received: Received, oracle: Oracle, config: Config) -> Step:
+        rate = self.training.updated(config).rate
+        return q_fedavg.client_rule(received.theta, oracle, rate=rate)

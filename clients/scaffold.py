@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from clients.base import Config, FederatedClient, Step, knob
+from clients.base import FederatedClient
+from clients.request import Config, Received, value_of
 from fl_strategies import scaffold
-from fl_strategies.subproblem import Solve, Subproblem
+from fl_strategies.core.oracle import Oracle, Step
 
 
 class SCAFFOLDClient(FederatedClient):
@@ -19,19 +20,16 @@ class SCAFFOLDClient(FederatedClient):
     def first_state(self, theta: Tensor, config: Config) -> scaffold.State:
         return scaffold.first_state(theta)
 
-    def step(self, state: scaffold.State, theta: Tensor, solve: Solve, config: Config) -> Step:
-        training, option = self.training.updated(config), knob(config, "option")
-        scaffold.check_plain(training.settings, option)
-
-        def walk(start: Tensor, subproblem: Subproblem) -> tuple[Tensor, float]:
-            w = solve(start, subproblem)
-            return w, self.infos[-1].steps * training.lr
-
-        state, delta, change = scaffold.client_rule(
+    def step(
+        self, state: scaffold.State, received: Received, oracle: Oracle, config: Config
+    ) -> Step:
+        training, option = self.training.updated(config), value_of(config, "option")
+        scaffold.check_option(option, training.settings)
+        return scaffold.client_rule(
             state,
-            theta,
-            knob(config, scaffold.CONTROL),
-            walk,
-            gradient=self.full_gradient if option == "I" else None,
+            received.theta,
+            received.beside[scaffold.CONTROL],
+            oracle,
+            rate=training.rate,
+            option=option,
         )
-        return Step(delta, state, beside={scaffold.CONTROL: change})

@@ -1,73 +1,75 @@
 """Strategies for the Flower federated-learning framework, for clients whose data differ."""
 
-from fl_strategies.callbacks import BestModel, ClientHistory, EarlyStop, History, RoundInfo
-from fl_strategies.checkpoints import Checkpoints
-from fl_strategies.fedadmm import FedADMM
-from fl_strategies.fedavg import FedAvg
-from fl_strategies.fedbc import FedBC
-from fl_strategies.fedbcd import FedBCD
-from fl_strategies.fedbcd_async import FedBCDAsync
-from fl_strategies.fedbcd_i import FedBCDI
-from fl_strategies.fedpd import FedPD
-from fl_strategies.fedprox import FedProx
-from fl_strategies.fedsgd import FedSGD
-from fl_strategies.legacy import as_legacy
-from fl_strategies.moon import MOON
-from fl_strategies.per_fedavg import PerFedAvg
-from fl_strategies.per_fedbc import PerFedBC
-from fl_strategies.pfedme import PFedMe
-from fl_strategies.q_fedavg import QFedAvg
-from fl_strategies.scaffold import SCAFFOLD
-from fl_strategies.schedules import step_decay
-from fl_strategies.strategy import FederatedStrategy, Upload
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fl_strategies import algorithms
+from fl_strategies.algorithms import *  # noqa: F403
+from fl_strategies.core.hyperparameters import (
+    Hyperparameter,
+    Schedule,
+    choice,
+    flag,
+    number,
+    option,
+)
+from fl_strategies.core.oracle import Oracle, Solved, Step
+from fl_strategies.core.records import Upload, Uploads
+from fl_strategies.core.schedules import step_decay
+from fl_strategies.core.subproblem import Subproblem
+from fl_strategies.core.vectors import Vector, weighted_mean
+from fl_strategies.server.callbacks import BestModel, ClientHistory, EarlyStop, History, RoundInfo
+from fl_strategies.server.checkpoints import Checkpoints
+from fl_strategies.server.options import Options
+from fl_strategies.server.replies import NothingUsable
+from fl_strategies.server.strategy import FederatedStrategy
+
+if TYPE_CHECKING:
+    from fl_strategies.compat.legacy import as_legacy
 
 STRATEGIES: dict[str, type[FederatedStrategy]] = {
     strategy.algorithm: strategy
-    for strategy in (
-        FedSGD,
-        FedAvg,
-        FedProx,
-        SCAFFOLD,
-        QFedAvg,
-        FedADMM,
-        FedPD,
-        FedBC,
-        PerFedBC,
-        FedBCD,
-        FedBCDI,
-        FedBCDAsync,
-        MOON,
-        PerFedAvg,
-        PFedMe,
-    )
+    for strategy in vars(algorithms).values()
+    if isinstance(strategy, type) and issubclass(strategy, FederatedStrategy)
 }
 """Every strategy by the name of its algorithm."""
 
 __all__ = [
-    "MOON",
-    "SCAFFOLD",
     "STRATEGIES",
     "BestModel",
     "Checkpoints",
     "ClientHistory",
     "EarlyStop",
-    "FedADMM",
-    "FedAvg",
-    "FedBC",
-    "FedBCD",
-    "FedBCDAsync",
-    "FedBCDI",
-    "FedPD",
-    "FedProx",
-    "FedSGD",
     "FederatedStrategy",
     "History",
-    "PFedMe",
-    "PerFedAvg",
-    "PerFedBC",
-    "QFedAvg",
+    "Hyperparameter",
+    "NothingUsable",
+    "Options",
+    "Oracle",
     "RoundInfo",
+    "Schedule",
+    "Solved",
+    "Step",
+    "Subproblem",
     "Upload",
+    "Uploads",
+    "Vector",
     "as_legacy",
+    "choice",
+    "flag",
+    "number",
+    "option",
     "step_decay",
+    "weighted_mean",
 ]
+__all__ += [strategy.__name__ for strategy in STRATEGIES.values()]
+
+
+def __getattr__(name: str) -> object:
+    """Load what only a legacy server needs where it is asked for."""
+    if name == "as_legacy":
+        from fl_strategies.compat.legacy import as_legacy
+
+        return as_legacy
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -34,15 +34,42 @@ ICLR 2024, Algorithm 1.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from fl_strategies.subproblem import Vector
+from fl_strategies.core.schedules import check, check_flag
+from fl_strategies.core.vectors import Vector
 
 AUTHORS_RULE: Mapping[str, Any] = MappingProxyType(
     {"delta": 0.02, "amplify_first": True, "epsilon": 1e-8}
 )
 """Options by which :func:`step` and ``clients.DeltaSGD`` follow the authors' code."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may set (see ``clients.DeltaSGD``), by default the paper's.
+
+    Raises ``ValueError`` for one outside its range.
+    """
+
+    lr: float = 0.2
+    gamma: float = 2.0
+    delta: float = 0.1
+    theta_0: float = 1.0
+    epsilon: float = 0.0
+    amplify_first: bool = False
+    same_batch: bool = True
+    same_masks: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "gamma", "theta_0"):
+            check(name, getattr(self, name), above=0.0)
+        for name in ("delta", "epsilon"):
+            check(name, getattr(self, name), low=0.0)
+        for name in ("amplify_first", "same_batch", "same_masks"):
+            check_flag(name, getattr(self, name))
 
 
 class State(NamedTuple):

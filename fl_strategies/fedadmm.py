@@ -1,7 +1,7 @@
 """FedADMM: dual variables and a tracking update, with partial participation.
 
 Each client remembers how it disagrees with the rest in a dual variable y, which bends its local
-problem until its own minimiser is the common one; the server tracks the mean of all clients, also
+problem until its own minimiser is the global one; the server tracks the mean of all clients, also
 of those that are absent. Round with the model theta received, for each client i of S:
 
     w+    ~ argmin_w  f_i(w) + <y, w - theta> + (rho/2) ||w - theta||^2         (1)
@@ -10,16 +10,37 @@ of those that are absent. Round with the model theta received, for each client i
     theta <- theta + (eta/|S|) sum_{i in S} Delta_i                             (4)
 
 w, y    client's model and dual variable [d], both kept by the client; at its first participation
-        w = theta (the paper leaves it open: a common start theta^0 adds theta^t - theta^0 again for
-        every newcomer) and y = 0
+        w = theta received and y = 0 (the paper leaves w open)
 rho     penalty, > 0; a schedule {first round: rho} is allowed: (3) then takes y/rho with the rho of
         the client's last participation, so that the sums of (4) still telescope
-eta     server step, in (0, 2]: a number, a schedule, or "fraction" = |S|/m for m clients
+eta     server step, in (0, 2]: a number, a schedule, or "fraction" = |S|/m for m clients, the
+        setting of Theorem 1. All clients then share w = theta^0, the model the run began with: the
+        server adds theta - theta^0 to a newcomer's Delta (``newcomer="origin"``), keeps D, the sum
+        of all Deltas, and computes
 
-Facts. After a round of all m clients with eta = 1, and with eta = "fraction" from then on,
-theta = (1/m) sum_i (w_i + y_i/rho), whoever takes part. Without such a first round that mean is
-missed, and theta rests off the optimum where only some of the clients take part in a round. With y
-frozen at 0 and Delta = w+ - theta this is FedProx; with rho = 0 as well, FedAvg.
+    theta <- theta^0 + D/m                                                      (5)
+
+m       clients ever connected, departed ones included, or ``num_clients`` if that is more; by (5)
+        D counts anew when m grows, where steps by (4) would keep what they took with a smaller m
+
+Facts. By (5), theta = (1/m) sum_i (w_i + y_i/rho) after every round that is not void, whoever takes
+part, joins late or loses a reply; a client that never took part counts with w = theta^0, y = 0. By
+(4) with w = theta for newcomers (``newcomer="received"``, the default with a number for eta), the
+same holds after a round of all m clients with eta = 1, and with eta = |S|/m from then on.
+
+- All clients in all rounds: to the optimum, with eta = 1 as well. Some of them: to it with
+  eta = "fraction". With a number for eta theta rests elsewhere or diverges: two of four clients a
+  round on quadratics with eigenvalues in [0.4, 2.5], from 3.8 off the optimum, rest 0.6 to 1.3 off
+  it with eta = 1 and rho = 1, by who is drawn, and diverge with rho = 2.
+- A client that left for good counts on as (rho/2) ||theta - u||^2 beside the others' f_j, with its
+  last u = w + y/rho: the optimum stays, if it left there. u = theta^0 if it never took part, as for
+  each of the ``num_clients`` that do not exist.
+- A client that lost its state begins anew, while its u stays in D. For good, theta rests where
+  sum_j f_j(theta) - rho <u - theta', theta> is least, theta' being the model at its return: 1.1 off
+  on the problem above (four clients, lost at the optimum). So ``lost_state`` is "warn" by default;
+  with "refuse" the client counts as one that left.
+
+With y frozen at 0 and Delta = w+ - theta this is FedProx; with rho = 0 as well, FedAvg.
 
 Deviations of the authors' published code, each an option: local training starts from theta
 (``local_start="global"``); Delta is taken against theta, so that it is 2 (w+ - theta)
@@ -32,13 +53,21 @@ System Heterogeneity", ICDE 2022, Algorithm 1.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import ClassVar, Literal, NamedTuple, TypeAlias, Unpack
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
-from fl_strategies.schedules import Knob, at, check, one_of
-from fl_strategies.strategy import FederatedStrategy, Knobs, Options, Upload
-from fl_strategies.subproblem import Solve, Subproblem, Vector, weighted_mean
+import numpy as np
+
+from fl_strategies.core.hyperparameters import Schedule, choice, number
+from fl_strategies.core.oracle import Oracle, Step
+from fl_strategies.core.records import Upload, Uploads
+from fl_strategies.core.schedules import at
+from fl_strategies.core.subproblem import Subproblem
+from fl_strategies.core.vectors import Vector, weighted_mean, weighted_sum
+from fl_strategies.server.algorithm import Card
+from fl_strategies.server.strategy import FederatedStrategy
 
 Side: TypeAlias = Literal["client", "global"]
+Newcomer: TypeAlias = Literal["received", "origin"]
 
 
 class State(NamedTuple):
@@ -57,20 +86,21 @@ def first_state(theta: Vector, *, rho: float) -> State:
 def client_rule(
     state: State,
     theta: Vector,
-    solve: Solve,
+    oracle: Oracle,
     *,
     rho: float,
     local_start: Side = "client",
     tracking: Side = "client",
-) -> tuple[State, Vector]:
+) -> Step:
     """Return the client's next state and its upload Delta, by (1)-(3)."""
     w, y, rho_before = state
     start = w if local_start == "client" else theta
-    w_new = solve(start, Subproblem(slope=y, pull=rho, centre=theta))
+    solved = oracle.solve(start, Subproblem(slope=y, pull=rho, centre=theta))
+    w_new = solved.w
     y_new = y + rho * (w_new - theta)
     before = w + y / rho_before if tracking == "client" else theta + y / rho
     delta = (w_new + y_new / rho) - before
-    return State(w_new, y_new, rho), delta
+    return Step(delta, State(w_new, y_new, rho), solved=solved)
 
 
 def server_rule(theta: Vector, deltas: Iterable[Vector], *, step: float) -> Vector:
@@ -78,60 +108,112 @@ def server_rule(theta: Vector, deltas: Iterable[Vector], *, step: float) -> Vect
     return theta + step * weighted_mean((delta, 1.0) for delta in deltas)
 
 
+def sum_rule(
+    origin: Vector, total: Vector, deltas: Iterable[Vector], *, clients: int
+) -> tuple[Vector, Vector]:
+    """Return the next model by (5), from theta^0 and D = ``total`` of before, and the next D."""
+    booked, _ = weighted_sum([(total, 1.0), *((delta, 1.0) for delta in deltas)])
+    return origin + booked / clients, booked
+
+
+class ServerState(NamedTuple):
+    """What the server keeps for (5): theta^0 [d], and D [d], the sum of all changes booked."""
+
+    origin: Vector
+    total: Vector
+
+
 class FedADMM(FederatedStrategy):
     """FedADMM's server half; see the module's docstring for the rule and every symbol.
 
-    Parameters
-    ----------
-    rho : float or {first round: float}, > 0 (default 0.01, the paper's)
-    eta : float or {first round: float} in (0, 2], or "fraction" (default 1.0)
-        Server step; "fraction" is |S|/m, with |S| the replies used and m all known clients.
-    local_start : "client" or "global" (default "client")
-        Whether (1) is started from the client's own w or from theta.
-    tracking : "client" or "global" (default "client")
-        Whether Delta is taken against the client's own w or against theta.
-    **options
-        Those of :class:`fl_strategies.FederatedStrategy`.
-
-    Raises
-    ------
-    ValueError
-        For a knob outside its range.
+    theta^0 and D outlast a ``start``: a model given to a later one, if it is not the last one's, is
+    what clients are sent in its first round, and (5) goes on from theta^0.
     """
 
     algorithm = "fedadmm"
+    card = Card(
+        "FedADMM",
+        "dual variables and a tracking update",
+        keeps="model, dual",
+        paper="Gong, Li, Freris, ICDE 2022",
+    )
     averages = "changes"
     books_changes = True
     authors_rule: ClassVar[Mapping[str, Side]] = {"local_start": "global", "tracking": "global"}
 
-    def __init__(
-        self,
-        *,
-        rho: Knob = 0.01,
-        eta: Knob | Literal["fraction"] = 1.0,
-        local_start: Side = "client",
-        tracking: Side = "client",
-        **options: Unpack[Options],
-    ) -> None:
-        check("rho", rho, above=0.0, scheduled=True)
-        if eta != "fraction":
-            check("eta", eta, above=0.0, high=2.0, scheduled=True)
-        one_of("local_start", local_start, ("client", "global"))
-        one_of("tracking", tracking, ("client", "global"))
-        super().__init__(**options)
-        self.rho, self.eta = rho, eta
-        self.local_start, self.tracking = local_start, tracking
+    rho: Schedule = number(
+        default=0.01,
+        about="Penalty; the paper's by default.",
+        above=0.0,
+        scheduled=True,
+        sent="rho",
+    )
+    eta: Schedule | Literal["fraction"] = number(
+        default=1.0,
+        about='Server step; "fraction" is |S|/m, with |S| the replies used.',
+        above=0.0,
+        high=2.0,
+        scheduled=True,
+        words=("fraction",),
+    )
+    local_start: Side = choice(
+        default="client",
+        choices=("client", "global"),
+        about="Whether (1) is started from the client's own w or from theta.",
+        sent="local-start",
+    )
+    tracking: Side = choice(
+        default="client",
+        choices=("client", "global"),
+        about="Whether Delta is taken against the client's own w or against theta.",
+        sent="tracking",
+    )
+    newcomer: Newcomer | None = choice(
+        default=None,
+        choices=("received", "origin"),
+        about="Whether a newcomer's Delta counts from the theta received, or from theta^0; by"
+        ' default the latter where eta is "fraction" and tracking "client". "origin" needs'
+        ' tracking "client".',
+    )
+    num_clients: int = number(
+        default=0,
+        about="m, where known (0: not); counts if it is more than the clients ever connected.",
+        integer=True,
+        low=0,
+    )
 
-    def client_knobs(self) -> Knobs:
-        return {
-            "rho": self.rho,
-            "local-start": self.local_start,
-            "tracking": self.tracking,
-        }
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.newcomer == "origin" and self.tracking == "global":
+            raise ValueError(
+                'newcomer must be "received" with tracking="global", which takes every Delta'
+                ' against the theta received, got "origin"'
+            )
+        from_origin = self.eta == "fraction" and self.tracking == "client"
+        self.newcomer = self.newcomer or ("origin" if from_origin else "received")
+
+    def begin(self, state: ServerState | None, theta: Vector) -> ServerState | None:
+        if self.newcomer == "origin" and not self.ledger.acked:
+            return ServerState(theta, np.zeros_like(theta))
+        return state
 
     def aggregate(
-        self, server_round: int, theta: Vector, uploads: Iterable[Upload], used: int
-    ) -> Vector:
-        fraction = used / self.num_clients
-        step = fraction if self.eta == "fraction" else at(self.eta, server_round)
-        return server_rule(theta, (upload.vector for upload in uploads), step=step)
+        self, state: ServerState | None, theta: Vector, uploads: Uploads
+    ) -> tuple[Vector, ServerState | None]:
+        m = uploads.population
+        if state is None or self.eta != "fraction":
+            step = len(uploads) / m if self.eta == "fraction" else at(self.eta, uploads.round)
+            shift = None if state is None else theta - state.origin
+            deltas = (changed(upload, shift) for upload in uploads)
+            return server_rule(theta, deltas, step=step), state
+        deltas = (changed(upload, theta - state.origin) for upload in uploads)
+        theta, total = sum_rule(state.origin, state.total, deltas, clients=m)
+        return theta, ServerState(state.origin, total)
+
+
+def changed(upload: Upload, shift: Vector | None) -> Vector:
+    """Return Delta as the change of a client that began at theta^0 = theta - ``shift``.
+
+    One that lost its state is known, and has its place in D already.
+    """
+    return upload.vector + shift if upload.newcomer and shift is not None else upload.vector

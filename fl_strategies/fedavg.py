@@ -1,4 +1,4 @@
-"""FedAvg: clients train from the common model, the server averages.
+"""FedAvg: clients train from the global model, the server averages.
 
     w_i   ~ argmin_w f_i(w), by a few epochs of a solver started at theta       (1)
     theta <- sum_i p_i w_i / sum_i p_i                                          (2)
@@ -14,19 +14,24 @@ Deep Networks from Decentralized Data", AISTATS 2017, Algorithm 1.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, TypeAlias, Unpack
+from typing import Literal, TypeAlias
 
-from fl_strategies.composition import Averages
-from fl_strategies.schedules import one_of
-from fl_strategies.strategy import FederatedStrategy, Options, Upload
-from fl_strategies.subproblem import Solve, Subproblem, Vector, weighted_mean
+from fl_strategies.core.hyperparameters import choice
+from fl_strategies.core.oracle import Oracle, Step
+from fl_strategies.core.records import Upload, Uploads
+from fl_strategies.core.subproblem import Subproblem
+from fl_strategies.core.vectors import Vector, weighted_mean
+from fl_strategies.server.algorithm import Card, State
+from fl_strategies.server.identity import FREE
+from fl_strategies.server.strategy import FederatedStrategy
 
 Weights: TypeAlias = Literal["examples", "uniform"]
 
 
-def client_rule(theta: Vector, solve: Solve) -> Vector:
+def client_rule(theta: Vector, oracle: Oracle) -> Step:
     """Return the client's upload w, by (1)."""
-    return solve(theta, Subproblem())
+    solved = oracle.solve(theta, Subproblem())
+    return Step(solved.w, solved=solved)
 
 
 def server_rule(uploads: Iterable[Upload], *, weights: Weights) -> Vector:
@@ -38,30 +43,33 @@ def server_rule(uploads: Iterable[Upload], *, weights: Weights) -> Vector:
 class Averaging(FederatedStrategy):
     """Base of the strategies whose server does (2)."""
 
-    averages: Averages = "models"
-
-    def __init__(self, *, weights: Weights = "examples", **options: Unpack[Options]) -> None:
-        one_of("weights", weights, ("examples", "uniform"))
-        super().__init__(**options)
-        self.weights = weights
+    averages = "models"
+    weights: Weights = choice(
+        default="examples",
+        choices=("examples", "uniform"),
+        about="Whether p_i is the number of samples, or 1.",
+    )
 
     def weight(self, upload: Upload) -> float:
         return upload.num_examples if self.weights == "examples" else 1.0
 
-    def aggregate(
-        self, server_round: int, theta: Vector, uploads: Iterable[Upload], used: int
-    ) -> Vector:
-        return server_rule(uploads, weights=self.weights)
+    def aggregate(self, state: State, theta: Vector, uploads: Uploads) -> tuple[Vector, State]:
+        return server_rule(uploads, weights=self.weights), state
 
 
 class FedAvg(Averaging):
     """FedAvg's server half.
 
-    Parameters
-    ----------
-    weights : "examples" or "uniform" (default "examples")
-    **options
-        Those of :class:`fl_strategies.FederatedStrategy`.
+    Other than Flower's class of this name: one client is enough (``min_train_nodes`` ... are 1,
+    there 2), a seed fixes who is sampled, sums are in float64, replies are checked, and a round in
+    which none can be used is void. Any client will do, Flower's own ``@app.train`` included.
     """
 
     algorithm = "fedavg"
+    card = Card(
+        "FedAvg",
+        "averages the clients' models",
+        keeps="nothing",
+        paper="McMahan et al., AISTATS 2017",
+    )
+    unnamed = FREE

@@ -1,7 +1,7 @@
-"""FedBC: clients may stay apart from the common model, and weigh as much as they do.
+"""FedBC: clients may stay apart from the global model, and weigh as much as they do.
 
-Each client keeps a model of its own within a squared distance gamma of the common one; the dual
-variable lambda of that constraint both pulls the client's model towards the common one and is its
+Each client keeps a model of its own within a squared distance gamma of the global one; the dual
+variable lambda of that constraint both pulls the client's model towards the global one and is its
 weight at the server. The problem is  min sum_i f_i(x_i)  such that  ||x_i - z||^2 <= gamma_i.
 Round with the model z received, for each client i of S:
 
@@ -35,22 +35,23 @@ Models via Federated Learning Beyond Consensus", 2022, Algorithms 1 and 2, appen
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, TypeAlias, Unpack
+from typing import Any, ClassVar, Literal, TypeAlias
 
+from fl_strategies.core.hyperparameters import choice
+from fl_strategies.core.oracle import Oracle, Step
+from fl_strategies.core.subproblem import Subproblem
+from fl_strategies.core.vectors import Vector
 from fl_strategies.proximity import (
     FIRST,
     Dual,
-    DualOptions,
     ProximityStrategy,
     State,
     Turn,
     dual_step,
     idle_steps,
-    per_client,
+    uploaded,
 )
-from fl_strategies.schedules import one_of
-from fl_strategies.strategy import Knobs
-from fl_strategies.subproblem import Solve, Subproblem, Vector
+from fl_strategies.server.algorithm import Card
 
 Side: TypeAlias = Literal["client", "global"]
 
@@ -58,44 +59,33 @@ Side: TypeAlias = Literal["client", "global"]
 def client_rule(
     state: State,
     z: Vector,
-    solve: Solve,
+    oracle: Oracle,
     *,
     dual: Dual,
     turn: Turn = FIRST,
     local_start: Side = "client",
-) -> State:
+) -> Step:
     """Return the client's next state, by (1) and (2); its x and lam are the upload."""
     state = idle_steps(state, dual, turn.clock - state.clock)
     start = state.x if local_start == "client" else z
-    x = solve(start, Subproblem(pull=per_client(2 * state.lam), centre=z))
-    return dual_step(state, x, z, dual, turn)
+    solved = oracle.solve(start, Subproblem(pull=2 * state.lam, centre=z))
+    return uploaded(dual_step(state, solved.w, z, dual, turn), solved)
 
 
 class FedBC(ProximityStrategy):
-    """FedBC's server half; see the module's docstring for the rule.
-
-    Parameters
-    ----------
-    local_start : "client" or "global" (default "client")
-        Whether (1) is started from the client's own x or from z.
-    **options
-        alpha, alpha_gamma, gamma, lambda_min, lambda_max and dual_momentum of
-        :class:`fl_strategies.proximity.ProximityStrategy`, and those of
-        :class:`fl_strategies.FederatedStrategy`.
-
-    Raises
-    ------
-    ValueError
-        For a knob outside its range, or lambda_min > lambda_max.
-    """
+    """FedBC's server half; see the module's docstring for the rule."""
 
     algorithm = "fedbc"
+    card = Card(
+        "FedBC",
+        "personalized models within a distance of the global one, weighted by their duals",
+        keeps="model, five numbers",
+        paper="Bedi et al., 2022",
+    )
     authors_rule: ClassVar[Mapping[str, Any]] = {"local_start": "global", "dual_momentum": 0.5}
-
-    def __init__(self, *, local_start: Side = "client", **options: Unpack[DualOptions]) -> None:
-        one_of("local_start", local_start, ("client", "global"))
-        super().__init__(**options)
-        self.local_start = local_start
-
-    def client_knobs(self) -> Knobs:
-        return super().client_knobs() | {"local-start": self.local_start}
+    local_start: Side = choice(
+        default="client",
+        choices=("client", "global"),
+        about="Whether (1) is started from the client's own x or from z.",
+        sent="local-start",
+    )

@@ -1,6 +1,6 @@
 """FedPD: primal-dual steps by all clients, with exchanges that can be skipped at random.
 
-Each client has a model, a dual variable and its own idea of the common model. In algorithm round
+Each client has a model, a dual variable and its own idea of the global model. In algorithm round
 r = 0, 1, ... every client i computes
 
     x+    = oracle(x, lam, x0)                                                  (1)
@@ -18,7 +18,7 @@ Oracle II:  g = grad f_i(x) if r mod I = 0, then Q times                        
             x   = x'
 
 x, lam  client's model and dual variable [d]; at its first participation x = x0, lam = 0
-x0      the common model [d], or between exchanges the client's idea of it
+x0      the global model [d], or between exchanges the client's idea of it
 g       oracle II's estimate of grad f_i [d]; the full gradient at a first participation
 eta     pull 1/eta, > 0; the theory wants eta < (sqrt5 - 1)/(4 L) where each f_i is L-smooth
 p       probability that an exchange is skipped, in [0, 1)
@@ -44,16 +44,21 @@ Non-IID Data", IEEE Transactions on Signal Processing 2021, Algorithms 2-4.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, Unpack, cast
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from fl_strategies.randomness import stream
-from fl_strategies.schedules import Knob, check, one_of
-from fl_strategies.strategy import FederatedStrategy, Knobs, Options, Upload
-from fl_strategies.subproblem import Solve, Subproblem, Vector, weighted_mean
-
-if TYPE_CHECKING:
-    from flwr.app import ArrayRecord, Message, MetricRecord
+from fl_strategies.core.columns import choose, repeated, square_norm
+from fl_strategies.core.hyperparameters import Schedule, choice, number
+from fl_strategies.core.local import default_training
+from fl_strategies.core.oracle import Oracle, Solved, Step, Tally
+from fl_strategies.core.randomness import stream
+from fl_strategies.core.records import Uploads
+from fl_strategies.core.schedules import one_of
+from fl_strategies.core.subproblem import Subproblem
+from fl_strategies.core.vectors import Vector, weighted_mean
+from fl_strategies.server.algorithm import Card
+from fl_strategies.server.strategy import FederatedStrategy
 
 X0Rule: TypeAlias = Literal["paper", "authors"]
 
@@ -66,8 +71,13 @@ class State(NamedTuple):
     g: Vector
 
 
-Oracle: TypeAlias = Callable[[State, Vector], tuple[Vector, Vector]]
-"""``oracle(state, x0)`` returns x+ and the g to keep."""
+class VarianceReduced(NamedTuple):
+    """Hyperparameters of oracle II: gamma, Q, B, and whether r mod I = 0."""
+
+    gamma: float
+    steps: int
+    samples: int
+    refresh: bool
 
 
 def first_state(x0: Vector) -> State:
@@ -75,52 +85,87 @@ def first_state(x0: Vector) -> State:
     return State(x=x0, lam=0.0 * x0, g=x0[..., :0])
 
 
-def oracle_one(state: State, x0: Vector, solve: Solve, *, eta: float) -> tuple[Vector, Vector]:
-    """Return x+ by (6), and no g."""
-    x = solve(state.x, Subproblem(slope=state.lam, pull=1.0 / eta, centre=x0))
-    return x, state.g[..., :0]
+def oracle_one(
+    state: State, x0: Vector, oracle: Oracle, *, eta: float
+) -> tuple[Vector, Vector, Solved]:
+    """Return x+ by (6), no g, and what the solver did."""
+    pulled = Subproblem(slope=state.lam, pull=1.0 / eta, centre=x0)
+    solved = oracle.solve(state.x, pulled)
+    return solved.w, state.g[..., :0], solved
 
 
 def oracle_two(
-    state: State,
-    x0: Vector,
-    full_gradient: Callable[[Vector], Vector],
-    change: Callable[[Vector, Vector], Vector],
-    *,
-    refresh: bool,
-    eta: float,
-    gamma: float,
-    steps: int,
-) -> tuple[Vector, Vector]:
-    """Return x+ and g by (7).
-
-    ``full_gradient(x)`` is grad f_i at x; ``change(new, old)`` the mean, over examples drawn anew
-    at each call, of each one's gradient at ``new`` minus that at ``old``. ``refresh`` says whether
-    r mod I = 0.
-    """
+    state: State, x0: Vector, oracle: Oracle, two: VarianceReduced, *, eta: float
+) -> tuple[Vector, Vector, Solved]:
+    """Return x+ and g by (7), and what the steps came to."""
     x, lam, g = state
-    if refresh or g.shape[-1] == 0:
-        g = full_gradient(x)
-    for _ in range(steps):
+    gamma = two.gamma
+    if g.shape[-1] == 0:
+        g = oracle.full_gradient(x)
+    elif two.refresh is not False:
+        g = choose(two.refresh, oracle.full_gradient(x), g)
+
+    def step(x: Vector, g: Vector, done: Tally) -> tuple[Vector, Vector, Tally]:
         x_new = (eta * x + gamma * x0 - eta * gamma * (g + lam)) / (eta + gamma)
-        g = g + change(x_new, x)
-        x = x_new
-    return x, g
+        change = oracle.difference(x_new, x, samples=two.samples)
+        return x_new, g + change.vector, done.plus(change)
+
+    x, g, done = repeated(two.steps, step, x, g, Tally())
+    return x, g, done.mean(x, two.steps, epochs=0)
 
 
 def client_rule(
-    state: State, x0: Vector, oracle: Oracle, *, eta: float, x0_rule: X0Rule = "paper"
-) -> tuple[State, Vector]:
-    """Return the client's next state and its upload x0+, by (1)-(3)."""
-    x, g = oracle(state, x0)
+    state: State,
+    x0: Vector,
+    oracle: Oracle,
+    *,
+    eta: float,
+    x0_rule: X0Rule = "paper",
+    two: VarianceReduced | None = None,
+) -> Step:
+    """Return the client's next state and its upload x0+, by (1)-(3).
+
+    With ``two``, (1) is oracle II.
+    """
+    if two is None:
+        x, g, solved = oracle_one(state, x0, oracle, eta=eta)
+    else:
+        x, g, solved = oracle_two(state, x0, oracle, two, eta=eta)
     lam = state.lam + (x - x0) / eta
     base = x if x0_rule == "paper" else x0
-    return State(x, lam, g), base + eta * lam
+    scalars = {"consensus": square_norm(x - x0)}
+    return Step(base + eta * lam, State(x, lam, g), scalars, solved)
 
 
 def server_rule(uploads: Iterable[Vector]) -> Vector:
     """Return the mean of the uploads, by (4)."""
     return weighted_mean((upload, 1.0) for upload in uploads)
+
+
+ORACLE_TWO: Mapping[str, float] = MappingProxyType(
+    {"gamma": 1.0, "inner-steps": 8, "inner-batch": 1, "full-every": 20}
+)
+"""Hyperparameters of oracle II and their defaults; oracle I has no use for any."""
+
+FINE_TUNING = ("fine-tune", "fine-tune-lr", "lr", "batch-size")
+"""What ``fine-tune``, which measures models, reads of ``local``."""
+
+
+def unused_by(oracle: str, settings: Mapping[str, Any]) -> list[str]:
+    """Return which of ``settings``, spelt as in requests, the oracle has no use for."""
+    if oracle == "I":
+        return sorted(settings.keys() & ORACLE_TWO.keys())
+    used = FINE_TUNING if settings.get("fine-tune") else ("fine-tune",)
+    return sorted(settings.keys() & default_training().settings.keys() - set(used))
+
+
+def check_oracle(oracle: str, settings: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for ``settings``, spelt as in requests, that the oracle cannot use."""
+    one_of("oracle", oracle, ("I", "II"))
+    if unused := unused_by(oracle, settings):
+        means = "local" if oracle == "I" else ", ".join(ORACLE_TWO)
+        given = ", ".join(f"{name} = {settings[name]!r}" for name in unused)
+        raise ValueError(f"oracle {oracle} has no use for {given}: its steps are set by {means}")
 
 
 def exchanges_after(r: int, *, p: float, seed: int) -> bool:
@@ -136,36 +181,23 @@ def rounds_from(first: int, *, p: float, seed: int) -> range:
     return range(first, last + 1)
 
 
+class ServerState(NamedTuple):
+    """What the server keeps: rounds and exchanges done, and where this run began.
+
+    ``before`` counts the algorithm rounds that earlier runs were asked for, or did, if more.
+    """
+
+    done: int = 0
+    exchanges: int = 0
+    first: int = 0
+    before: int = 0
+
+
 class FedPD(FederatedStrategy):
     """FedPD's server half; see the module's docstring for the rule and every symbol.
 
-    Parameters
-    ----------
-    eta : float or {first round: float}, > 0 (default 1.0)
-        The pull of the local problem is 1/eta.
-    p : float in [0, 1) (default 0.0)
-        Probability that a round ends without exchange.
-    oracle : "I" or "II" (default "I")
-        "I" solves (6) as ``local`` says; "II" is (7), which needs clients with access to full
-        gradients of f_i: one without (whose problem streams its examples, say) answers with an
-        error that says so.
-    gamma : float or {first round: float}, > 0 (default 1.0)
-    inner_steps : int >= 1 (default 8)
-    inner_batch : int >= 0 (default 1; 0: all examples)
-    full_every : int >= 1 (default 20)
-        gamma, Q, B and I of oracle II; the examples are drawn with replacement.
-    x0_rule : "paper" or "authors" (default "paper")
-        (3), or x0+ = x0 + eta lam+.
-    missing : "void" or "proceed" (default "void")
-        What becomes of a round in which a known client is missing: it is void, so that no client's
-        state moves; or it goes on with the mean of those present, who alone move.
-    **options
-        Those of :class:`fl_strategies.FederatedStrategy`; ``fraction_train`` must be 1.
-
-    Raises
-    ------
-    ValueError
-        For a knob outside its range.
+    ``fraction_train`` must be 1. Raises ``ValueError`` for a hyperparameter that the oracle has no
+    use for.
 
     Notes
     -----
@@ -178,100 +210,129 @@ class FedPD(FederatedStrategy):
     """
 
     algorithm = "fedpd"
+    card = Card(
+        "FedPD",
+        "primal-dual steps by all clients; exchanges skipped at random",
+        keeps="model, dual",
+        paper="Zhang et al., IEEE TSP 2021",
+    )
     averages = "models"
-    saved = ("exchanges", "_first", "_done", "_before")
 
-    def __init__(
-        self,
-        *,
-        eta: Knob = 1.0,
-        p: float = 0.0,
-        oracle: Literal["I", "II"] = "I",
-        gamma: Knob = 1.0,
-        inner_steps: int = 8,
-        inner_batch: int = 1,
-        full_every: int = 20,
-        x0_rule: X0Rule = "paper",
-        missing: Literal["void", "proceed"] = "void",
-        **options: Unpack[Options],
-    ) -> None:
-        check("eta", eta, above=0.0, scheduled=True)
-        check("p", p, low=0.0, below=1.0)
-        one_of("oracle", oracle, ("I", "II"))
-        check("gamma", gamma, above=0.0, scheduled=True)
-        check("inner_steps", inner_steps, low=1, integer=True)
-        check("inner_batch", inner_batch, low=0, integer=True)
-        check("full_every", full_every, low=1, integer=True)
-        one_of("x0_rule", x0_rule, ("paper", "authors"))
-        one_of("missing", missing, ("void", "proceed"))
-        if (fraction := options.get("fraction_train", 1.0)) != 1.0:
-            raise ValueError(f"fraction_train must be 1: FedPD asks all clients, got {fraction!r}")
-        super().__init__(**options)
-        self.eta, self.p, self.oracle, self.x0_rule = eta, p, oracle, x0_rule
-        self.gamma, self.inner_steps, self.inner_batch = gamma, inner_steps, inner_batch
-        self.full_every, self.missing = full_every, missing
-        self.exchanges = self._first = self._done = self._before = self._asked_for = 0
+    eta: Schedule = number(
+        default=1.0,
+        about="The pull of the local problem is 1/eta.",
+        above=0.0,
+        scheduled=True,
+        sent="eta",
+    )
+    p: float = number(
+        default=0.0, about="Probability that a round ends without exchange.", low=0.0, below=1.0
+    )
+    oracle: Literal["I", "II"] = choice(
+        default="I",
+        choices=("I", "II"),
+        about='"I" solves (6) as `local` says; "II" is (7), which has no use for `local` (but for'
+        " `fine-tune` and what that reads) and needs clients with access to full gradients of f_i:"
+        " one without (whose problem streams its samples, say) answers with an error that says so.",
+        sent="oracle",
+    )
+    gamma: Schedule | None = number(
+        default=None,
+        about="Rate of oracle II (1), refused with oracle I.",
+        above=0.0,
+        scheduled=True,
+    )
+    inner_steps: int | None = number(default=None, about="Q of oracle II (8).", integer=True, low=1)
+    inner_batch: int | None = number(
+        default=None,
+        about="B of oracle II (1; 0: all samples); the samples are drawn with replacement.",
+        integer=True,
+        low=0,
+    )
+    full_every: int | None = number(default=None, about="I of oracle II (20).", integer=True, low=1)
+    x0_rule: X0Rule = choice(
+        default="paper",
+        choices=("paper", "authors"),
+        about="(3), or x0+ = x0 + eta lam+.",
+        sent="x0-rule",
+    )
+    num_clients: int = number(
+        default=0,
+        about="How many clients there are, where known (0: not): rounds without so many usable"
+        " replies are rounds in which one is missing. If it is more than the clients ever"
+        " connected; else these count.",
+        integer=True,
+        low=0,
+    )
+    missing: Literal["void", "proceed"] = choice(
+        default="void",
+        choices=("void", "proceed"),
+        about="What becomes of a round in which a known client is missing: it is void, so that no"
+        " client's state moves; or it goes on with the mean of those present, who alone move.",
+    )
 
-    def open(self, initial_arrays: ArrayRecord, num_rounds: int) -> None:
-        self._first = self._done
-        self._before = max(self._before + self._asked_for, self._done)
-        self._asked_for = num_rounds
-        super().open(initial_arrays, num_rounds)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fraction_train != 1.0:
+            raise ValueError(
+                f"fraction_train must be 1: FedPD asks all clients, got {self.fraction_train!r}"
+            )
+        given = {
+            name: value
+            for name in ORACLE_TWO
+            if (value := getattr(self, name.replace("-", "_"))) is not None
+        }
+        check_oracle(self.oracle, given if self.oracle == "I" else self.local)
+        self.oracle_two = {**ORACLE_TWO, **given} if self.oracle == "II" else {}
+        self._asked_for = 0
+
+    def first_state(self, theta: Vector) -> ServerState:
+        return ServerState()
+
+    def begin(self, state: ServerState, theta: Vector) -> ServerState:
+        before = max(state.before + self._asked_for, state.done)
+        self._asked_for = self.run.num_rounds
+        return state._replace(first=state.done, before=before)
 
     def exchanges_in(self, num_rounds: int) -> int:
         """Return how many of the run's algorithm rounds end in an exchange.
 
         They are ``num_rounds``, and those that earlier runs were asked for and did not come to.
         """
-        rounds = range(self._first, self._before + num_rounds)
+        state = self.state or self.first_state(self.theta)
+        rounds = range(state.first, state.before + num_rounds)
         return sum(exchanges_after(r, p=self.p, seed=self.seed) for r in rounds)
 
-    @property
-    def next_rounds(self) -> range:
-        """The algorithm rounds up to the next exchange."""
-        return rounds_from(self._done, p=self.p, seed=self.seed)
+    def next_rounds(self, state: ServerState) -> range:
+        """Return the algorithm rounds up to the next exchange."""
+        return rounds_from(state.done, p=self.p, seed=self.seed)
 
-    def client_knobs(self) -> Knobs:
-        knobs: Knobs = {
-            "eta": self.eta,
-            "oracle": self.oracle,
-            "x0-rule": self.x0_rule,
-            "first-algorithm-round": self.next_rounds.start,
-            "algorithm-rounds": len(self.next_rounds),
+    def tell(self, state: ServerState, server_round: int, client: int) -> Mapping[str, Any]:
+        rounds = self.next_rounds(state)
+        return {
+            "first-algorithm-round": rounds.start,
+            "algorithm-rounds": len(rounds),
+            **self.oracle_two,
         }
-        if self.oracle == "II":
-            knobs |= {
-                "gamma": self.gamma,
-                "inner-steps": self.inner_steps,
-                "inner-batch": self.inner_batch,
-                "full-every": self.full_every,
-            }
-        return knobs
 
     def replies_needed(self) -> int:
-        every_client = self.num_clients if self.missing == "void" else 1
+        every_client = self.population if self.missing == "void" else 1
         return max(every_client, super().replies_needed())
 
     def aggregate(
-        self, server_round: int, theta: Vector, uploads: Iterable[Upload], used: int
-    ) -> Vector:
-        if used < self.num_clients:
-            self._say(server_round, f"goes on with {used} of {self.num_clients} clients")
-        return server_rule(upload.vector for upload in uploads)
+        self, state: ServerState, theta: Vector, uploads: Uploads
+    ) -> tuple[Vector, ServerState]:
+        if len(uploads) < uploads.population:
+            self.say(uploads.round, f"goes on with {len(uploads)} of {uploads.population} clients")
+        done = state._replace(done=self.next_rounds(state).stop, exchanges=state.exchanges + 1)
+        return server_rule(upload.vector for upload in uploads), done
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """As :meth:`FederatedStrategy.aggregate_train`; the coins of the next exchange follow."""
-        arrays, metrics = super().aggregate_train(server_round, replies)
-        assert metrics is not None
-        skipped = 0
-        if arrays is not None:
-            skipped = len(self.next_rounds) - 1
-            self.exchanges += 1
-            self._done = self.next_rounds.stop
-        metrics["algorithm-round"] = self._done
-        metrics["exchanges"] = self.exchanges
-        bytes_each = sum(cast(int, metrics[name]) for name in ("bytes-down", "bytes-up"))
-        metrics["bytes-saved"] = skipped * bytes_each
-        return arrays, metrics
+    def end_round(
+        self, before: ServerState, state: ServerState, uploads: Uploads, metrics: Mapping[str, Any]
+    ) -> tuple[ServerState, dict[str, float]]:
+        skipped = max(state.done - before.done - 1, 0)
+        return state, {
+            "algorithm-round": state.done,
+            "exchanges": state.exchanges,
+            "bytes-saved": skipped * (metrics["bytes-down"] + metrics["bytes-up"]),
+        }

@@ -1,4 +1,4 @@
-"""FedProx: FedAvg whose clients are pulled back to the common model.
+"""FedProx: FedAvg whose clients are pulled back to the global model.
 
     w_i   ~ argmin_w f_i(w) + (mu/2) ||w - theta||^2, started at theta          (1)
     theta <- sum_i p_i w_i / sum_i p_i                                          (2)
@@ -14,38 +14,55 @@ Networks", MLSys 2020, Algorithm 2.
 
 from __future__ import annotations
 
-from typing import Unpack
+from fl_strategies.core.hyperparameters import Schedule, number
+from fl_strategies.core.oracle import Oracle, Step
+from fl_strategies.core.subproblem import Subproblem
+from fl_strategies.core.vectors import Vector
+from fl_strategies.fedavg import Averaging
+from fl_strategies.server.algorithm import Card
 
-from fl_strategies.fedavg import Averaging, Weights
-from fl_strategies.schedules import Knob, check
-from fl_strategies.strategy import Knobs, Options
-from fl_strategies.subproblem import Solve, Subproblem, Vector
 
-
-def client_rule(theta: Vector, solve: Solve, *, mu: float) -> Vector:
+def client_rule(theta: Vector, oracle: Oracle, *, mu: float) -> Step:
     """Return the client's upload w, by (1)."""
-    return solve(theta, Subproblem(pull=mu, centre=theta))
+    solved = oracle.solve(theta, Subproblem(pull=mu, centre=theta))
+    return Step(solved.w, solved=solved)
 
 
 class FedProx(Averaging):
     """FedProx's server half.
 
-    Parameters
-    ----------
-    mu : float or {first round: float}, >= 0 (default 0.01)
-    weights : "examples" or "uniform" (default "examples")
-    **options
-        Those of :class:`fl_strategies.FederatedStrategy`.
+    Other than Flower's class of this name: mu is 0.01 by default, not 0, and may be a schedule; one
+    client is enough (``min_train_nodes`` ... are 1); replies are checked, and one of a client that
+    does not say which algorithm it ran is taken with a warning.
     """
 
     algorithm = "fedprox"
+    card = Card(
+        "FedProx",
+        "pulls clients back to the global model",
+        keeps="nothing",
+        paper="Li et al., MLSys 2020",
+    )
+    unnamed = "to add (proximal-mu/2) ||w - theta||^2 to its loss"
+    mu: Schedule = number(
+        default=0.01,
+        about="Pull towards the global model.",
+        low=0.0,
+        scheduled=True,
+        sent="proximal-mu",
+    )
+    proximal_mu: Schedule | None = number(
+        default=None,
+        about="mu by the name that Flower's own class has for it.",
+        low=0.0,
+        scheduled=True,
+    )
 
-    def __init__(
-        self, *, mu: Knob = 0.01, weights: Weights = "examples", **options: Unpack[Options]
-    ) -> None:
-        check("mu", mu, low=0.0, scheduled=True)
-        super().__init__(weights=weights, **options)
-        self.mu = mu
-
-    def client_knobs(self) -> Knobs:
-        return {"proximal-mu": self.mu}
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.proximal_mu is not None:
+            if self.mu not in (type(self).declarations["mu"].default, self.proximal_mu):
+                raise ValueError(
+                    f"mu and proximal_mu are one, got {self.mu!r} and {self.proximal_mu!r}"
+                )
+            self.mu = self.proximal_mu

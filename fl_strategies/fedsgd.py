@@ -19,23 +19,23 @@ Deep Networks from Decentralized Data", AISTATS 2017, Section 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Unpack
+from collections.abc import Mapping, Sequence
 
+from fl_strategies.core.hyperparameters import Scalar
+from fl_strategies.core.plain import PLAIN, check_plain_steps
+from fl_strategies.core.records import Upload, Uploads
+from fl_strategies.core.vectors import Vector
 from fl_strategies.fedavg import server_rule
-from fl_strategies.schedules import all_among
-from fl_strategies.strategy import FederatedStrategy, Knobs, Options, Scalar, Upload
-from fl_strategies.subproblem import Vector
+from fl_strategies.server.algorithm import Card, State
+from fl_strategies.server.strategy import FederatedStrategy
 
-ONE_STEP: Mapping[str, tuple[Scalar, ...]] = {
+ONE_STEP: Mapping[str, Sequence[Scalar]] = {
+    **PLAIN,
     "solver": ("gd",),
     "epochs": (1,),
+    "random-epochs": (False,),
     "steps": (0, 1),
-    "solver-params": ("",),
-    "momentum": (0.0,),
-    "nesterov": (False,),
-    "extrapolation": (0.0,),
-    "box": (0.0,),
+    "random-steps": (False,),
 }
 """Local settings that make (1), the first of each of which clients are sent."""
 
@@ -43,28 +43,27 @@ ONE_STEP: Mapping[str, tuple[Scalar, ...]] = {
 class FedSGD(FederatedStrategy):
     """FedSGD's server half.
 
-    Takes the arguments of :class:`fl_strategies.FederatedStrategy`.
-
-    Raises
-    ------
-    ValueError
-        For a local setting that makes local training anything else than (1).
+    Raises ``ValueError`` for a local setting that makes local training anything else than (1).
     """
 
     algorithm = "fedsgd"
+    card = Card(
+        "FedSGD",
+        "one gradient step on all of a client's samples",
+        keeps="nothing",
+        paper="McMahan et al., AISTATS 2017",
+    )
     averages = "models"
 
-    def __init__(self, **options: Unpack[Options]) -> None:
-        super().__init__(**options)
-        all_among(self.local, ONE_STEP, "FedSGD takes one gradient step on all examples")
+    def __post_init__(self) -> None:
+        check_plain_steps(self.local, "FedSGD takes one gradient step on all examples", ONE_STEP)
+        super().__post_init__()
 
-    def client_knobs(self) -> Knobs:
+    def tell(self, state: State, server_round: int, client: int) -> Mapping[str, Scalar]:
         return {name: values[0] for name, values in ONE_STEP.items()}
 
     def weight(self, upload: Upload) -> float:
         return upload.num_examples
 
-    def aggregate(
-        self, server_round: int, theta: Vector, uploads: Iterable[Upload], used: int
-    ) -> Vector:
-        return server_rule(uploads, weights="examples")
+    def aggregate(self, state: State, theta: Vector, uploads: Uploads) -> tuple[Vector, State]:
+        return server_rule(uploads, weights="examples"), state

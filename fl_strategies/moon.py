@@ -1,4 +1,4 @@
-"""MOON: FedAvg whose clients keep their features near the common model's.
+"""MOON: FedAvg whose clients keep their features near the global model's.
 
 Local training on data of its own bends what a client's model sees in an input. A contrastive term
 holds it back: the features z of an input shall look more like those of the model received than
@@ -40,12 +40,12 @@ Reference: Li, He, Song, "Model-Contrastive Federated Learning", CVPR 2021, Algo
 
 from __future__ import annotations
 
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple
 
-from fl_strategies.fedavg import Averaging, Weights
-from fl_strategies.schedules import Knob, check
-from fl_strategies.strategy import Knobs, Options
-from fl_strategies.subproblem import Vector
+from fl_strategies.core.hyperparameters import Schedule, number
+from fl_strategies.core.vectors import Vector
+from fl_strategies.fedavg import Averaging
+from fl_strategies.server.algorithm import Card
 
 
 class State(NamedTuple):
@@ -61,8 +61,10 @@ def unit(z: Vector) -> Vector:
     return z / (square + (square == 0.0)) ** 0.5
 
 
-def direction(z_global: Vector, z_previous: Vector, *, tau: float) -> Vector:
+def direction(z_global: Vector, z_previous: Vector, *, tau: Any) -> Vector:
     """Return q [n, p] of features [n, p], by (5)."""
+    if getattr(tau, "ndim", 0):  # a column beside the features [clients, n, p] of a stack
+        tau = tau[..., None]
     return (unit(z_previous) - unit(z_global)) / tau
 
 
@@ -72,36 +74,22 @@ def excess(z: Vector, q: Vector) -> Vector:
 
 
 class MOON(Averaging):
-    """MOON's server half; see the module's docstring for the rule and every symbol.
-
-    Parameters
-    ----------
-    mu : float or {first round: float}, >= 0 (default 1.0, the authors')
-    tau : float or {first round: float}, > 0 (default 0.5, the paper's)
-    weights : "examples" or "uniform" (default "examples")
-    **options
-        Those of :class:`fl_strategies.FederatedStrategy`.
-
-    Raises
-    ------
-    ValueError
-        For a knob outside its range.
-    """
+    """MOON's server half; see the module's docstring for the rule and every symbol."""
 
     algorithm = "moon"
-
-    def __init__(
-        self,
-        *,
-        mu: Knob = 1.0,
-        tau: Knob = 0.5,
-        weights: Weights = "examples",
-        **options: Unpack[Options],
-    ) -> None:
-        check("mu", mu, low=0.0, scheduled=True)
-        check("tau", tau, above=0.0, scheduled=True)
-        super().__init__(weights=weights, **options)
-        self.mu, self.tau = mu, tau
-
-    def client_knobs(self) -> Knobs:
-        return {"mu": self.mu, "tau": self.tau}
+    card = Card(
+        "MOON",
+        "keeps clients' features nearer the global model's than their own last ones",
+        keeps="model",
+        paper="Li, He, Song, CVPR 2021",
+    )
+    mu: Schedule = number(
+        default=1.0,
+        about="Weight of the contrastive term; the authors'.",
+        low=0.0,
+        scheduled=True,
+        sent="mu",
+    )
+    tau: Schedule = number(
+        default=0.5, about="Temperature; the paper's.", above=0.0, scheduled=True, sent="tau"
+    )

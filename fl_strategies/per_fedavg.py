@@ -1,4 +1,4 @@
-"""Per-FedAvg: the common model is one that a single local gradient step makes good for a client.
+"""Per-FedAvg: the global model is one that a single local gradient step makes good for a client.
 
 The problem is  min_w (1/m) sum_i F_i(w)  with  F_i(w) = f_i(w - a grad f_i(w)): the loss of client
 i's model after one step of its own. Clients descend on F_i (model-agnostic meta-learning, MAML),
@@ -33,86 +33,73 @@ A Model-Agnostic Meta-Learning Approach", NeurIPS 2020, Algorithm 1.
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, Unpack
+from typing import Literal, TypeAlias
 
+from fl_strategies.core.columns import repeated
+from fl_strategies.core.hyperparameters import Schedule, choice, number
+from fl_strategies.core.oracle import Oracle, Step, Tally
+from fl_strategies.core.plain import check_own_steps, tuned_at
+from fl_strategies.core.vectors import Vector
 from fl_strategies.fedavg import Averaging, Weights
-from fl_strategies.meta import Gradient, HessianProduct, check_plain_steps, tune_at
-from fl_strategies.schedules import Knob, check, one_of
-from fl_strategies.strategy import Knobs, Options
-from fl_strategies.subproblem import Vector
+from fl_strategies.server.algorithm import Card
 
 MetaGradient: TypeAlias = Literal["exact", "first-order"]
 
 
-def outer_step(
-    w: Vector,
-    gradient: Gradient,
-    product: HessianProduct | None,
-    *,
-    rate: float,
-    inner_rate: float,
-) -> Vector:
-    """Return w after (1) and (2); without ``product`` the first-order form."""
-    g = gradient(w - inner_rate * gradient(w))
-    if product is not None:
-        g = g - inner_rate * product(w, g)
-    return w - rate * g
-
-
 def client_rule(
     theta: Vector,
-    gradient: Gradient,
-    product: HessianProduct | None = None,
+    oracle: Oracle,
     *,
     steps: int,
     rate: float,
     inner_rate: float,
-) -> Vector:
-    """Return the client's upload w, by ``steps`` times (1) and (2) from theta."""
-    w = theta
-    for _ in range(steps):
-        w = outer_step(w, gradient, product, rate=rate, inner_rate=inner_rate)
-    return w
+    meta_gradient: MetaGradient = "exact",
+) -> Step:
+    """Return the client's upload w, by ``steps`` = K times (1) and (2) from theta."""
+
+    def outer_step(w: Vector, done: Tally) -> tuple[Vector, Tally]:
+        here = oracle.gradient(w)
+        there = oracle.gradient(w - inner_rate * here.vector)
+        g = there.vector
+        if meta_gradient == "exact":
+            g = g - inner_rate * oracle.hessian_product(w, g)
+        return w - rate * g, done.plus(here).plus(there)
+
+    w, done = repeated(steps, outer_step, theta, Tally())
+    return Step(w, solved=done.mean(w, 2 * steps, steps=steps, epochs=None))
 
 
 class PerFedAvg(Averaging):
     """Per-FedAvg's server half; see the module's docstring for the rule.
 
-    Parameters
-    ----------
-    inner_rate : float or {first round: float}, >= 0 (default 0.01)
-    meta_gradient : "exact" or "first-order" (default "exact")
-        Whether (2) has its Hessian. "exact" needs a model that can be differentiated twice, and
-        takes about twice the time of "first-order".
-    weights : "uniform" or "examples" (default "uniform")
-    **options
-        Those of :class:`fl_strategies.FederatedStrategy`. Of ``local``, (2) knows ``lr``,
-        ``epochs``, ``random-epochs``, ``steps``, ``random-steps`` and ``batch-size``.
-
-    Raises
-    ------
-    ValueError
-        For a knob outside its range, or a ``local`` that asks for another solver than plain
-        gradient steps.
+    Of ``local``, (2) knows ``lr``, ``epochs``, ``random-epochs``, ``steps``, ``random-steps`` and
+    ``batch-size``. Raises ``ValueError`` for one that asks for anything but plain gradient steps.
     """
 
     algorithm = "per-fedavg"
+    card = Card(
+        "Per-FedAvg",
+        "a global model that one local gradient step makes a client's own",
+        keeps="nothing",
+        paper="Fallah, Mokhtari, Ozdaglar, NeurIPS 2020",
+    )
+    inner_rate: Schedule = number(
+        default=0.01, about="a.", low=0.0, scheduled=True, sent="inner-rate"
+    )
+    meta_gradient: MetaGradient = choice(
+        default="exact",
+        choices=("exact", "first-order"),
+        about='Whether (2) has its Hessian. "exact" needs a model that can be differentiated'
+        ' twice, and takes about twice the time of "first-order".',
+        sent="meta-gradient",
+    )
+    weights: Weights = choice(
+        default="uniform",
+        choices=("examples", "uniform"),
+        about="Whether p_i is the number of samples, or 1.",
+    )
 
-    def __init__(
-        self,
-        *,
-        inner_rate: Knob = 0.01,
-        meta_gradient: MetaGradient = "exact",
-        weights: Weights = "uniform",
-        **options: Unpack[Options],
-    ) -> None:
-        check("inner_rate", inner_rate, low=0.0, scheduled=True)
-        one_of("meta_gradient", meta_gradient, ("exact", "first-order"))
-        check_plain_steps(self.algorithm, options.get("local"))
-        super().__init__(weights=weights, **options)
-        self.inner_rate, self.meta_gradient = inner_rate, meta_gradient
-        self.local.setdefault("fine-tune", "train")
-        tune_at(inner_rate, self.local)
-
-    def client_knobs(self) -> Knobs:
-        return {"inner-rate": self.inner_rate, "meta-gradient": self.meta_gradient}
+    def __post_init__(self) -> None:
+        check_own_steps(self.algorithm, self.local)
+        super().__post_init__()
+        self.local = tuned_at(self.inner_rate, {"fine-tune": "train", **self.local})

@@ -28,46 +28,50 @@ Reference: see ``fl_strategies.fedbc``; Algorithm 3, appendix E.4.
 
 from __future__ import annotations
 
-from typing import Unpack
-
-from fl_strategies.meta import Gradient, check_plain_steps, tune_at
+from fl_strategies.core.columns import repeated
+from fl_strategies.core.hyperparameters import Schedule, number
+from fl_strategies.core.oracle import Oracle, Step, Tally
+from fl_strategies.core.plain import check_own_steps, tuned_at
+from fl_strategies.core.vectors import Vector
 from fl_strategies.proximity import (
     FIRST,
     Dual,
-    DualOptions,
     ProximityStrategy,
     State,
     Turn,
     dual_step,
     idle_steps,
-    per_client,
+    uploaded,
 )
-from fl_strategies.schedules import Knob, check
-from fl_strategies.strategy import Knobs
-from fl_strategies.subproblem import Vector
+from fl_strategies.server.algorithm import Card
 
 
 def outer_step(
     w: Vector,
     z: Vector,
-    gradient: Gradient,
+    oracle: Oracle,
+    done: Tally,
     *,
     lam: float,
     inner_rate: float,
     inner_steps: int,
     rate: float,
-) -> Vector:
-    """Return w after one outer step, by (1) and (2)."""
-    u = w
-    for _ in range(inner_steps):
-        u = u - inner_rate * (gradient(u) + 2 * lam * (u - z))
-    return w - rate * gradient(u)
+) -> tuple[Vector, Tally]:
+    """Return w after one outer step, by (1) and (2), and ``done`` with its gradients."""
+
+    def inner_step(u: Vector, done: Tally) -> tuple[Vector, Tally]:
+        here = oracle.gradient(u)
+        return u - inner_rate * (here.vector + 2 * lam * (u - z)), done.plus(here)
+
+    u, done = repeated(inner_steps, inner_step, w, done)
+    there = oracle.gradient(u)
+    return w - rate * there.vector, done.plus(there)
 
 
 def client_rule(
     state: State,
     z: Vector,
-    gradient: Gradient,
+    oracle: Oracle,
     *,
     dual: Dual,
     turn: Turn = FIRST,
@@ -75,51 +79,42 @@ def client_rule(
     rate: float,
     inner_rate: float,
     inner_steps: int,
-) -> State:
+) -> Step:
     """Return the client's next state, by (1)-(3); its x and lam are the upload."""
     state = idle_steps(state, dual, turn.clock - state.clock)
-    lam, w = per_client(state.lam), z
-    for _ in range(steps):
-        w = outer_step(
-            w, z, gradient, lam=lam, inner_rate=inner_rate, inner_steps=inner_steps, rate=rate
-        )
-    return dual_step(state, w, z, dual, turn)
+
+    def step(w: Vector, done: Tally) -> tuple[Vector, Tally]:
+        lam = state.lam
+        return outer_step(w, z, oracle, done, lam=lam, inner_rate=inner_rate,
+                          inner_steps=inner_steps, rate=rate)  # fmt: skip
+
+    w, done = repeated(steps, step, z, Tally())
+    solved = done.mean(w, done.steps, steps=steps, epochs=None)
+    return uploaded(dual_step(state, w, z, dual, turn), solved)
 
 
 class PerFedBC(ProximityStrategy):
     """Per-FedBC's server half; see the module's docstring for the rule.
 
-    Parameters
-    ----------
-    inner_rate : float or {first round: float}, >= 0 (default 0.01, the paper's)
-    inner_steps : int >= 1 (default 1, the paper's)
-    **options
-        alpha, alpha_gamma, gamma, lambda_min, lambda_max and dual_momentum of
-        :class:`fl_strategies.proximity.ProximityStrategy`, and those of
-        :class:`fl_strategies.FederatedStrategy`. Of ``local``, (2) knows ``lr``, ``epochs``,
-        ``random-epochs``, ``steps``, ``random-steps`` and ``batch-size``.
-
-    Raises
-    ------
-    ValueError
-        For a knob outside its range, lambda_min > lambda_max, or a ``local`` that asks for another
-        solver than plain gradient steps.
+    Of ``local``, (2) knows ``lr``, ``epochs``, ``random-epochs``, ``steps``, ``random-steps`` and
+    ``batch-size``. Raises ``ValueError`` for one that asks for anything but plain gradient steps.
     """
 
     algorithm = "per-fedbc"
+    card = Card(
+        "Per-FedBC",
+        "the same with first-order meta-learning as local work",
+        keeps="model, five numbers",
+        paper="Bedi et al., 2022",
+    )
+    inner_rate: Schedule = number(
+        default=0.01, about="a; the paper's.", low=0.0, scheduled=True, sent="inner-rate"
+    )
+    inner_steps: int = number(
+        default=1, about="J; the paper's.", integer=True, low=1, sent="inner-steps"
+    )
 
-    def __init__(
-        self, *, inner_rate: Knob = 0.01, inner_steps: int = 1, **options: Unpack[DualOptions]
-    ) -> None:
-        check("inner_rate", inner_rate, low=0.0, scheduled=True)
-        check("inner_steps", inner_steps, low=1, integer=True)
-        check_plain_steps(self.algorithm, options.get("local"))
-        super().__init__(**options)
-        self.inner_rate, self.inner_steps = inner_rate, inner_steps
-        tune_at(inner_rate, self.local)
-
-    def client_knobs(self) -> Knobs:
-        return super().client_knobs() | {
-            "inner-rate": self.inner_rate,
-            "inner-steps": self.inner_steps,
-        }
+    def __post_init__(self) -> None:
+        check_own_steps(self.algorithm, self.local)
+        super().__post_init__()
+        self.local = tuned_at(self.inner_rate, self.local)

@@ -1,4 +1,4 @@
-"""pFedMe: personal models tied to the common one, which descends on their Moreau envelopes.
+"""pFedMe: personalized models tied to the global one, which descends on their Moreau envelopes.
 
 The problem is  min_w (1/m) sum_i F_i(w)  with the envelope
 F_i(w) = min_theta f_i(theta) + (lambda/2) ||theta - w||^2: its minimiser theta_i(w) is client i's
@@ -28,8 +28,8 @@ with eta lambda fixed, theta_i comes near w and (2) is gradient descent on f_i i
 
 Deviations of the authors' published code. (1) starts a round from w (``local_start="global"``), and
 uploads weigh by examples (``weights="examples"``): together ``PFedMe.authors_rule``. All clients
-train in every round there, of which some are averaged. Its personal models are aliases of the live
-parameters; theta is kept by value here.
+train in every round there, of which some are averaged. Its personalized models are aliases of the
+live parameters; theta is kept by value here.
 
 Reference: Dinh, Tran, Nguyen, "Personalized Federated Learning with Moreau Envelopes", NeurIPS
 2020, Algorithm 1.
@@ -38,13 +38,19 @@ Reference: Dinh, Tran, Nguyen, "Personalized Federated Learning with Moreau Enve
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import ClassVar, Literal, NamedTuple, TypeAlias, Unpack
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 from fl_strategies import fedavg
+from fl_strategies.core.columns import repeated
+from fl_strategies.core.hyperparameters import Schedule, choice, largest, number
+from fl_strategies.core.oracle import Oracle, Step, Tally
+from fl_strategies.core.records import Upload, Uploads
+from fl_strategies.core.schedules import at
+from fl_strategies.core.subproblem import Subproblem
+from fl_strategies.core.vectors import Vector
 from fl_strategies.fedavg import Averaging, Weights
-from fl_strategies.schedules import Knob, at, check, one_of, values
-from fl_strategies.strategy import Knobs, Options, Upload
-from fl_strategies.subproblem import Solve, Subproblem, Vector
+from fl_strategies.server.algorithm import Card
+from fl_strategies.server.algorithm import State as ServerState
 
 Side: TypeAlias = Literal["client", "global"]
 
@@ -63,83 +69,72 @@ def first_state(w: Vector) -> State:
 def client_rule(
     state: State,
     w: Vector,
-    solve: Solve,
+    oracle: Oracle,
     *,
     lam: float,
     eta: float,
     steps: int,
+    inner_steps: int,
     local_start: Side = "client",
-) -> tuple[State, Vector]:
-    """Return the client's next state and its upload w_R, by ``steps`` = R times (1) and (2).
+) -> Step:
+    """Return the client's next state and its upload w_R, by ``steps`` = R times (1) and (2)."""
 
-    Each call of ``solve`` is on a fresh mini-batch.
-    """
-    theta = state.theta if local_start == "client" else w
-    for _ in range(steps):
-        theta = solve(theta, Subproblem(pull=lam, centre=w))
-        w = w - eta * lam * (w - theta)
-    return State(theta), w
+    def outer_step(theta: Vector, w: Vector, done: Tally) -> tuple[Vector, Vector, Tally]:
+        subproblem = Subproblem(pull=lam, centre=w)
+        solved = oracle.solve_on_next(theta, subproblem, steps=inner_steps)
+        return solved.w, w - eta * lam * (w - solved.w), done.plus(solved)
+
+    start = state.theta if local_start == "client" else w
+    theta, w, done = repeated(steps, outer_step, start, w, Tally())
+    return Step(w, State(theta), solved=done.mean(w, steps, epochs=0))
 
 
 def server_rule(w: Vector, uploads: Iterable[Upload], *, beta: float, weights: Weights) -> Vector:
-    """Return the next common model, by (3)."""
+    """Return the next global model, by (3)."""
     return (1 - beta) * w + beta * fedavg.server_rule(uploads, weights=weights)
 
 
 class PFedMe(Averaging):
-    """pFedMe's server half; see the module's docstring for the rule and every symbol.
-
-    Parameters
-    ----------
-    lam : float > 0 (default 15, the paper's)
-    eta : float > 0 (default 0.005, the paper's)
-    beta : float > 0 (default 1)
-    inner_steps : int >= 1 (default 5, the paper's)
-    local_start : "client" or "global" (default "client")
-        Whether a round's first (1) is started from the client's own theta or from w.
-    weights : "uniform" or "examples" (default "uniform")
-    **options
-        Those of :class:`fl_strategies.FederatedStrategy`.
-
-    Raises
-    ------
-    ValueError
-        For a knob outside its range.
-    """
+    """pFedMe's server half; see the module's docstring for the rule and every symbol."""
 
     algorithm = "pfedme"
+    card = Card(
+        "pFedMe",
+        "personalized models tied to a global one, which descends on their Moreau envelopes",
+        keeps="own model",
+        paper="Dinh, Tran, Nguyen, NeurIPS 2020",
+    )
     authors_rule: ClassVar[Mapping[str, str]] = {"local_start": "global", "weights": "examples"}
 
-    def __init__(
-        self,
-        *,
-        lam: Knob = 15.0,
-        eta: Knob = 0.005,
-        beta: Knob = 1.0,
-        inner_steps: int = 5,
-        local_start: Side = "client",
-        weights: Weights = "uniform",
-        **options: Unpack[Options],
-    ) -> None:
-        for name, value in (("lam", lam), ("eta", eta), ("beta", beta)):
-            check(name, value, above=0.0, scheduled=True)
-        check("inner_steps", inner_steps, low=1, integer=True)
-        one_of("local_start", local_start, ("client", "global"))
-        super().__init__(weights=weights, **options)
-        self.lam, self.eta, self.beta, self.inner_steps = lam, eta, beta, inner_steps
-        self.local_start = local_start
-        if max(values(beta)) > 1.0:  # then one client moves w by more than its share of the mean
-            self.averages = ""
+    lam: Schedule = number(
+        default=15.0, about="Pull; the paper's.", above=0.0, scheduled=True, sent="lam"
+    )
+    eta: Schedule = number(
+        default=0.005, about="Rate of (2); the paper's.", above=0.0, scheduled=True, sent="eta"
+    )
+    beta: Schedule = number(default=1.0, about="Server rate.", above=0.0, scheduled=True)
+    inner_steps: int = number(
+        default=5, about="K; the paper's.", integer=True, low=1, sent="inner-steps"
+    )
+    local_start: Side = choice(
+        default="client",
+        choices=("client", "global"),
+        about="Whether a round's first (1) is started from the client's own theta or from w.",
+        sent="local-start",
+    )
+    weights: Weights = choice(
+        default="uniform",
+        choices=("examples", "uniform"),
+        about="Whether p_i is the number of samples, or 1.",
+    )
 
-    def client_knobs(self) -> Knobs:
-        return {
-            "lam": self.lam,
-            "eta": self.eta,
-            "inner-steps": self.inner_steps,
-            "local-start": self.local_start,
-        }
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if largest(self.beta) > 1.0:  # then one client moves w by more than its share of the mean
+            self.composition.averages = ""
 
     def aggregate(
-        self, server_round: int, theta: Vector, uploads: Iterable[Upload], used: int
-    ) -> Vector:
-        return server_rule(theta, uploads, beta=at(self.beta, server_round), weights=self.weights)
+        self, state: ServerState, theta: Vector, uploads: Uploads
+    ) -> tuple[Vector, ServerState]:
+        beta = at(self.beta, uploads.round)
+        return server_rule(theta, uploads, beta=beta, weights=self.weights), state

@@ -36,12 +36,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple, TypeAlias, Unpack
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from fl_strategies.randomness import stream
-from fl_strategies.schedules import Knob, check
-from fl_strategies.strategy import FederatedStrategy, Knobs, Options, Scalar, Upload
-from fl_strategies.subproblem import Vector
+from fl_strategies.core.columns import clip, for_each, square_norm
+from fl_strategies.core.hyperparameters import Schedule, number
+from fl_strategies.core.oracle import Solved, Step
+from fl_strategies.core.randomness import draw, stream
+from fl_strategies.core.records import Upload, Uploads
+from fl_strategies.core.vectors import Vector
+from fl_strategies.server.strategy import FederatedStrategy
 
 Gamma: TypeAlias = float | Literal["heuristic"]
 
@@ -50,21 +53,18 @@ ABSURD = 1e12
 
 
 class State(NamedTuple):
-    """What a client keeps: its model x, lambda and gamma, and for (d), (e) v, u and a clock.
-
-    x is [d] and the rest are numbers, or [clients, d] and [clients] for a stack of clients.
-    """
+    """What a client keeps: its model x, lambda and gamma, and for (d), (e) v, u and a clock."""
 
     x: Vector
     lam: Any
     gamma: Any
     v: Any = 0.0
     u: Any = 0.0
-    clock: int = 0
+    clock: Any = 0
 
 
 class Dual(NamedTuple):
-    """The knobs of (a)-(e)."""
+    """The hyperparameters of (a)-(e)."""
 
     alpha: float
     alpha_gamma: float
@@ -77,8 +77,8 @@ class Dual(NamedTuple):
 class Turn(NamedTuple):
     """Dual steps taken, by anyone, before a client's own, and those after it in the same round."""
 
-    clock: int = 0
-    after: int = 0
+    clock: Any = 0
+    after: Any = 0
 
 
 FIRST = Turn()
@@ -86,31 +86,29 @@ FIRST = Turn()
 
 def first_state(z: Vector, dual: Dual) -> State:
     """Return the state of a client that has never taken part: x = z, lambda 0 clipped, gamma 0."""
-    gamma = 0.0 if dual.gamma == "heuristic" else dual.gamma
-    return State(x=z, lam=_clip(0.0, dual), gamma=gamma)
+    none = for_each(0.0, z)
+    gamma = none if isinstance(dual.gamma, str) else none + dual.gamma
+    return State(x=z, lam=_clip(none, dual), gamma=gamma)
 
 
-def idle_steps(state: State, dual: Dual, steps: int) -> State:
+def idle_steps(state: State, dual: Dual, steps: Any) -> State:
     """Return the state after ``steps`` dual steps of other clients, by (e) summed up."""
-    m, n = dual.dual_momentum, max(steps, 0)
+    m, n = dual.dual_momentum, clip(steps, 0, math.inf)
     moved = m * (1 - m**n) / (1 - m)  # m + m^2 + ... + m^n
     # v keeps its sign meanwhile, so that clipping once at the end is clipping at every step
     lam = _clip(state.lam + dual.alpha * moved * state.v, dual)
     gamma = state.gamma
-    if dual.gamma == "heuristic":
+    if isinstance(dual.gamma, str):  # the heuristic
         gamma = gamma + dual.alpha_gamma * moved * state.u
     return state._replace(lam=lam, gamma=gamma, v=m**n * state.v, u=m**n * state.u)
 
 
 def dual_step(state: State, x: Vector, z: Vector, dual: Dual, turn: Turn) -> State:
     """Return the state with the model ``x`` and the client's own dual step, by (a), (b) and (d)."""
-    distance = ((x - z) ** 2).sum(-1)
-    if not distance.ndim:  # one client: numbers, in double precision
-        distance = float(distance)
-    v = dual.dual_momentum * state.v + distance - state.gamma
+    v = dual.dual_momentum * state.v + square_norm(x - z) - state.gamma
     u = dual.dual_momentum * state.u + state.lam
     lam, gamma = state.lam + dual.alpha * v, state.gamma
-    if dual.gamma == "heuristic":
+    if isinstance(dual.gamma, str):  # the heuristic
         gamma = gamma + dual.alpha_gamma * u
     stepped = State(x, lam, gamma, v, u, turn.clock + 1 + turn.after)
     return idle_steps(stepped, dual, turn.after)  # which clips lambda, also after no step
@@ -132,123 +130,122 @@ def server_rule(weighted: Iterable[tuple[Vector, float]]) -> tuple[Vector, float
     return (mean / total if total > 0.0 else plain / count), total
 
 
-def per_client(number: Any) -> Any:
-    """Return a client's number, or [clients] numbers as a column that goes with [clients, d]."""
-    return number[..., None] if getattr(number, "ndim", 0) else number
+def uploaded(state: State, solved: Solved) -> Step:
+    """Return the step of a client that keeps ``state``: it uploads x, and lambda as its weight."""
+    return Step(state.x, state, {"lambda": state.lam, "gamma": state.gamma}, solved)
 
 
 def _clip(lam: Any, dual: Dual) -> Any:
-    if hasattr(lam, "clip"):
-        return lam.clip(dual.lambda_min, dual.lambda_max)
-    return min(max(lam, dual.lambda_min), dual.lambda_max)
+    return clip(lam, dual.lambda_min, dual.lambda_max)
 
 
-class DualOptions(Options, total=False):
-    """The arguments of :class:`ProximityStrategy` and of all strategies."""
+def check_alpha_gamma(gamma: Gamma, settings: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if ``settings``, spelt as in requests, step a gamma that is fixed."""
+    if gamma != "heuristic" and "alpha-gamma" in settings:
+        given = settings["alpha-gamma"]
+        raise ValueError(
+            f'alpha_gamma needs gamma="heuristic", got {given!r}: gamma is fixed at {gamma}'
+        )
 
-    alpha: Knob
-    alpha_gamma: Knob | None
-    gamma: Gamma
-    lambda_min: float
-    lambda_max: float
-    dual_momentum: float
+
+class ServerState(NamedTuple):
+    """What the server keeps: the dual steps taken so far, by anyone."""
+
+    clock: int = 0
 
 
 class ProximityStrategy(FederatedStrategy):
-    """The server half that FedBC and Per-FedBC share: the knobs of the dual step, and (c).
+    """The server half that FedBC and Per-FedBC share: the dual step's hyperparameters, and (c).
 
-    Parameters
-    ----------
-    alpha : float or {first round: float}, >= 0 (default 1e-3; the paper tunes 1e-7 ... 1e-2)
-        Step size of lambda. Gradient steps of rate lr need lr (L + 2 lambda) < 2 to be stable.
-    alpha_gamma : float or {first round: float}, >= 0 (default: alpha)
-        Step size of gamma in the heuristic.
-    gamma : float >= 0 or "heuristic" (default)
-        Allowed squared distance, the same for all clients, or each client's own by (b).
-    lambda_min, lambda_max : float >= 0 (default 0 and infinity)
-        Range of lambda. Replies outside it are left out; so are those above 1e12 where lambda_max
-        is infinite.
-    dual_momentum : float in [0, 1) (default 0)
-        Momentum of the dual steps as in the authors' code (0.5 there), by (d) and (e); 0 where
-        alpha or alpha_gamma is a schedule.
-    **options
-        Those of :class:`fl_strategies.FederatedStrategy`.
-
-    Raises
-    ------
-    ValueError
-        For a knob outside its range, or lambda_min > lambda_max.
+    Raises ``ValueError`` for lambda_min > lambda_max, or alpha_gamma with a fixed gamma.
     """
 
-    saved = ("_clock",)
+    alpha: Schedule = number(
+        default=1e-3,
+        about="Step size of lambda; the paper tunes 1e-7 ... 1e-2. Gradient steps of rate lr need"
+        " lr (L + 2 lambda) < 2 to be stable.",
+        low=0.0,
+        scheduled=True,
+        sent="alpha",
+    )
+    alpha_gamma: Schedule | None = number(
+        default=None,
+        about="Step size of gamma in the heuristic, by default alpha; refused with a fixed gamma.",
+        low=0.0,
+        scheduled=True,
+    )
+    gamma: Gamma = number(
+        default="heuristic",
+        about="Allowed squared distance, the same for all clients, or each client's own by (b).",
+        low=0.0,
+        words=("heuristic",),
+        sent="gamma",
+    )
+    lambda_min: float = number(
+        default=0.0, about="Lower end of lambda's range.", low=0.0, sent="lambda-min"
+    )
+    lambda_max: float | None = number(
+        default=None,
+        about="Upper end of lambda's range, by default none. Replies outside the range are left"
+        " out; so are those above 1e12 where there is no upper end.",
+        low=0.0,
+        sent="lambda-max",
+    )
+    dual_momentum: float = number(
+        default=0.0,
+        about="Momentum of the dual steps as in the authors' code (0.5 there), by (d) and (e); 0"
+        " where alpha or alpha_gamma is a schedule.",
+        low=0.0,
+        below=1.0,
+        sent="dual-momentum",
+    )
 
-    def __init__(
-        self,
-        *,
-        alpha: Knob = 1e-3,
-        alpha_gamma: Knob | None = None,
-        gamma: Gamma = "heuristic",
-        lambda_min: float = 0.0,
-        lambda_max: float = math.inf,
-        dual_momentum: float = 0.0,
-        **options: Unpack[Options],
-    ) -> None:
-        alpha_gamma = alpha if alpha_gamma is None else alpha_gamma
-        check("alpha", alpha, low=0.0, scheduled=True)
-        check("alpha_gamma", alpha_gamma, low=0.0, scheduled=True)
-        for name, value in (
-            ("gamma", 0.0 if gamma == "heuristic" else gamma),
-            ("lambda_min", lambda_min),
-            ("lambda_max", 0.0 if lambda_max == math.inf else lambda_max),
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        high = self.lambda_max
+        if high is not None and self.lambda_min > high:
+            raise ValueError(f"lambda_min must be <= lambda_max ({high}), got {self.lambda_min}")
+        steps_gamma = {} if self.alpha_gamma is None else {"alpha-gamma": self.alpha_gamma}
+        check_alpha_gamma(self.gamma, steps_gamma)
+        if self.dual_momentum and any(
+            isinstance(rate, Mapping) for rate in (self.alpha, self.alpha_gamma)
         ):
-            check(name, value, low=0.0)
-        if lambda_min > lambda_max:
-            raise ValueError(f"lambda_min must be <= lambda_max ({lambda_max}), got {lambda_min}")
-        check("dual_momentum", dual_momentum, low=0.0, below=1.0)
-        if dual_momentum and (isinstance(alpha, Mapping) or isinstance(alpha_gamma, Mapping)):
             raise ValueError(
                 f"dual_momentum must be 0 where alpha or alpha_gamma is a schedule, got"
-                f" {dual_momentum}: a client makes up by (e) for rounds whose values it never saw"
+                f" {self.dual_momentum}: a client makes up by (e) for rounds whose values it never"
+                " saw"
             )
-        super().__init__(**options)
-        self.dual: Knobs = {
-            "alpha": alpha,
-            "alpha-gamma": alpha_gamma,
-            "gamma": gamma,
-            "lambda-min": lambda_min,
-            "lambda-max": lambda_max,
-            "dual-momentum": dual_momentum,
-        }
-        self.scalar_bounds = {
-            "lambda": (lambda_min, ABSURD if lambda_max == math.inf else lambda_max)
-        }
-        self._clock = 0
         self._warned = False
 
-    def client_knobs(self) -> Knobs:
-        return dict(self.dual)
+    @property
+    def scalar_bounds(self) -> Mapping[str, tuple[float, float]]:
+        high = ABSURD if self.lambda_max is None else self.lambda_max
+        return {"lambda": (self.lambda_min, high)}
 
-    def request(self, server_round: int, client: int) -> dict[str, Scalar]:
-        order = list(stream(self.seed, "dual-steps", self._clock).permutation(self.asked))
+    def first_state(self, theta: Vector) -> ServerState:
+        return ServerState()
+
+    def tell(self, state: ServerState, server_round: int, client: int) -> Mapping[str, Any]:
+        order = draw(stream(self.seed, "dual-steps", state.clock), self.asked)
         place = order.index(client) if client in order else 0
-        return super().request(server_round, client) | {
-            "dual-clock": self._clock + place,
+        told: dict[str, Any] = {
+            "dual-clock": state.clock + place,
             "dual-after": max(len(order) - 1 - place, 0),
         }
+        if self.gamma == "heuristic":
+            told["alpha-gamma"] = self.alpha if self.alpha_gamma is None else self.alpha_gamma
+        return told
 
     def weight(self, upload: Upload) -> float:
         return upload.scalars["lambda"]
 
     def aggregate(
-        self, server_round: int, theta: Vector, uploads: Iterable[Upload], used: int
-    ) -> Vector:
+        self, state: ServerState, theta: Vector, uploads: Uploads
+    ) -> tuple[Vector, ServerState]:
         z, total = server_rule((upload.vector, self.weight(upload)) for upload in uploads)
         if total == 0.0 and not self._warned:
             self._warned = True
             logging.getLogger("flwr").warning(
-                "every lambda of round %d is 0: their models are averaged plainly", server_round
+                "every lambda of round %d is 0: their models are averaged plainly", uploads.round
             )
-        return z
-
-    def commit(self, server_round: int) -> None:
-        self._clock += len(self.asked)  # in a void round no dual step was taken
+        return z, ServerState(state.clock + len(uploads.asked))  # in a void round, no dual step

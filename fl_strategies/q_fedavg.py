@@ -23,20 +23,31 @@ Algorithm 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Unpack
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from fl_strategies.schedules import Knob, at, check, values
-from fl_strategies.strategy import FederatedStrategy, Options, Upload
-from fl_strategies.subproblem import Vector
+from fl_strategies import fedavg
+from fl_strategies.core.hyperparameters import Schedule, number
+from fl_strategies.core.oracle import Oracle, Step
+from fl_strategies.core.records import Upload, Uploads
+from fl_strategies.core.schedules import at, values
+from fl_strategies.core.vectors import Vector
+from fl_strategies.server.algorithm import Card, State
+from fl_strategies.server.strategy import FederatedStrategy
 
 LOSS, RATE = "global-loss", "lr"
 EPSILON = 1e-10
 
 
-def fairness_weight(loss: float, q: float) -> float:
+def client_rule(theta: Vector, oracle: Oracle, *, rate: float) -> Step:
+    """Return the client's upload w, by (1), and F and lr, which go beside it."""
+    loss = oracle.loss(theta)
+    return fedavg.client_rule(theta, oracle)._replace(scalars={LOSS: loss, RATE: rate})
+
+
+def fairness_weight(loss: Any, q: float) -> Any:
     """Return F^q."""
-    return float((loss + EPSILON) ** q)
+    return (loss + EPSILON) ** q
 
 
 def server_rule(
@@ -55,35 +66,32 @@ def server_rule(
 class QFedAvg(FederatedStrategy):
     """q-FedAvg's server half; see the module's docstring for the rule and every symbol.
 
-    Parameters
-    ----------
-    q : float or {first round: float}, >= 0 (default 1.0)
-    **options
-        Those of :class:`fl_strategies.FederatedStrategy`.
-
-    Raises
-    ------
-    ValueError
-        If q is outside its range.
+    Other than Flower's class of this name: q is 1 by default, not 0.1, and may be a schedule; each
+    client reports its learning rate and the loss of the model received (``lr``, ``global-loss``),
+    where Flower's has ``client_learning_rate`` and its clients' ``train_loss``.
     """
 
     algorithm = "q-fedavg"
+    card = Card(
+        "q-FedAvg",
+        "clients with a higher loss count for more",
+        keeps="nothing",
+        paper="Li et al., ICLR 2020",
+    )
+    q: Schedule = number(
+        default=1.0, about="Fairness; 0 is FedAvg's uniform mean.", low=0.0, scheduled=True
+    )
 
-    def __init__(self, *, q: Knob = 1.0, **options: Unpack[Options]) -> None:
-        check("q", q, low=0.0, scheduled=True)
-        super().__init__(**options)
-        self.q = q
+    @property
+    def scalar_bounds(self) -> Mapping[str, tuple[float, float]]:
         # F^q of an absurd loss is no number
-        steepest = max(1.0, *values(q))
+        steepest = max(1.0, *values(self.q))
         largest = 10.0 ** min(12.0, 100.0 / steepest)
-        self.scalar_bounds = {LOSS: (0.0, largest), RATE: (1e-12, 1e12)}
+        return {LOSS: (0.0, largest), RATE: (1e-12, 1e12)}
 
     def weight(self, upload: Upload) -> float:
-        number = self._rounds_before + self._round
-        return fairness_weight(upload.scalars[LOSS], at(self.q, number))
+        return float(fairness_weight(upload.scalars[LOSS], at(self.q, upload.round)))
 
-    def aggregate(
-        self, server_round: int, theta: Vector, uploads: Iterable[Upload], used: int
-    ) -> Vector:
+    def aggregate(self, state: State, theta: Vector, uploads: Uploads) -> tuple[Vector, State]:
         found = ((up.vector, up.scalars[LOSS], up.scalars[RATE]) for up in uploads)
-        return server_rule(theta, found, q=at(self.q, server_round))
+        return server_rule(theta, found, q=at(self.q, uploads.round)), state

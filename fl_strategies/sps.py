@@ -8,7 +8,7 @@ gradient g of the k-th mini-batch at x_k (k = 0, 1, ...),
     x_{k+1} = x_k - eta_k g                                                     (3)
 
 f*      lower bound of the losses of all batches (0 for a loss that cannot be negative)
-c       > 0; 1/2 is Polyak's own step for convex losses
+c       > 0: 1 is Polyak's own step, for f* the least value of f; 1/2 is the paper's
 growth  how much the step size may grow in an epoch, >= 1 (the authors' code: 2); 0 for no limit
 b/n     share of the examples in a batch
 eta_-1  the step size that the first is allowed to grow from
@@ -24,9 +24,35 @@ Adaptive Learning Rate for Fast Convergence", AISTATS 2021, equation (3) and Sec
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from fl_strategies.subproblem import Vector
+from fl_strategies.core.schedules import check
+from fl_strategies.core.vectors import Vector
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may set (see ``clients.SPS``), by default the authors'.
+
+    Raises ``ValueError`` for one outside its range.
+    """
+
+    lr: float = 1.0
+    c: float = 0.5
+    f_star: float = 0.0
+    growth: float = 2.0
+    batch_share: float = 1.0
+    max_step: float = 0.0
+
+    def __post_init__(self) -> None:
+        check("lr", self.lr, above=0.0)
+        check("c", self.c, above=0.0)
+        check("f_star", self.f_star)
+        if self.growth != 0.0:
+            check("growth (0: no limit)", self.growth, low=1.0)
+        check("batch_share", self.batch_share, above=0.0, high=1.0)
+        check("max_step", self.max_step, low=0.0)
 
 
 class State(NamedTuple):

@@ -10,7 +10,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from fl_strategies.callbacks import RoundInfo, Rows
+from fl_strategies.server.callbacks import RoundInfo, Rows
 
 
 class TensorBoard:

@@ -74,7 +74,7 @@ class Modules(SphinxDirective):
     def run(self) -> list[Node]:
         package = importlib.import_module(self.arguments[0])
         lines = []
-        for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             lines += [info.name, "-" * len(info.name), ""]
             lines += [f".. automodule:: {info.name}", "   :members:", ""]
         return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)

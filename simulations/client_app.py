@@ -1,5 +1,5 @@
 """The ClientApp of this Flower App."""
 
-from simulations.experiment import app
+from simulations.worker import app
 
 __all__ = ["app"]

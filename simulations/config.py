@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import os
+import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias
@@ -11,12 +12,16 @@ from typing import Any, TypeAlias
 import torch
 
 from clients import CLIENTS, LocalTraining
-from fl_strategies import STRATEGIES, FederatedStrategy, step_decay
-from fl_strategies.params import format_params, parse_params
-from fl_strategies.schedules import check
-from fl_strategies.strategy import Options
+from clients.base import MAX_STEPS
+from fl_strategies import STRATEGIES, FederatedStrategy, fedpd, step_decay
+from fl_strategies.core.params import format_params, parse_params
+from fl_strategies.core.schedules import check
+from simulations.defaults import ANY
 
 Scalar: TypeAlias = str | int | float | bool
+
+DEVICES = ("cpu", "cuda", "xpu", "mps")
+"""Types of devices that may be named."""
 
 
 def key(default: Scalar, about: str) -> Any:
@@ -33,7 +38,7 @@ class RunConfig:
     """
 
     algorithm: str = key("fedadmm", "one of `fl_strategies.STRATEGIES`")
-    params: str = key("", "knobs of the algorithm: `rho=0.01 eta=0:1.0;60:0.5`")
+    params: str = key("", "hyperparameters of the algorithm: `rho=0.01 eta=0:1.0;60:0.5`")
     dataset: str = key("digits", "short name, folder or Hub name, see `simulations.data`")
     dataset_params: str = key("", "options of the data set: `alpha=1 beta=1`")
     normalise: str = key("own", "image normalisation: `own`, `authors`, `none`")
@@ -58,6 +63,7 @@ class RunConfig:
     random_epochs: str = key("", "`true`: draw the epochs from U{1..epochs}; `false`")
     steps: int = key(0, "mini-batch steps instead of epochs")
     random_steps: bool = key(False, "draw the steps from U{1..steps} per client and round")
+    max_steps: int = key(MAX_STEPS, "most local steps that a client takes for one request")
     batch_size: int = key(-1, "mini-batch size; 0 is the full batch")
     penalty: float = key(-1.0, "weight of sum_j w_j^2/(1 + w_j^2), added to every client's loss")
     residual: float = key(-1.0, "stop at this squared norm of the subproblem's gradient")
@@ -74,13 +80,15 @@ class RunConfig:
     min_replies: int = key(1, "usable replies below which a round is void")
     clipping_norm: float = key(0.0, "bound on the norm of an upload's change; 0: none")
     timeout: float = key(3600.0, "seconds that a round waits for replies")
-    lost_state: str = key("reset", "clients without their booked state: `reset refuse warn`")
+    lost_state: str = key("", "clients without their booked state: `reset refuse warn`")
+    lost_rounds: int = key(3, "rounds in a row with lost clients that end a simulation; 0: any")
+    state_memory: int = key(1000, "MB of clients' states in memory in-process; others: a file")
     state_dir: str = key("", "directory for clients' state; empty: Flower's `context.state`")
     checkpoint_every: int = key(0, "rounds from one checkpoint to the next; 0: none are made")
     checkpoint_keep: int = key(2, "checkpoints kept beside the best by test accuracy")
     resume: bool = key(False, "go on from the last checkpoint in `output`, if there is one")
-    device: str = key("auto", "`auto` (a GPU where there is one), `cpu`, `cuda`")
-    dtype: str = key("float32", "type of the model: `float32`, `float64`")
+    device: str = key("auto", "`auto`: `cuda` where there is one; `cpu`, `cuda`, `xpu`, `mps`")
+    dtype: str = key("float32", "type of the model: `float32`, `float64`, `bfloat16`")
     autocast: str = key("", "lower precision of forward passes: `bfloat16`")
     output: str = key("", "results folder; empty: a new one under `~/fl-strategies-results`")
 
@@ -125,6 +133,7 @@ class RunConfig:
         check("fraction_evaluate", self.fraction_evaluate, low=0.0, high=1.0)
         check("evaluate_every", self.evaluate_every, low=1)
         check("seed", self.seed, low=0)
+        check("max_steps", self.max_steps, low=1)
         check("checkpoint_every", self.checkpoint_every, low=0)
         check("checkpoint_keep", self.checkpoint_keep, low=1)
         if self.resume and not (self.checkpoint_every and self.output):
@@ -136,6 +145,8 @@ class RunConfig:
                 " would not outlive the run elsewhere"
             )
         check("timeout", self.timeout, above=0.0)
+        check("lost_rounds", self.lost_rounds, low=0)
+        check("state_memory", self.state_memory, low=0)
         check("target", self.target, low=0.0, high=1.0)
         check("penalty", self.penalty, low=0.0)
         check("local_test", self.local_test, low=0.0)
@@ -147,18 +158,22 @@ class RunConfig:
             if self.pooled or self.partition != "natural":
                 raise ValueError(f"{needs} needs local-test > 0: clients need test data")
         for name, value, known in (
-            ("dtype", self.dtype, ("float32", "float64")),
+            ("dtype", self.dtype, ("float32", "float64", "bfloat16")),
             ("autocast", self.autocast, ("", "bfloat16")),
             ("random-epochs", self.random_epochs, ("true", "false")),
             ("gradient-norm", self.gradient_norm, ("true", "false")),
-            ("device", self.device, ("auto", "cpu", "cuda")),
+            ("device", re.sub(r"(?<!auto):\d+$", "", self.device), ("auto", *DEVICES)),
         ):
             if value not in known:
                 raise ValueError(f"{name} must be one of {list(known)}, got {value!r}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device is 'cuda', but torch sees no GPU")
+        for name in ("dataset_params", "partition_params", "model_params", "solver_params"):
+            try:
+                parse_params(getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"{name.replace('_', '-')}: {error}") from None
         if self.state_dir and not os.path.isabs(self.state_dir):
             raise ValueError(f"state-dir must be an absolute path, got {self.state_dir!r}")
+        self._check_used()
         LocalTraining().updated(self.local())
         self.strategy().check_clients(self.clients)
 
@@ -167,53 +182,135 @@ class RunConfig:
         return {f.name.replace("_", "-"): getattr(self, f.name) for f in fields(self)}
 
     def local(self) -> dict[str, Any]:
-        """Return how clients train, as strategies send it."""
+        """Return how clients train, as strategies send it: what the algorithm has a use for."""
+        settings, unused = self._settings(), self._unused()
+        return {name: value for name, value in settings.items() if name not in unused}
+
+    def _settings(self) -> dict[str, Any]:
         names = [field.name for field in fields(LocalTraining) if field.name != "random_epochs"]
         found = {name.replace("_", "-"): getattr(self, name) for name in names}
         return found | {"random-epochs": self.random_epochs == "true"}
+
+    def _unused(self) -> list[str]:
+        """Return the local settings that the algorithm cannot use."""
+        own_steps = self.algorithm == "fedpd" and parse_params(self.params).get("oracle") == "II"
+        return fedpd.unused_by("II", self._settings()) if own_steps else []
+
+    def _check_used(self) -> None:
+        """Raise ``ValueError`` for what the algorithm cannot use and is not by default."""
+        from simulations.defaults import defaults
+
+        usual = {key.name: key.default for key in fields(self)}
+        usual |= defaults(self.algorithm, self.dataset)
+        names = [name.replace("-", "_") for name in self._unused()]
+        names += ["lr_decay"] * ("lr" in names)
+        if given := {
+            name: value for name in names if (value := getattr(self, name)) != usual[name]
+        }:
+            raise ValueError(f"{self.algorithm} with {self.params!r} has no use for {given}")
 
     def strategy(self, **options: Any) -> FederatedStrategy:
         """Return the strategy, with ``options`` for its base."""
         local = self.local()
         params = parse_params(self.params)
-        known = knobs(self.algorithm)
+        known = hyperparameters_of(self.algorithm)
         if unknown := sorted(params.keys() - set(known)):
-            raise ValueError(f"{self.algorithm} has no knob {unknown}; it has {known}")
+            raise ValueError(f"{self.algorithm} has no hyperparameter {unknown}; it has {known}")
         strategy = STRATEGIES[self.algorithm](
             fraction_train=self.fraction,
             fraction_evaluate=self.fraction_evaluate,
             seed=self.seed,
             min_replies=self.min_replies,
             clipping_norm=self.clipping_norm or None,
-            lost_state=self.lost_state,  # type: ignore[arg-type]  # checked there
+            lost_state=self.lost_state or None,  # type: ignore[arg-type]  # checked there
             local=local,
             **params,
             **options,
         )
         if self.lr_decay:
             exchanges = strategy.exchanges_in(self.rounds)  # in which schedules are read
-            strategy.local["lr"] = step_decay(self.lr, max(exchanges, 1))
+            decay = step_decay(self.lr, max(exchanges, 1))
+            strategy.local = {**strategy.local, "lr": decay}
         return strategy
 
     @property
     def torch_device(self) -> torch.device:
-        """The device to compute on."""
-        gpu = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
-        return torch.device("cuda" if gpu else "cpu")
+        """Where to compute in this process: on the named device, or the CPU where it lacks that."""
+        device = torch.device("cuda" if self.device == "auto" else self.device)
+        return device if _is_here(device) else torch.device("cpu")
+
+    def gpus(self) -> int:
+        """Return how many GPUs of the kind that Ray shares out this machine has for the run."""
+        device = self.torch_device
+        return torch.cuda.device_count() if device.type == "cuda" else 0
+
+    def check_device(self) -> None:
+        """Raise ``ValueError`` where this process, which is to compute on it, lacks the device.
+
+        A server without it may still send clients there.
+        """
+        if self.device != "auto" and not _is_here(torch.device(self.device)):
+            raise ValueError(
+                f"device is {self.device!r}, which this process ({socket.gethostname()}) does not"
+                " see; Flower's simulation shows clients a GPU where"
+                " `client-resources-num-gpus` gives them a share of it"
+            )
 
 
-def knobs(algorithm: str) -> list[str]:
-    """Return the names of the algorithm's own knobs."""
-    return list(knob_defaults(algorithm))
+def _is_here(device: torch.device) -> bool:
+    if device.type == "cpu":
+        return True
+    module = getattr(torch, device.type)
+    available = torch.backends.mps.is_available if device.type == "mps" else module.is_available
+    return bool(available() and (device.index or 0) < module.device_count())
 
 
-def knob_defaults(algorithm: str) -> dict[str, Any]:
-    """Return the algorithm's own knobs, with their defaults."""
-    strategy = STRATEGIES[algorithm]
-    bases = strategy.__mro__[: strategy.__mro__.index(FederatedStrategy)]
-    found: dict[str, Any] = {}
-    for base in bases:
-        for name, parameter in inspect.signature(base).parameters.items():
-            if name not in (*Options.__annotations__, "options"):
-                found.setdefault(name, parameter.default)
-    return found
+def hyperparameters_of(algorithm: str) -> list[str]:
+    """Return the names of the algorithm's own hyperparameters."""
+    return list(hyperparameter_defaults(algorithm))
+
+
+def hyperparameter_defaults(algorithm: str) -> dict[str, Any]:
+    """Return the algorithm's own hyperparameters, with their defaults."""
+    return STRATEGIES[algorithm].hyperparameters()
+
+
+NO_SETTINGS = (
+    "output",
+    "checkpoint_every",
+    "checkpoint_keep",
+    "resume",
+    "max_steps",
+    "lost_rounds",
+    "state_memory",
+)
+"""Keys that do not change what a run that finishes comes to."""
+
+
+def differences(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    """Return in words how ``settings`` differ in effect from those ``stored`` by an earlier run."""
+    found, wanted = _effective(stored), _effective(settings)
+    return [
+        f"{name} was {found.get(name)}, is {wanted.get(name)}"
+        for name in dict.fromkeys([*wanted, *found])
+        if found.get(name) != wanted.get(name)
+    ]
+
+
+def _effective(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what settings come to, whatever the version of this package that wrote them.
+
+    A key that was not known yet had no effect: it counts with its neutral value. So do
+    hyperparameters of the algorithm with their defaults.
+    """
+    known = {key.name: ANY.get(key.name, key.default) for key in fields(RunConfig)}
+    found = known | dict(settings)
+    params = parse_params(found.pop("params"))
+    for name in NO_SETTINGS:
+        del found[name]
+    found |= hyperparameter_defaults(found["algorithm"]) | params
+    # flags and words for them are one
+    return {
+        name: str(value).lower() if isinstance(value, bool) else value
+        for name, value in found.items()
+    }

@@ -50,17 +50,14 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 from numpy.typing import DTypeLike, NDArray
 from PIL import Image
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
-from fl_strategies.randomness import stream
-from simulations import text
+from fl_strategies.core.randomness import stream
+from simulations import hub, text
 from simulations.partitions import power_law
 
 Floats: TypeAlias = NDArray[np.floating[Any]]
@@ -237,6 +234,9 @@ def two_classes(
 
 def digits() -> Dataset:
     """Return scikit-learn's digits, a fixed fifth of each class kept for testing."""
+    from sklearn.datasets import load_digits  # here: it takes seconds, and other sets do without
+    from sklearn.model_selection import train_test_split
+
     pixels, labels = load_digits(return_X_y=True)
     x = (pixels / 16).astype(np.float32).reshape(-1, 1, 8, 8)
     y = labels.astype(np.int64)
@@ -387,12 +387,15 @@ def _table(name: str, folder: Path | None, split: str) -> Any:
         if not files:
             raise _NoSplit(f"data set {name!r}: no {pattern} in {folder} or a folder in it")
         return pa.concat_tables([pyarrow.parquet.read_table(file) for file in files])
+    import datasets  # here: it takes seconds, and folders do without
+
     try:
-        return datasets.load_dataset(HUB.get(name, name), split=split).with_format("arrow")[:]
+        with hub.asked_briefly():
+            return datasets.load_dataset(HUB.get(name, name), split=split).with_format("arrow")[:]
     except OSError as error:  # not there, no network
-        raise ValueError(f"{_unknown(name)}: {error}") from error
+        raise ValueError(_unknown(name, error)) from error
     except ValueError as error:
-        raise _NoSplit(f"{_unknown(name)}: {error}") from error
+        raise _NoSplit(_unknown(name, error)) from error
 
 
 def _classes(name: str, column: Any) -> Ints:
@@ -445,9 +448,19 @@ def _measure(x: NDArray[np.float32]) -> tuple[Floats, Floats]:
     return x.mean(axes, dtype=np.float64), x.std(axes, dtype=np.float64)
 
 
-def _unknown(name: str) -> str:
-    known = ", ".join([*BUILT_IN, *HUB])
+def _unknown(name: str, why: object = "") -> str:
+    """Return what is wrong with a data set that was not found, and how to have it found."""
+    root = os.environ.get("FL_DATA")
+    there = "unset" if root is None else root if Path(root).is_dir() else f"{root}, no folder"
+    message = (
+        f"data set {name!r} is neither under FL_DATA ({there}), nor a folder, nor found on the Hub"
+        + (f": {why}" if why else "")
+    )
+    if name not in HUB:
+        known = ", ".join([*BUILT_IN, *HUB])
+        return f"{message}; known are {known}, any folder, and owner/name on the Hub"
     return (
-        f"data set {name!r} is neither under FL_DATA ({os.environ.get('FL_DATA', 'unset')}), nor a "
-        f"folder, nor found on the Hub; known are {known}, any folder, and owner/name on the Hub"
+        f"{message}; set the environment variable FL_DATA to the folder in which {name}/ has "
+        "train*.parquet and test*.parquet; a SuperLink or SuperNode keeps the FL_DATA with which "
+        "it was started, so restart it"
     )

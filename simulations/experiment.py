@@ -1,77 +1,76 @@
-"""One run on any engine: the server's half, and how a client gets its data and model."""
+"""One run on any engine: the server's half."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import io
 import json
+import logging
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, replace
-from datetime import datetime
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-from flwr.app import ArrayRecord, Context, MetricRecord
+from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
-from torch.nn.functional import cross_entropy
 
 from clients import (
-    CLIENTS,
-    AnyAlgorithmClient,
-    ContextStore,
     DirectoryStore,
     FlatModel,
+    LocalTraining,
     Owner,
-    Problem,
-    client_app,
-    client_id,
+    StateError,
 )
-from fl_strategies import Checkpoints, ClientHistory, EarlyStop, History, RoundInfo
-from fl_strategies.callbacks import Callback, Rows, finite, model_bytes
-from fl_strategies.files import write_atomically
-from fl_strategies.params import parse_params
-from simulations import data, models, partitions
-from simulations.cells import differences
-from simulations.config import RunConfig, Scalar
+from clients.node.in_process import InProcessGrid
+from fl_strategies import (
+    Checkpoints,
+    ClientHistory,
+    EarlyStop,
+    History,
+    NothingUsable,
+    RoundInfo,
+)
+from fl_strategies.core.files import FolderLock, write_atomically
+from fl_strategies.server.callbacks import Callback, Rows, model_bytes
+from simulations.config import RunConfig, Scalar, differences
 from simulations.figures import PANELS, draw_curves
-from simulations.in_process import InProcessGrid
+from simulations.interrupts import undivided
+from simulations.results import (
+    EARLIER,
+    Progress,
+    Summary,
+    Together,
+    _lost,
+    results_folder,
+    writable,
+)
 from simulations.stationarity import stationarity
 from simulations.tables import curve
+from simulations.worker import (
+    SHARED,
+    app,
+    compute_repeatably,
+    fresh_model,
+    kept_flags,
+    parts,
+    problem,
+    state_folder,
+)
 
-SAVE_SECONDS = 10.0
-"""How often a running experiment saves its model and summary."""
 NODES_SECONDS = 30.0
 """How long a run waits for its nodes."""
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What one run came to. Accuracies are shares of the test set; bytes are of all rounds."""
-
-    algorithm: str
-    final_accuracy: float | None
-    best_accuracy: float | None
-    final_loss: float | None
-    rounds: int
-    rounds_to_target: int | None
-    target: float
-    bytes_up: int
-    bytes_down: int
-    seconds: float
-    model_sha256: str
-    finished: bool
-    gradient_norm2: float | None = None
-    """||grad f||^2 at the end, where it was measured."""
-
-
-def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Summary:
+def run(
+    config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = (), *, quiet: bool = False
+) -> Summary:
     """Run ``config`` on ``grid``, write its results folder, and return the summary.
+
+    A line a round is printed, if ``quiet`` for rounds with lost clients alone: those that gave no
+    reply or an error. ``lost-rounds`` such rounds in a row end a simulation with ``RuntimeError``.
 
     ``callbacks`` are called at the end of each round in which the model was tested, beside the ones
     that write the results, which are called in every round.
@@ -81,46 +80,94 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
     ``model.safetensors``, ``summary.json`` and ``curve.png``, also when the run is interrupted; one
     that is killed leaves model and summary of the last ``SAVE_SECONDS`` or earlier. Async-cloud
     FedBCD adds ``cloud-N.safetensors``, the model of each cloud server, and ``checkpoint-every``
-    the folder ``checkpoints``.
+    the folder ``checkpoints``. ``run.lock`` names the run, and is locked as long as that lasts.
+
+    Raises ``ValueError`` for a folder that another run is writing to, ``StateError`` for a state
+    directory that holds another run's states, and ``RuntimeError`` when all rounds were void.
     """
     check_nodes(config, grid)
     model, folder = prepare(config)
+    lock = FolderLock(folder)
+    before = lock.take()
+    try:
+        return _run(config, grid, callbacks, model, lock, before, quiet)
+    finally:
+        lock.release()
+
+
+def _run(
+    config: RunConfig,
+    grid: Grid,
+    callbacks: Sequence[Callback],
+    model: FlatModel,
+    lock: FolderLock,
+    before: str,
+    quiet: bool,
+) -> Summary:
+    folder = lock.folder
+    compute_repeatably(config.torch_device)
     test = problem(config, "test")
-    checkpoints = None
+    checkpoints, resumes = None, False
     if config.checkpoint_every:
         every, keep = config.checkpoint_every, config.checkpoint_keep
         where = folder / "checkpoints"
         checkpoints = Checkpoints(where, every=every, keep=keep, best="test-accuracy")
-        if config.resume and checkpoints.rounds():
+        if resumes := config.resume and bool(checkpoints.rounds()):
             check_resumes(config, folder)
-    (folder / "summary.json").unlink(missing_ok=True)  # an earlier run's, of other settings perhaps
+    if not config.resume:
+        check_no_states(config)
+    for name in ("summary.json", *EARLIER * (not resumes)):  # of other settings perhaps
+        (folder / name).unlink(missing_ok=True)
     write_atomically(folder / "config.json", json.dumps(asdict(config), indent=2).encode())
-    progress = _Progress(config, folder)
+    if states := state_folder(config):
+        write_atomically(states / SHARED, b"")
+    progress = Progress(config, folder, quiet)
     clients = parts(config) if config.gradient_norm == "true" else []
     train = [problem(config, "train", rows) for rows, _ in clients]
+    ridge = LocalTraining().updated(config.local()).ridge
     if config.stop_at_target:
         callbacks = [*callbacks, EarlyStop(target=config.target)]
 
-    def someone_works(info: RoundInfo) -> None:
-        reasons = list(strategy.faults.values())
-        broken = all(reason.startswith("error ") for reason in reasons)
-        if info.metrics["clients-used"] == 0 and reasons and broken:
-            raise RuntimeError(f"every client failed in round {info.server_round}: {reasons[0]}")
+    def note_devices(info: RoundInfo) -> None:
+        progress.note_devices(strategy.run.devices)
+
+    simulated = isinstance(grid, InProcessGrid) or hasattr(grid, "pull_interval")
+    in_a_row = 0
+
+    def all_stay(info: RoundInfo) -> None:
+        nonlocal in_a_row
+        in_a_row = in_a_row + 1 if (lost := _lost(info.metrics)) else 0
+        if simulated and 0 < config.lost_rounds <= in_a_row:
+            reasons = Counter(strategy.faults.values()).most_common(1)
+            why = reasons[0][0] if reasons else "see the log"
+            raise RuntimeError(
+                f"clients were lost in {in_a_row} rounds in a row, in round {info.server_round}"
+                f" {lost} of {info.metrics['clients-asked']:.0f}: {why} (lost-rounds=0 goes on"
+                " without them)"
+            )
 
     strategy = config.strategy(
-        buffers=model.buffers,
+        **model.layout_options,
+        # on a busy machine some answer late, and who is sampled must not depend on that
+        min_available_nodes=config.clients if simulated else 1,
         callbacks=[
-            History(folder / "history.jsonl"),
-            ClientHistory(folder / "clients.jsonl"),
-            progress,
-            someone_works,
+            note_devices,
+            Together(
+                History(folder / "history.jsonl"),
+                ClientHistory(folder / "clients.jsonl"),
+                progress,
+            ),
+            all_stay,
             *(_IfTested(callback) for callback in callbacks),
         ],
         checkpoints=checkpoints,
     )
+    if config.resume and before.rpartition("-")[0] == config.algorithm:
+        strategy.run.id = before
+    lock.sign(strategy.run.id)
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        if server_round % config.evaluate_every and server_round < strategy.num_rounds:
+        if server_round % config.evaluate_every and server_round < strategy.run.num_rounds:
             return MetricRecord()
         w = test.model.load([array.numpy() for array in arrays.values()])
         loss, accuracy = test.evaluate()
@@ -128,28 +175,67 @@ def run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> Su
             progress.arrays = arrays
         metrics = MetricRecord({"test-loss": loss, "test-accuracy": accuracy})
         if train:
-            metrics["gradient-norm2"] = stationarity(train, w).gradient
+            metrics["gradient-norm2"] = stationarity(train, w, ridge=ridge).gradient
         return metrics
 
-    initial = ArrayRecord(model.module.state_dict())
-    finished = False
+    initial = ArrayRecord(model.state_dict())
+
+    def save(finished: bool) -> Summary:
+        with undivided():
+            if states:
+                (states / SHARED).unlink(missing_ok=True)
+            summary = progress.save(finished)
+            for n, arrays in enumerate(getattr(strategy, "cloud_models", [])):
+                write_atomically(folder / f"cloud-{n}.safetensors", model_bytes(arrays))
+            if progress.rows:
+                rows = curve(replace(config, output=str(folder)))
+                draw_curves(rows, folder / "curve.png", PANELS[:2])
+            if not quiet:
+                print(f"results: {folder}", flush=True)
+        return summary
+
     try:
-        result = strategy.start(
-            grid,
-            initial,
-            config.rounds,
-            config.timeout,
-            evaluate_fn=evaluate,
-            resume=config.resume,
+        with _one_line_a_round():
+            result = strategy.start(
+                grid,
+                initial,
+                config.rounds,
+                config.timeout,
+                evaluate_fn=evaluate,
+                resume=config.resume,
+            )
+        progress.arrays = result.arrays
+        void = not progress.used()
+    except BaseException as error:
+        if isinstance(error, NothingUsable) and progress.used():
+            progress.given_up = str(error)
+        try:
+            save(finished=bool(progress.given_up))
+        except Exception as later:  # what ended the run is what is told
+            error.add_note(f"nor could its results be saved: {type(later).__name__}: {later}")
+        raise
+    summary = save(finished=not void)
+    if void:
+        raise RuntimeError(
+            f"every round was void ({summary.rounds} of {summary.rounds}): the model is still the"
+            " initial one; the log says what was wrong with the replies"
         )
-        progress.arrays, finished = result.arrays, True
-    finally:
-        summary = progress.save(finished)
-        for n, arrays in enumerate(getattr(strategy, "cloud_models", [])):
-            write_atomically(folder / f"cloud-{n}.safetensors", model_bytes(arrays))
-        draw_curves(curve(replace(config, output=str(folder))), folder / "curve.png", PANELS[:2])
-        print(f"results: {folder}", flush=True)
     return summary
+
+
+@contextmanager
+def _one_line_a_round() -> Iterator[None]:
+    """Keep the strategy's line for each round out of the log: the progress is the one."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("round=%d algorithm=")
+
+    logger = logging.getLogger("flwr")
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
 
 
 class _IfTested:
@@ -168,17 +254,37 @@ class _IfTested:
 
 def check_resumes(config: RunConfig, folder: Path) -> None:
     """Raise ``ValueError`` unless the run in ``folder`` had these settings, but for its rounds."""
-    stored = json.loads((folder / "config.json").read_text())
-    if found := differences(stored | {"rounds": config.rounds}, asdict(config)):
+    try:
+        stored = json.loads((folder / "config.json").read_text())
+        found = differences(stored | {"rounds": config.rounds}, asdict(config))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        path = folder / "config.json"
+        raise ValueError(f"{path}, by which the run is resumed, is damaged: {error}") from None
+    if found:
         raise ValueError(f"{folder} cannot be resumed with other settings: {'; '.join(found)}")
 
 
+def check_no_states(config: RunConfig) -> None:
+    """Raise ``StateError`` if the state directory holds states: they are another run's."""
+    states = state_folder(config)
+    if states is not None and (owner := DirectoryStore.owner(states)) is not None:
+        raise StateError(
+            f"{states} holds the state of run {owner.run!r}: choose another state-dir, or delete"
+            " that folder if its run is over"
+        )
+
+
 def prepare(config: RunConfig) -> tuple[FlatModel, Path]:
-    """Return the initial model and the results folder; raise for what could not run, before it."""
+    """Return the initial model and the results folder; raise for what could not run, before it.
+
+    The model is on the CPU: no GPU is touched.
+    """
     parts(config)
     model = fresh_model(config)
     if (states := state_folder(config)) is not None:
-        DirectoryStore.check(states, Owner(config.algorithm, model.layout.signature))
+        if (found := DirectoryStore.owner(states)) is not None:
+            mine = Owner(config.algorithm, model.layout.signature, found.run)
+            DirectoryStore.check(states, mine)
         writable(states, "state directory")
     return model, results_folder(config)
 
@@ -197,11 +303,18 @@ def check_nodes(config: RunConfig, grid: Grid) -> None:
         )
 
 
-def run_in_process(config: RunConfig, callbacks: Sequence[Callback] = ()) -> Summary:
+def run_in_process(
+    config: RunConfig, callbacks: Sequence[Callback] = (), *, quiet: bool = False
+) -> Summary:
     """Run ``config`` in this process, without Ray."""
+    config.check_device()
     torch.set_num_threads(1)
-    grid = InProcessGrid(app, config.clients, run_config=config.to_run_config())
-    return run(config, grid, callbacks)
+    memory = 10**6 * config.state_memory
+    grid = InProcessGrid(
+        app, config.clients, run_config=config.to_run_config(), state_memory=memory
+    )
+    with kept_flags():
+        return run(config, grid, callbacks, quiet=quiet)
 
 
 def metrics_of(**keys: Scalar) -> list[Mapping[str, float]]:
@@ -215,261 +328,3 @@ def metrics_of(**keys: Scalar) -> list[Mapping[str, float]]:
         given = RunConfig.parse(config | {"output": folder})
         run_in_process(given, [lambda info: rows.append(info.metrics)])
     return rows
-
-
-class _Progress:
-    """Prints one line a round, and saves summary and model now and then."""
-
-    def __init__(self, config: RunConfig, folder: Path) -> None:
-        self.config, self.folder = config, folder
-        self.label = folder.name if config.output else config.algorithm
-        self.started = self.saved = time.monotonic()
-        self.arrays: ArrayRecord | None = None
-        self.rows: list[dict[str, float]] = []
-        self.before = 0
-
-    def recall(self, rows: Rows) -> None:
-        self.rows, self.before = [dict(row) for row in rows.values()], len(rows)
-
-    def __call__(self, info: RoundInfo) -> None:
-        self.arrays = info.arrays
-        self.rows.append(dict(info.metrics))
-        spent = time.monotonic() - self.started
-        done = info.server_round - self.before
-        left = spent / done * (info.num_rounds - info.server_round)
-        tested = ""
-        if "test-accuracy" in info.metrics:
-            tested = "  accuracy {test-accuracy:.4f}  loss {test-loss:.4f}".format_map(info.metrics)
-        print(
-            f"{self.label} round {info.server_round}/{info.num_rounds}{tested}  {left:.0f} s left",
-            flush=True,
-        )
-        if time.monotonic() - self.saved > SAVE_SECONDS:
-            self.save(finished=False)
-
-    def save(self, finished: bool) -> Summary:
-        summary = self.summary(finished)
-        text = json.dumps(asdict(summary), indent=2)
-        write_atomically(self.folder / "summary.json", text.encode())
-        if self.arrays is not None:
-            write_atomically(self.folder / "model.safetensors", model_bytes(self.arrays))
-        self.saved = time.monotonic()
-        return summary
-
-    def summary(self, finished: bool) -> Summary:
-        tested = {r: row for r, row in enumerate(self.rows, start=1) if "test-accuracy" in row}
-        accuracies = [row["test-accuracy"] for row in tested.values()]
-        target = self.config.target
-        reached = (
-            int(row.get("algorithm-round", number))  # FedPD skips the exchange of some rounds
-            for number, row in tested.items()
-            if row["test-accuracy"] >= target
-        )
-        return Summary(
-            algorithm=self.config.algorithm,
-            final_accuracy=accuracies[-1] if accuracies else None,
-            best_accuracy=max(accuracies, default=None),
-            final_loss=finite([*tested.values()][-1]["test-loss"]) if tested else None,
-            rounds=len(self.rows),
-            rounds_to_target=next(reached, None),
-            target=target,
-            bytes_up=int(sum(row["bytes-up"] for row in self.rows)),
-            bytes_down=int(sum(row["bytes-down"] for row in self.rows)),
-            seconds=round(time.monotonic() - self.started, 3),
-            model_sha256=model_sha256(self.arrays) if self.arrays is not None else "",
-            finished=finished,
-            gradient_norm2=self.rows[-1].get("gradient-norm2") if self.rows else None,
-        )
-
-
-def model_sha256(arrays: ArrayRecord) -> str:
-    """Return the SHA-256 of a model's names, types, shapes and values."""
-    digest = hashlib.sha256()
-    for name, array in arrays.items():
-        values = array.numpy()
-        digest.update(f"{name} {values.dtype.str} {values.shape}\n".encode())
-        digest.update(np.ascontiguousarray(values).tobytes())
-    return digest.hexdigest()
-
-
-def results_folder(config: RunConfig) -> Path:
-    """Return the run's results folder, made; raise ``ValueError`` if it cannot be written."""
-    name = f"{config.algorithm}-{Path(config.dataset).name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
-    default = Path.home() / "fl-strategies-results" / name
-    folder = Path(config.output).expanduser().absolute() if config.output else default
-    writable(folder, "results folder")
-    return folder
-
-
-def state_folder(config: RunConfig) -> Path | None:
-    """Return where clients keep their state, if the algorithm has any and it is in a directory."""
-    stateful = CLIENTS[config.algorithm].state_type is not None
-    return Path(config.state_dir) / config.algorithm if config.state_dir and stateful else None
-
-
-def writable(folder: Path, what: str) -> None:
-    """Make ``folder``; raise ``ValueError`` if nothing can be written to it."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomically(folder / ".probe", b"")
-        (folder / ".probe").unlink()
-    except OSError as error:
-        raise ValueError(f"the {what} {folder} cannot be written: {error}") from None
-
-
-# ---- data and model, made once per process ----------------------------------------------------
-
-
-def dataset(config: RunConfig) -> data.Dataset:
-    """Return the run's data set (``data.load`` keeps it)."""
-    options = parse_params(config.dataset_params)
-    if config.dataset in data.GENERATED:
-        options = {"clients": config.clients, "seed": config.seed} | options
-    found = data.load(config.dataset, normalise=config.normalise, **options)
-    return _pooled(found) if config.pooled else found
-
-
-@functools.lru_cache(maxsize=4)
-def _pooled(found: data.Dataset) -> data.Dataset:
-    """Return the data set with its test rows put behind its training rows."""
-    owner = None
-    if found.owner is not None and found.test_owner is not None:
-        owner = np.concatenate([found.owner, found.test_owner])
-    x, y = np.concatenate([found.x, found.test_x]), np.concatenate([found.y, found.test_y])
-    return replace(found, x=x, y=y, owner=owner, test_owner=None)
-
-
-@functools.lru_cache(maxsize=4)
-def placed(
-    found: data.Dataset, test: bool, device: torch.device, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and labels of the training or test set, once per process, on ``device``."""
-    x, y = (found.test_x, found.test_y) if test else (found.x, found.y)
-    inputs = torch.as_tensor(x)
-    inputs = inputs.to(device, dtype) if inputs.is_floating_point() else inputs.to(device)
-    return inputs, torch.as_tensor(y).to(device)
-
-
-def parts(config: RunConfig) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the rows of each client: (for training, held out for its own tests)."""
-    return _split(config)[0]
-
-
-def validation_rows(config: RunConfig) -> np.ndarray:
-    """Return the clients' rows on which the run is tested, where ``validation`` holds some out."""
-    return _split(config)[1]
-
-
-def _split(config: RunConfig) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.ndarray]:
-    return _parts(dataset(config), config.partition, config.partition_params, config.clients,
-                  config.seed, config.local_test, config.validation)  # fmt: skip
-
-
-@functools.lru_cache(maxsize=4)
-def _parts(
-    found: data.Dataset,
-    kind: str,
-    params: str,
-    clients: int,
-    seed: int,
-    local_test: float,
-    validation: float,
-) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.ndarray]:
-    options = parse_params(params)
-    if kind == "natural":
-        options["owner"] = found.owner
-    try:
-        rows = partitions.partition(kind, found.y, clients, seed=seed, **options)
-    except TypeError as error:
-        raise ValueError(f"partition-params {params!r}: {error}") from None
-    held_out = np.empty(0, np.int64)
-    if validation > 0.0:
-        split = partitions.train_test(rows, validation, seed)
-        rows = [train for train, _ in split]
-        held_out = np.concatenate([test for _, test in split])
-        if not len(held_out):
-            raise ValueError(
-                f"validation={validation} holds out nothing: clients have too few rows"
-            )
-    return partitions.train_test(rows, local_test, seed), held_out
-
-
-def draw_partition(config: RunConfig, path: Path) -> None:
-    """Draw how many examples of each class each client trains on."""
-    partitions.draw([train for train, _ in parts(config)], dataset(config).y, path)
-
-
-def fresh_model(config: RunConfig) -> FlatModel:
-    """Return the run's initial model."""
-    found = dataset(config)
-    module = models.build(
-        config.model,
-        found.x.shape[1:],
-        found.num_classes,
-        seed=config.seed,
-        vocabulary=found.vocabulary,
-        **parse_params(config.model_params),
-    )
-    return FlatModel(module, device=config.torch_device, dtype=getattr(torch, config.dtype))
-
-
-@functools.lru_cache(maxsize=1)
-def worker_model(config: RunConfig) -> FlatModel:
-    """Return the model that all clients of a process share: each loads what it receives."""
-    return fresh_model(config)
-
-
-def problem(config: RunConfig, which: str, rows: np.ndarray | None = None) -> Problem:
-    """Return the problem of the ``"train"`` or ``"test"`` set, or of some ``rows`` of it.
-
-    Where training rows are held out for validation, they are the test set; of pooled data, all
-    that the clients hold out.
-    """
-    found, test = dataset(config), which == "test"
-    if test and rows is None and config.validation > 0.0:
-        rows, test = validation_rows(config), False
-    elif test and config.pooled:
-        rows, test = np.concatenate([held_out for _, held_out in parts(config)]), False
-    device, dtype = config.torch_device, getattr(torch, config.dtype)
-    x, y = placed(found, test, device, dtype)
-    if rows is not None:
-        index = torch.from_numpy(rows).to(device)
-        x, y = x[index], y[index]
-    autocast = getattr(torch, config.autocast) if config.autocast else None
-
-    def penalty(w: torch.Tensor) -> torch.Tensor:
-        return config.penalty * (w**2 / (1 + w**2)).sum()
-
-    bent = penalty if config.penalty > 0.0 else None
-    return Problem(worker_model(config), cross_entropy, x, y, penalty=bent, autocast=autocast)
-
-
-def client_fn(context: Context) -> AnyAlgorithmClient:
-    """Return the client of this node, as its run-config describes it."""
-    torch.set_num_threads(1)
-    config = parsed(tuple(sorted(context.run_config.items())))
-    me = client_id(context)
-    if me >= config.clients:
-        raise ValueError(
-            f"this node is client {me}, but the run has clients={config.clients}: start as many"
-            " SuperNodes as clients (--federation-config num-supernodes=...)"
-        )
-    train, held_out = parts(config)[me]
-    states = state_folder(config)
-    store = DirectoryStore(states, me) if states else ContextStore(context)
-    test = problem(config, "train", held_out) if len(held_out) else None
-    found = dataset(config)
-    if config.partition == "natural" and config.local_test == 0.0 and found.test_owner is not None:
-        assert found.owner is not None
-        own = np.flatnonzero(found.test_owner == found.owner[train[0]])
-        test = problem(config, "test", own) if len(own) else None
-    return AnyAlgorithmClient(problem(config, "train", train), client_id=me, test=test, store=store)
-
-
-@functools.lru_cache(maxsize=8)
-def parsed(items: tuple[tuple[str, Any], ...]) -> RunConfig:
-    """Return the run-config, parsed once per process."""
-    return RunConfig.parse(dict(items))
-
-
-app = client_app(client_fn)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.figure import Figure
+if TYPE_CHECKING:  # drawing imports it: it takes half a second, and most commands draw nothing
+    from matplotlib.figure import Figure
+
+from fl_strategies.core.files import DamagedFile, read_lines
 
 PANELS = (
     ("round", ("test_accuracy",), "test accuracy"),
@@ -22,9 +24,16 @@ PANELS = (
 """What is drawn against which columns of ``simulations.tables.curve``, and the label for them."""
 
 
-def read_history(path: Path) -> list[dict[str, float]]:
-    """Return the rows of a ``history.jsonl``."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def read_history(path: Path, *names: str) -> list[dict[str, float]]:
+    """Return the rows of a ``history.jsonl``, each of which has numbers of these ``names``.
+
+    Raises ``ValueError``, with the line, for a damaged one.
+    """
+    rows = read_lines(path)
+    for number, row in enumerate(rows, start=1):
+        if lacks := [name for name in names if not isinstance(row.get(name), int | float)]:
+            raise DamagedFile(f"{path} is damaged in line {number}: no number {lacks}")
+    return rows
 
 
 def draw_curves(
@@ -36,6 +45,8 @@ def draw_curves(
     would repeat that of rounds, is left out. The n-th reports of the seeds are averaged, in both
     directions, as far as all seeds have one.
     """
+    from matplotlib.figure import Figure
+
     panels = [panel for panel in panels if _tells(rows, panel)]
     columns = min(3, len(panels)) or 1
     down = -(-len(panels) // columns) or 1

@@ -71,6 +71,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, relu
 
+from simulations.hub import asked_briefly
 from simulations.text import DISTILBERT, transformers
 
 Shape: TypeAlias = tuple[int, ...]
@@ -303,19 +304,20 @@ def _distilbert(
     package = transformers()
     make = package.AutoModelForSequenceClassification
     try:
-        config = package.AutoConfig.from_pretrained(source, num_labels=classes)
-        for what, needed, there in (
-            ("tokens a text", length, config.max_position_embeddings),
-            ("different tokens", vocabulary, config.vocab_size),
-        ):
-            if needed > there:
-                raise ValueError(f"the data have {needed} {what}, the model knows {there}")
-        if pretrained:
-            body = make.from_pretrained(
-                source, config=config, dtype=torch.float32, ignore_mismatched_sizes=True
-            )
-            return _Classifier(body)
-        return _Classifier(make.from_config(config))
+        with asked_briefly():
+            config = package.AutoConfig.from_pretrained(source, num_labels=classes)
+            for what, needed, there in (
+                ("tokens a text", length, config.max_position_embeddings),
+                ("different tokens", vocabulary, config.vocab_size),
+            ):
+                if needed > there:
+                    raise ValueError(f"the data have {needed} {what}, the model knows {there}")
+            if pretrained:
+                body = make.from_pretrained(
+                    source, config=config, dtype=torch.float32, ignore_mismatched_sizes=True
+                )
+                return _Classifier(body)
+            return _Classifier(make.from_config(config))
     except (OSError, ValueError) as error:
         raise ValueError(f"model 'distilbert' from {source!r} (option source): {error}") from error
 

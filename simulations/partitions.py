@@ -27,26 +27,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
+from importlib import import_module
 from inspect import getfullargspec
 from io import StringIO
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import datasets
 import numpy as np
-from flwr_datasets.partitioner import (
-    DirichletPartitioner,
-    IidPartitioner,
-    NaturalIdPartitioner,
-    ShardPartitioner,
-    SizePartitioner,
-)
-from matplotlib import colormaps
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from fl_strategies.randomness import stream
+from fl_strategies.core.randomness import stream
 
 Rows: TypeAlias = NDArray[np.int64]
 Draw: TypeAlias = np.random.Generator
@@ -129,6 +119,10 @@ def draw(parts: Sequence[Rows], labels: NDArray[Any], path: str | Path) -> None:
 
     The format follows from the ending of ``path``; an existing file is replaced.
     """
+    from matplotlib import colormaps  # here: most runs draw nothing
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
     counts = describe(parts, labels)
     clients, classes = counts.shape
     colours = colormaps["tab10" if classes <= 10 else "turbo"]
@@ -152,7 +146,9 @@ def draw(parts: Sequence[Rows], labels: NDArray[Any], path: str | Path) -> None:
 
 
 def _iid(labels: NDArray[Any], clients: int, rng: Draw) -> list[Rows]:
-    return _apply(IidPartitioner(clients), labels, clients, rng.permutation(len(labels)))
+    return _apply(
+        _partitioners().IidPartitioner(clients), labels, clients, rng.permutation(len(labels))
+    )
 
 
 def _shards(
@@ -161,7 +157,7 @@ def _shards(
     if shards_per_client < 1:
         raise ValueError(f"shards_per_client must be >= 1, got {shards_per_client}")
     _check_shards(clients * shards_per_client, len(labels))
-    partitioner = ShardPartitioner(
+    partitioner = _partitioners().ShardPartitioner(
         clients,
         "label",
         num_shards_per_partition=shards_per_client,
@@ -190,7 +186,7 @@ def _dirichlet(
             )
         return _mixtures(labels, clients, rng, alpha, rows_per_client)
     for _ in range(10):  # flwr-datasets would warn at every draw that leaves a client empty
-        partitioner = DirichletPartitioner(
+        partitioner = _partitioners().DirichletPartitioner(
             clients,
             "label",
             alpha=float(alpha),
@@ -246,7 +242,7 @@ def _power_law(
     if min(sizes) == 0:  # left to the check of `partition`, which names the client
         return np.split(rows, np.cumsum(sizes)[:-1])
     if classes_per_client is None:
-        return _apply(SizePartitioner(sizes.tolist()), labels, clients, rows)
+        return _apply(_partitioners().SizePartitioner(sizes.tolist()), labels, clients, rows)
     if classes_per_client < 1:
         raise ValueError(f"classes_per_client must be >= 1, got {classes_per_client}")
     pools = [rows[labels[rows] == c] for c in np.unique(labels)]
@@ -324,7 +320,9 @@ def _natural(
     if (owners := len(np.unique(owner))) != clients:
         raise ValueError(f"clients must be {owners} (natural clients), got {clients}")
     with redirect_stderr(StringIO()):  # it shows a progress bar
-        return _apply(NaturalIdPartitioner("label"), owner, clients, np.arange(len(owner)))
+        return _apply(
+            _partitioners().NaturalIdPartitioner("label"), owner, clients, np.arange(len(owner))
+        )
 
 
 def _check_shards(shards: int, samples: int) -> None:
@@ -332,8 +330,15 @@ def _check_shards(shards: int, samples: int) -> None:
         raise ValueError(f"shards must be at most {samples} (samples), got {shards}")
 
 
+def _partitioners() -> Any:
+    """Return flwr-datasets' partitioners, whose import takes seconds (seaborn, pandas)."""
+    return import_module("flwr_datasets.partitioner")
+
+
 def _apply(partitioner: Any, labels: NDArray[Any], clients: int, rows: Rows) -> list[Rows]:
     """Let flwr-datasets partition ``rows``, taken in this order, and read the indices back."""
+    import datasets  # flwr-datasets has imported it by now
+
     partitioner.dataset = datasets.Dataset.from_dict(
         {"label": labels[rows], "row": rows}
     ).with_format("arrow")

@@ -27,12 +27,13 @@ class Stationarity(NamedTuple):
 
 
 def stationarity(
-    problems: Sequence[Problem], x0: Tensor, own: Sequence[Tensor] = ()
+    problems: Sequence[Problem], x0: Tensor, own: Sequence[Tensor] = (), *, ridge: float = 0.0
 ) -> Stationarity:
     """Return how stationary ``x0`` [d] is for the mean of ``problems``, one per client.
 
-    ``own`` holds the clients' models x_i [d], if there are any. Gradients are those of training
-    mode. The problems' models are left with ``x0`` as parameters. Raises ``ValueError`` where
+    ``own`` holds the clients' models x_i [d], if there are any. (``ridge``/2) ||w||^2, what weight
+    decay adds to each f_i, stands beside the problems. Gradients are those of training mode. The
+    problems' models are left with ``x0`` as parameters. Raises ``ValueError`` where
     there is no problem, or a number of models other than that of problems.
     """
     if not problems or (own and len(own) != len(problems)):
@@ -41,9 +42,8 @@ def stationarity(
     for problem in problems:
         problem.model.vector.copy_(x0)
         problem.model.module.train()
-        problem.model.attach_gradients()
         problem.full_gradient()
         total += problem.model.gradient
-    mean = total / len(problems)
+    mean = total / len(problems) + ridge * x0
     apart = [float((x - x0).dot(x - x0)) for x in own]
     return Stationarity(float(mean.dot(mean)), sum(apart) / len(problems))

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, TypeAlias
 
-from fl_strategies.files import write_atomically
+from fl_strategies.core.files import write_atomically
 from simulations.config import RunConfig
 from simulations.figures import read_history
 
@@ -44,6 +44,7 @@ FIGURES: dict[str, tuple[str, float, str]] = {
     "seconds": ("seconds", 1, ".1f"),
     "virtual_seconds": ("virtual s", 1, ".1f"),
     "gradient_norm2": ("‖∇f‖²", 1, ".1e"),
+    "missing": ("lost replies", 100, ".1f"),
     "client_accuracy": ("on clients' data", 100, ".2f"),
     "own_accuracy": ("own models", 100, ".2f"),
     "accuracy_variance": ("variance over clients", 1, ".4f"),
@@ -61,8 +62,8 @@ CLIENTS = {
     "accuracy_smallest": "eval-accuracy-smallest",
     "accuracy_largest": "eval-accuracy-largest",
 }
-"""Where a history has what the clients measured on data of their own: the common model's mean over
-clients, their own models', and the common model's variance, and its accuracy at the worst, the
+"""Where a history has what the clients measured on data of their own: the global model's mean over
+clients, their own models', and the global model's variance, and its accuracy at the worst, the
 smallest and the largest client."""
 
 
@@ -72,7 +73,8 @@ def curve(config: RunConfig) -> list[Row]:
     ``round`` counts the algorithm's rounds, of which FedPD skips the exchange of some; ``bytes``
     are up and down, and they, ``seconds`` and ``virtual_seconds`` are sums since the first round.
     """
-    history = read_history(Path(config.output) / "history.jsonl")
+    path = Path(config.output) / "history.jsonl"
+    history = read_history(path, "bytes-up", "bytes-down", "seconds")
     sent = accumulate(row["bytes-up"] + row["bytes-down"] for row in history)
     spent = accumulate(row["seconds"] for row in history)
     return [
@@ -137,6 +139,8 @@ def markdown(rows: Sequence[Row]) -> str:
         return "No run has finished.\n"
     always = ("final_accuracy", "best_accuracy", "rounds_to_target")
     names = [n for n in FIGURES if n in always or any(row[n] is not None for row in rows)]
+    if not any(row["missing"] for row in rows):
+        names = [name for name in names if name != "missing"]
     if all(row["exchanges_to_target"] == row["rounds_to_target"] for row in rows):
         names = [name for name in names if name != "exchanges_to_target"]
     target = f"{100 * rows[0]['target']:g} %"

@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from simulations.hub import asked_briefly
+
 Symbols: TypeAlias = NDArray[np.integer[Any]]
 
 CHARACTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
@@ -69,12 +71,13 @@ def tokens(texts: Sequence[Sequence[str]], tokenizer: str, length: int) -> tuple
         raise ValueError(f"tokens must be an integer >= 8, got {length!r}")
     auto = transformers().AutoTokenizer
     try:
-        found = auto.from_pretrained(tokenizer)
+        with asked_briefly():
+            found = auto.from_pretrained(tokenizer)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"tokenizer {tokenizer!r} is neither a folder with one nor found on the Hub: {error}"
         ) from error
-    array = np.empty((len(texts[0]), length), _smallest(len(found)))
+    array = np.empty((len(texts[0]), length), smallest_type(len(found)))
     for start in range(0, len(array), CHUNK):
         chunk = [column[start : start + CHUNK] for column in texts]
         array[start : start + CHUNK] = found(
@@ -83,5 +86,5 @@ def tokens(texts: Sequence[Sequence[str]], tokenizer: str, length: int) -> tuple
     return array, len(found)
 
 
-def _smallest(count: int) -> type[np.integer[Any]]:
+def smallest_type(count: int) -> type[np.integer[Any]]:
     return np.uint8 if count <= 2**8 else np.int16 if count <= 2**15 else np.int32

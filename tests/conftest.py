@@ -1,8 +1,13 @@
-"""Settings of every test: no network, one thread; and the folder of real data sets."""
+"""Settings of every test: no network, one thread, no curves; and the folder of real data sets.
+
+It imports nothing large: the process that hands out the tests to others reads it too.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,45 +15,58 @@ os.environ |= {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
 }
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
-import torch
-from flwr.common.logger import FLOWER_LOGGER
-from tiny_data import encoded
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def flowers_log_level() -> Iterator[None]:
     """Undo what a command did to the level of Flower's log."""
-    level = FLOWER_LOGGER.level
+    logger = logging.getLogger("flwr")
+    level = logger.level
     yield
-    FLOWER_LOGGER.setLevel(level)
+    logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def no_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out a run's figure, which takes longer than a small run, but for the mark `curves`."""
+    experiment = sys.modules.get("simulations.experiment")
+    if experiment and not request.node.get_closest_marker("curves"):
+        monkeypatch.setattr(experiment, "draw_curves", lambda *_: None)
+
+
+@pytest.fixture(scope="session")
+def few_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a few random images under the names of the real data sets."""
+    return stand_in(tmp_path_factory.mktemp("datasets"))
 
 
 @pytest.fixture
 def datasets_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, few_images: Path
 ) -> Path:
     """Return the folder of data sets (``FL_DATA``, else the shared one) and set ``FL_DATA``.
 
-    Where there is neither, a few random images stand in under the real names.
+    It is the one of ``few_images`` where there is neither, and for the parameter ``"few"``.
     """
     default = Path(__file__).parents[2] / "shared/datasets"
     folder = Path(os.environ.get("FL_DATA", default)).absolute()
-    if not folder.is_dir():
-        folder = stand_in(tmp_path_factory.mktemp("datasets"))
+    if not folder.is_dir() or getattr(request, "param", "all") == "few":
+        folder = few_images
     monkeypatch.setenv("FL_DATA", str(folder))
     return folder
 
 
 def stand_in(folder: Path) -> Path:
     """Write 400 training and 50 test images under the names of the real data sets."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet
+    from tiny_data import encoded
+
     rng = np.random.default_rng(0)
     for name, column, shape in (
         ("mnist", "image", (28, 28)),

@@ -6,6 +6,7 @@ minimiser b that differ from client to client and lie off the origin, all in flo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +19,29 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 from torch import Tensor, nn
 
-from clients import AnyAlgorithmClient, ContextStore, FlatModel, LocalTraining, Problem, client_app
+from clients import (
+    AnyAlgorithmClient,
+    ClientOracle,
+    ContextStore,
+    FlatModel,
+    LocalTraining,
+    Problem,
+    client_app,
+)
 from clients import client_id as id_of
-from clients.state import Fields, Owner, peek
-from simulations.in_process import Fault, InProcessGrid
+from clients.node.in_process import Fault, InProcessGrid, node_ids
+from clients.node.state import Fields, Owner, peek
+from fl_strategies.core.columns import repeated
+from fl_strategies.core.oracle import Gradient, Solved
+from fl_strategies.core.subproblem import Subproblem
 
 DIM = 5
 """Numbers in a model: `head` [2, 2] and `tail` [1], in this order."""
+
+NODES = node_ids(1000)
+"""Ids of the in-process nodes, by the client that each serves; ids lie on both sides of 2^63."""
+
+CLIENT_OF = {node: client for client, node in enumerate(NODES)}
 
 
 class Sum(nn.Module):
@@ -87,6 +104,15 @@ class Quadratic:
         right = self.A @ self.b - slope + pull * np.asarray(centre)
         return np.linalg.solve(self.A + pull * np.eye(DIM), right)
 
+    def oracle(self) -> Formula:
+        """Return an oracle that solves exactly."""
+        return Formula(
+            self.gradient,
+            lambda start, sub: self.argmin(sub.slope, sub.pull, sub.centre),
+            product=lambda w, v: self.A @ v,
+            value=self.value,
+        )
+
     def problem(self, model: FlatModel | None = None) -> Problem:
         model = model or FlatModel(Linear())
         return Problem(model, half_mean_square, torch.tensor(self.X), torch.tensor(self.y))
@@ -104,6 +130,73 @@ def quadratics(clients: int = 3, seed: int = 0) -> list[Quadratic]:
         b = rng.normal(3.0 * (-1) ** i, 1.0, DIM)
         made.append(Quadratic(X, X @ b + 0.1 * rng.normal(size=n)))
     return made
+
+
+@dataclass
+class Formula:
+    """An oracle of functions, for what is known in closed form.
+
+    ``minimiser(start, subproblem)`` is what ``solve`` finds; without it ``solve`` takes ``steps``
+    steps of gradient descent of rate ``lr``.
+    """
+
+    slope: Callable[[Any], Any] | None = None
+    minimiser: Callable[[Any, Subproblem], Any] | None = None
+    product: Callable[[Any, Any], Any] | None = None
+    change: Callable[[Any, Any], Any] | None = None
+    lr: float = 0.1
+    steps: Any = 4
+    value: Callable[[Any], Any] | None = None
+
+    def solve(self, start: Any, subproblem: Subproblem, *, previous: Any = None) -> Solved:
+        if self.minimiser is not None:
+            return Solved(self.minimiser(start, subproblem), start, self.steps, 1)
+        return self._descend(start, subproblem, self.steps)
+
+    def solve_on_next(self, start: Any, subproblem: Subproblem, *, steps: Any) -> Solved:
+        if self.minimiser is not None:
+            return Solved(self.minimiser(start, subproblem), start, steps, 1)
+        return self._descend(start, subproblem, steps)
+
+    def gradient(self, w: Any) -> Gradient:
+        assert self.slope is not None
+        return Gradient(self.slope(w))
+
+    def full_gradient(self, w: Any) -> Any:
+        return self.gradient(w).vector
+
+    def hessian_product(self, w: Any, v: Any) -> Any:
+        assert self.product is not None
+        return self.product(w, v)
+
+    def difference(self, new: Any, old: Any, *, samples: Any) -> Gradient:
+        if self.change is not None:
+            return Gradient(self.change(new, old))
+        return Gradient(self.full_gradient(new) - self.full_gradient(old))
+
+    def loss(self, w: Any) -> Any:
+        assert self.value is not None
+        return self.value(w)
+
+    def _descend(self, start: Any, subproblem: Subproblem, steps: Any) -> Solved:
+        def step(w: Any, before: Any) -> tuple[Any, Any]:
+            return w - self.lr * subproblem.gradient(w, self.full_gradient(w)), w
+
+        w, before = repeated(steps, step, start, start)
+        return Solved(w, before, steps, 1)
+
+
+def oracle_of(
+    problem: Problem, training: LocalTraining | None = None, rng: np.random.Generator | None = None
+) -> ClientOracle:
+    """Return a client's oracle, all of whose streams are ``rng``."""
+    rng = rng or np.random.default_rng(0)
+    training = training or LocalTraining(solver="gd")
+    return ClientOracle(problem, training, rng, functools.partial(_same, rng))
+
+
+def _same(rng: np.random.Generator, purpose: str) -> np.random.Generator:
+    return rng
 
 
 def optimum(problems: Sequence[Quadratic], *, by_examples: bool = False) -> np.ndarray:
@@ -134,8 +227,9 @@ def make_client_app(
     training: LocalTraining | None = None,
     dtype: torch.dtype = torch.float64,
     mods: list[Mod] | None = None,
+    place: Callable[[Context], int] = id_of,
 ) -> ClientApp:
-    """Return a ClientApp whose client i has problem i, for training and for evaluation.
+    """Return a ClientApp whose client has problem ``place(context)``, to train and to evaluate.
 
     All clients share one module, as in a worker process. Full-batch steps of lr 0.1 by default.
     """
@@ -144,8 +238,10 @@ def make_client_app(
     made = [q.problem(model) for q in problems]
 
     def client_fn(context: Context) -> NumPyClient:
-        i = id_of(context)
-        return client(made[i], client_id=i, test=made[i], store=store(context), training=training)
+        mine = made[place(context)]
+        return client(
+            mine, client_id=id_of(context), test=mine, store=store(context), training=training
+        )
 
     return client_app(client_fn, mods)
 
@@ -163,8 +259,59 @@ def kept(federation: InProcessGrid, acked: Mapping[int, int]) -> list[Fields]:
     for client, context in enumerate(federation.contexts.values()):
         store = ContextStore(context)
         about = context.state.config_records[store.prefix]
-        owner = Owner(str(about["algorithm"]), str(about["model"]))
+        owner = Owner(*(str(about[name]) for name in ("algorithm", "model", "run")))
         _, fields = peek(store, owner, acked.get(client, -1))
         assert fields is not None
         found.append(fields)
     return found
+
+
+class Softplus:
+    """mean over a batch of log(1 + exp(A w)) - y A w + ||w||^4/40, with gradients by hand."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.A = rng.normal(0.5, 1.5, (24, DIM)) * [1.0, 3.0, 0.3, 2.0, 0.7]
+        self.y = rng.random(24)
+        self.start = rng.normal(2.0, 1.0, DIM)
+
+    def batch(self, k: int) -> tuple[np.ndarray, np.ndarray]:
+        chosen = np.arange(6 * k, 6 * k + 6) % 24
+        return self.A[chosen], self.y[chosen]
+
+    def gradient(self, w: np.ndarray, k: int) -> np.ndarray:
+        A, y = self.batch(k)
+        return A.T @ (1.0 / (1.0 + np.exp(-A @ w)) - y) / len(y) + (w @ w) * w / 10
+
+    def loss(self, w: torch.Tensor, k: int) -> torch.Tensor:
+        A, y = map(torch.tensor, self.batch(k))
+        z = A @ w
+        return (torch.logaddexp(z, torch.zeros_like(z)) - y * z).mean() + (w @ w) ** 2 / 40
+
+
+def closure_of(
+    optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]
+) -> Callable[[], torch.Tensor]:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        return value.detach()
+
+    return closure
+
+
+def bowl(L: Any) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    """Return (w, k) -> sum of L (w - 1.5)^2 / 2 for curvatures L."""
+    curvature = torch.tensor(L, dtype=torch.float64)
+    return lambda w, k: 0.5 * (curvature * (w - 1.5) ** 2).sum()
+
+
+SLOPE = np.array([0.3, -0.8, 1.1, 0.2, -0.6])
+CENTRE = np.array([-1.0, 2.0, 1.5, -0.5, 0.7])
+"""Of a subproblem [5] beside f."""
+
+
+def shared_minimiser(problems: list[Quadratic], b: np.ndarray) -> list[Quadratic]:
+    """Return problems of the same curvatures that all have the minimiser ``b`` [5]."""
+    return [Quadratic(q.X, q.X @ b) for q in problems]

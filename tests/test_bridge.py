@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +17,11 @@ from flwr.server.strategy import FedAvg as LegacyFedAvg
 from flwr.server.strategy import FedProx as LegacyFedProx
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import FedProx as FlowerFedProx
-from problems import grid, make_client_app, quadratics, to_record, to_vector
+from problems import NODES, grid, make_client_app, quadratics, to_record, to_vector
 
 from clients import CLIENTS, FedAvgClient, LocalTraining, client_app, client_id
+from clients.node.in_process import InProcessGrid
 from fl_strategies import FedAvg, FedProx
-from simulations.in_process import FIRST_NODE, InProcessGrid
 
 PROBLEMS = quadratics(3)
 START = np.array([2.0, -1.0, 0.5, 3.0, -4.0])
@@ -47,7 +48,7 @@ def fedavg(rounds: int, mu: float = 0.0) -> np.ndarray:
 def ask(app: Any, kind: str, content: RecordDict | None = None, client: int = 0) -> Message:
     """Send one message to a client of ``app``; return its reply."""
     engine = InProcessGrid(app, 3)
-    message = Message(content or RecordDict(), dst_node_id=FIRST_NODE + client, message_type=kind)
+    message = Message(content or RecordDict(), dst_node_id=NODES[client], message_type=kind)
     (reply,) = engine.send_and_receive([message])
     return reply
 
@@ -163,13 +164,8 @@ def test_what_a_client_does_to_its_request_stays_with_it() -> None:
 )
 @pytest.mark.parametrize("kind", ["train", "evaluate"])
 def test_a_request_of_another_form_is_refused(kind: str, content: RecordDict, message: str) -> None:
-    app = make_client_app(PROBLEMS)
-    with pytest.raises(ValueError, match=message):
-        app(Message(content, dst_node_id=FIRST_NODE, message_type=kind), context_of(app))
-
-
-def context_of(app: Any) -> Context:
-    return InProcessGrid(app, 1).contexts[FIRST_NODE]
+    reply = ask(make_client_app(PROBLEMS), kind, content)
+    assert re.search(message, reply.error.reason)
 
 
 def test_an_unknown_algorithm_is_refused_with_the_known_ones() -> None:
@@ -193,6 +189,43 @@ def test_a_wrong_number_of_returned_arrays_is_refused() -> None:
 def test_a_clients_own_mistake_is_an_error_reply() -> None:
     reply = ask(make_client_app(PROBLEMS), "train", request(algorithm="fedprox"))
     assert "the request lacks 'proximal-mu'" in reply.error.reason
+
+
+class Fails(Plain):
+    """A client whose mistake passes through three exceptions, of which the last says least."""
+
+    def fit(self, parameters: list[Any], config: dict[str, Any]) -> tuple[list[Any], int, dict]:
+        try:
+            try:
+                {}["shard"]
+            except KeyError as error:
+                raise OSError("no data\n  of this client") from error
+        except OSError:
+            raise RuntimeError("cannot train")  # noqa: B904
+        raise AssertionError
+
+
+def test_the_reason_of_a_failed_reply_is_one_line_that_begins_with_the_innermost_exception() -> (
+    None
+):
+    reason = ask(client_app(Fails), "train", request()).error.reason
+    line = Fails.fit.__code__.co_firstlineno + 3
+    assert reason == (
+        f"KeyError: 'shard' (test_bridge.py:{line} in fit); hence OSError: no data of this client;"
+        " hence RuntimeError: cannot train"
+    )
+
+
+def test_an_exception_that_was_hidden_on_purpose_is_not_in_the_reason() -> None:
+    class Hides(Plain):
+        def fit(self, parameters: list[Any], config: dict[str, Any]) -> tuple[list[Any], int, dict]:
+            try:
+                {}["shard"]
+            except KeyError:
+                raise OSError("no data") from None
+            raise AssertionError
+
+    assert ask(client_app(Hides), "train", request()).error.reason.startswith("OSError: no data (")
 
 
 # ---- strangers' clients, strangers' servers -----------------------------------------------------

@@ -16,6 +16,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,14 +29,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simulations import compare as compare_module
-from simulations import reproduce, studies
-from simulations.cells import finished, run_cells
-from simulations.compare import main
 from simulations.config import RunConfig
-from simulations.experiment import dataset, parts, problem, run_in_process, validation_rows
+from simulations.experiment import run_in_process
 from simulations.figures import draw_curves
+from simulations.lab import compare as compare_module
+from simulations.lab import reproduce, studies
+from simulations.lab.cells import finished, run_cells
+from simulations.lab.compare import main
 from simulations.tables import algorithm_row, curve, markdown, run_figures, score, tuned
+from simulations.worker import dataset, parts, problem, validation_rows
 
 ROOT = Path(__file__).parents[1]
 SMALL = "--dataset digits --clients 5 --rounds 2 --epochs 1"
@@ -190,9 +192,11 @@ def test_a_run_on_validation_rows_trains_on_the_others_and_is_tested_on_no_test_
     whole = np.concatenate([rows for pair in plain for rows in pair])
     assert np.array_equal(np.sort(everything), np.sort(whole))
     assert len(held_out) == pytest.approx(0.3 * len(whole), abs=8)
-    np.testing.assert_array_equal(problem(held, "test").targets, dataset(held).y[held_out])
+    ((_, targets),) = problem(held, "test").batches(np.random.default_rng(), 0)
+    np.testing.assert_array_equal(targets, dataset(held).y[held_out])
 
 
+@pytest.mark.slow
 def test_validation_that_holds_out_nothing_is_refused() -> None:
     config = RunConfig.parse({"clients": 1437, "partition": "iid"})
     with pytest.raises(
@@ -201,6 +205,7 @@ def test_validation_that_holds_out_nothing_is_refused() -> None:
         run_in_process(replace(config, validation=0.3))
 
 
+@pytest.mark.slow
 def test_seeds_and_rates_are_those_of_single_runs_and_all_tables_agree(tmp_path: Path) -> None:
     line = "--algorithms fedavg,fedpd --param fedpd.p=0.5 --rounds 3"
     evaluated = "--fraction-evaluate 1 --local-test 0.2"
@@ -243,9 +248,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the names of the runs that ``compare`` really starts."""
     names: list[str] = []
 
-    def spy(config: RunConfig) -> None:
+    def spy(config: RunConfig, **options: Any) -> None:
         names.append(Path(config.output).name)
-        run_in_process(config)
+        run_in_process(config, **options)
 
     monkeypatch.setattr(compare_module, "run_in_process", spy)
     return names
@@ -309,6 +314,7 @@ def test_cells_of_an_earlier_version_count_where_their_settings_come_to_the_same
     assert not finished(config)
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_the_number_of_jobs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -334,7 +340,9 @@ def test_a_cell_that_fails_leaves_the_others_and_is_named(
         for name in ("bad", "good")
     ]
     ran: list[str] = []
-    with pytest.raises(RuntimeError, match=r"1 of 2 cells failed: bad \(no space left\)") as caught:
+    with pytest.raises(
+        RuntimeError, match=r"1 of 2 cells failed: bad \(OSError: no space left\)"
+    ) as caught:
         run_cells({configs[0]: boom, configs[1]: lambda: ran.append("good")})
     assert isinstance(caught.value.__cause__, OSError)
     assert ran == ["good"]
@@ -342,22 +350,42 @@ def test_a_cell_that_fails_leaves_the_others_and_is_named(
 
 
 def test_a_comparison_whose_runs_all_fail_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compare_module, "run_in_process", lambda config: boom())
-    with pytest.raises(RuntimeError, match="2 of 2 cells failed: fedavg-seed1 "):
+    monkeypatch.setattr(compare_module, "run_in_process", lambda config, **_: boom())
+    with pytest.raises(SystemExit) as stop:
         compare(tmp_path, "--algorithms fedavg --seeds 1,2")
+    assert stop.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "error: 2 of 2 cells failed: fedavg-seed1 (OSError: no space left), fed" in line
+    with pytest.raises(RuntimeError, match="2 of 2 cells failed") as error:
+        compare(tmp_path, "--algorithms fedavg --seeds 1,2 --verbose")
+    assert isinstance(error.value.__cause__, OSError)
     assert (tmp_path / "table.md").read_text().startswith("No run has finished.")
     assert json.loads((tmp_path / "summary.json").read_text()) == []
+
+
+def test_a_rate_that_diverges_ends_its_run_alone_and_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first round is usable; afterwards no reply is finite."""
+    common = "--algorithms fedavg --model logistic --batch-size 0 --rounds 9"
+    compare(tmp_path, f"{common} --tune-lr 0.1,1e36")
+    said = capsys.readouterr().out
+    assert re.search(r"fedavg-lr1e\+36 ended early: no reply of 3 rounds in a row was usable", said)
+    (summary,) = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["lr"], summary["rounds"]) == (0.1, 9)
+    compare(tmp_path / "alone", f"{common} --lr 1e36")
+    assert "fedavg ended early: no reply of 3 rounds" in (tmp_path / "alone/table.md").read_text()
 
 
 def test_ctrl_c_in_one_process_keeps_what_is_finished_in_the_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def until(config: RunConfig) -> None:
+    def until(config: RunConfig, **options: Any) -> None:
         if config.algorithm == "fedprox":
             raise KeyboardInterrupt
-        run_in_process(config)
+        run_in_process(config, **options)
 
     monkeypatch.setattr(compare_module, "run_in_process", until)
     with pytest.raises(SystemExit) as stop:
@@ -369,10 +397,11 @@ def test_ctrl_c_in_one_process_keeps_what_is_finished_in_the_tables(
     assert len(read(tmp_path / "table.csv")) == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all_processes_and_each_saves_what_it_had(tmp_path: Path) -> None:
     line = f"{SMALL} --rounds 1000000 --algorithms fedavg --seeds 1,2,3 --jobs 2"
     program = (
-        "import signal, sys; from simulations.compare import main;"
+        "import signal, sys; from simulations.lab.compare import main;"
         "signal.signal(signal.SIGINT, signal.default_int_handler);"  # it may start out ignored
         "main(sys.argv[1:])"
     )
@@ -470,7 +499,7 @@ def test_bad_arguments_are_refused_before_anything_runs(
     assert started == []
 
 
-def test_fewer_than_one_job_is_refused_by_a_study_too(
+def test_fewer_than_one_job_is_refused_by_a_study(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from federations import Strangers, serve
 from flwr.app import (
     Array,
     ArrayRecord,
@@ -52,14 +53,21 @@ from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideFixedClipping,
 )
 from flwr.supercore.privacy_accounting import NeighboringRelation, PrivacyConfig, SamplingMethod
-from problems import DIM, grid, kept, quadratics, to_record, to_vector
-from test_laws import START, TABLE, Row, local, train
-from test_legacy import Strangers, serve
+from laws import START, TABLE, Row, local, train
+from problems import CLIENT_OF, DIM, NODES, grid, kept, quadratics, to_record, to_vector
 from torch import nn
 
 from clients import AnyAlgorithmClient, ContextStore, FlatModel, Problem, client_app, client_id
-from fl_strategies import FedADMM, FedAvg, FederatedStrategy, FedProx, PFedMe, as_legacy
-from simulations.in_process import FIRST_NODE, InProcessGrid
+from clients.node.in_process import InProcessGrid
+from fl_strategies import (
+    FedADMM,
+    FedAvg,
+    FederatedStrategy,
+    FedProx,
+    NothingUsable,
+    PFedMe,
+    as_legacy,
+)
 
 PROBLEMS = quadratics(3)
 SIZES = np.array([q.n for q in PROBLEMS])
@@ -67,8 +75,8 @@ EQUAL, BY_SIZE = np.full(3, 1 / 3), SIZES / SIZES.sum()
 QUIET: dict[str, Any] = {"fraction_evaluate": 0.0, "local": local()}
 ADMM: dict[str, Any] = {"rho": 0.5, "min_available_nodes": 4, **QUIET}
 
-OF_MODELS = {"fedsgd", "fedavg", "fedprox", "fedpd", "moon", "per-fedavg", "pfedme"}
-OF_CHANGES = {"scaffold", "fedadmm"}
+OF_MODELS = {"fedsgd", "fedavg", "fedprox", "fedpd", "ditto", "moon", "per-fedavg", "pfedme"}
+OF_CHANGES = {"scaffold", "fedadmm", "feddyn"}
 
 
 def rows(names: set[str], *, but: bool = False) -> Any:
@@ -196,7 +204,7 @@ def test_a_failed_client_costs_the_round_and_no_state(unusable: bool) -> None:
     def fails_in_round_2(request: Message, reply: Message) -> Message:
         config = request.content.config_records.get("config", {})
         train_2 = request.metadata.message_type == "train" and config.get("server-round") == 2
-        if not (train_2 and request.metadata.dst_node_id == FIRST_NODE):
+        if not (train_2 and request.metadata.dst_node_id == NODES[0]):
             return reply
         if not unusable:
             return Message(Error(2, "out of memory"), reply_to=request)
@@ -296,7 +304,7 @@ def loses(*lost: tuple[int, int], masked: bool) -> Any:
 
     def fault(request: Message, reply: Message) -> Message | None:
         config = request.content.config_records.get("fitins.config" if masked else "config", {})
-        key = (config.get("server-round"), request.metadata.dst_node_id - FIRST_NODE)
+        key = (config.get("server-round"), CLIENT_OF[request.metadata.dst_node_id])
         return None if request.metadata.message_type == "train" and key in lost else reply
 
     return fault
@@ -331,10 +339,12 @@ def test_a_pfedme_that_goes_beyond_the_mean_is_refused() -> None:
 
 @rows(OF_MODELS, but=True)
 def test_mods_are_refused_where_uploads_must_arrive_as_sent(row: Row) -> None:
-    strategy = row.strategy(local=local())
-    with pytest.raises(ValueError, match=r"^arrays \['head', 'tail'.* reply are not as it sent"):
+    strategy = row.strategy(local=local(), max_unusable_rounds=1)
+    with pytest.raises(
+        NothingUsable, match=r"arrays \['head', 'tail'.* are not as the client sent"
+    ):
         strategy.start(grid(PROBLEMS, mods=[LocalDpMod(0.1, 0.0, 1.0, 0.1)]), to_record(START), 2)
-    assert not strategy._acked  # no client's state counts
+    assert not strategy.ledger.acked  # no client's state counts
 
 
 def test_one_client_with_such_a_mod_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -378,8 +388,8 @@ def test_buffers_are_refused_under_clipping_and_noise() -> None:
     with pytest.raises(ValueError, match=r"^buffers \['0\.running_mean', .* GroupNorm"):
         wrapper.start(federation, initial(), 1)
     model, federation = normalised([LocalDpMod(0.1, 0.1, 1.0, 0.1)])
-    with pytest.raises(ValueError, match=r"^arrays \['0\.running_mean'.* without buffers"):
-        FedAvg(**options).start(federation, initial(), 1)
+    with pytest.raises(NothingUsable, match=r"arrays \['0\.running_mean'.* without buffers"):
+        FedAvg(max_unusable_rounds=1, **options).start(federation, initial(), 1)
     model, federation = normalised([arrays_size_mod])
     metrics = FedAvg(**options).start(federation, initial(), 1).train_metrics_clientapp
     assert metrics[1]["clients-used"] == 2
@@ -388,18 +398,21 @@ def test_buffers_are_refused_under_clipping_and_noise() -> None:
 def test_a_clipping_wrapper_without_the_mod_is_refused_and_the_mod_without_the_wrapper_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    wrapper, _ = client_side(FedAvg(**QUIET), 0.0, 0.7)
+    wrapper, _ = client_side(FedAvg(max_unusable_rounds=1, **QUIET), 0.0, 0.7)
     with pytest.raises(
-        ValueError, match=r"update has norm [34]\.\d+, above the clipping norm 0\.7"
+        NothingUsable, match=r"update has norm [34]\.\d+, above the clipping norm 0\.7"
     ):
         wrapper.start(grid(PROBLEMS), to_record(START), 1)
-    legacy, strategy = LEGACY_SIDES[1][0], FedAvg(min_available_nodes=3, **QUIET)
+    legacy, strategy = (
+        LEGACY_SIDES[1][0],
+        FedAvg(min_available_nodes=3, max_unusable_rounds=1, **QUIET),
+    )
     with pytest.raises(
-        ValueError, match=r"update has norm [34]\.\d+, above the clipping norm 0\.7"
+        NothingUsable, match=r"update has norm [34]\.\d+, above the clipping norm 0\.7"
     ):
         legacy_run(strategy, lambda adapter: legacy(adapter, 0.0, 0.7, 3), 1)
-    wrapper, _ = client_side(FedAvg(**QUIET), 0.0, 0.7)
-    with pytest.raises(ValueError, match=r"update has norm \d.*, above the clipping norm 0\.7"):
+    wrapper, _ = client_side(FedAvg(max_unusable_rounds=1, **QUIET), 0.0, 0.7)
+    with pytest.raises(NothingUsable, match=r"update has norm \d.*, above the clipping norm 0\.7"):
         wrapper.start(grid(PROBLEMS, client=Strangers), to_record(START), 1)
     found = train(FedAvg(**QUIET), grid(PROBLEMS, mods=[fixedclipping_mod]), 1)
     assert "fixedclipping_mod requires the key 'clipping_norm'" in caplog.text
@@ -498,13 +511,13 @@ def test_noise_of_a_legacy_wrapper_stays_in_the_model(
 def test_legacy_wrappers_are_refused_by_what_arrives(
     wrapper: Any, mods: list[Any], row: Row
 ) -> None:
-    strategy = row.strategy(min_available_nodes=3, local=local())
-    reason = "are not as it sent them.* needs them"
+    strategy = row.strategy(min_available_nodes=3, local=local(), max_unusable_rounds=1)
+    reason = "are not as the client sent them.* needs them"
     if row.name == "scaffold" and not mods:  # Flower's wrapper itself finds too many arrays
         reason = "zip"
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises((NothingUsable, ValueError), match=reason):
         legacy_run(strategy, lambda adapter: wrapper(adapter, 0.0, 0.7, 3), 1, mods=mods)
-    assert not strategy._acked
+    assert not strategy.ledger.acked
 
 
 # ---- secure aggregation --------------------------------------------------------------------------
@@ -582,7 +595,7 @@ def test_a_client_that_drops_out_under_masks_undoes_its_work() -> None:
     found = masked_run(strategy, 6, on=on)
     plain = train(FedADMM(**options), grid(quadratics(4), fault=loses(*lost, masked=False)), 6)
     np.testing.assert_allclose(found, plain, rtol=0, atol=10 * STEP)
-    tracked = np.mean([s["w"] + s["y"] / 0.5 for s in kept(on, strategy._acked)], axis=0)
+    tracked = np.mean([s["w"] + s["y"] / 0.5 for s in kept(on, strategy.ledger.acked)], axis=0)
     np.testing.assert_allclose(found, tracked, rtol=0, atol=10 * STEP)
     counted = [m["clients-lost"] for m in strategy.result.train_metrics_clientapp.values()]
     assert counted == [0, 1, 1, 1, 0, 0]
@@ -597,7 +610,7 @@ def test_what_the_masks_would_cut_off_is_not_sent(caplog: pytest.LogCaptureFixtu
         caplog.clear()
         found = masked_run(strategy, 1, secure=secure)
         assert reason in caplog.text
-        assert 3 not in strategy._acked
+        assert 3 not in strategy.ledger.acked
         if secure.clipping_range == 0.5:  # of all clients
             np.testing.assert_array_equal(found, START)
     masked_run(FedADMM(**ADMM), 1, secure=workflow(max_weight=12.0))  # all weigh 12
@@ -607,7 +620,7 @@ def test_what_the_masks_would_cut_off_is_not_sent(caplog: pytest.LogCaptureFixtu
 def test_a_masked_sum_with_an_unusable_reply_is_void(caplog: pytest.LogCaptureFixture) -> None:
     def fault(request: Message, reply: Message) -> Message:
         config = request.content.config_records.get("fitins.config", {})
-        if config.get("server-round") == 2 and request.metadata.dst_node_id == FIRST_NODE + 3:
+        if config.get("server-round") == 2 and request.metadata.dst_node_id == NODES[3]:
             for record in reply.content.metric_records.values():
                 if "num_examples" in record:
                     record["num_examples"] = 0

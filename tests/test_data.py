@@ -57,6 +57,7 @@ def folder(path: Path, pixels: np.ndarray, column: str = "image", kind: str = "P
     return path
 
 
+@pytest.mark.slow
 def test_mnist_is_mnist(shared: None) -> None:
     mnist = data.load("mnist")
     assert (mnist.x.shape, mnist.test_x.shape) == ((60_000, 1, 28, 28), (10_000, 1, 28, 28))
@@ -72,6 +73,7 @@ def test_mnist_is_mnist(shared: None) -> None:
     assert mnist.owner is None
 
 
+@pytest.mark.slow
 def test_the_cifar10_subset_stands_in_for_cifar10(shared: None) -> None:
     cifar = data.load("cifar10")
     assert (cifar.x.shape, cifar.test_x.shape) == ((7000, 3, 32, 32), (1400, 3, 32, 32))

@@ -1,12 +1,4 @@
-"""Delta-SGD: closed forms of its step sizes, optimizer against rule against a plain loop, its use.
-
-Mutants tried by hand, each caught here: (2) without gamma, without the 2, without delta, without
-theta, without the root, without epsilon, without the case of no movement; theta = eta_{k-1}/eta_k,
-theta never renewed; x + eta g; the second gradient at the present point; the first step grown
-always, or never; squared norms; norms in single precision; gradients not copied; an update that
-starts from the previous point; other masks in the second call; statistics updated twice; options
-of the solver, or its module, not handed on; "module" taken as an option.
-"""
+"""Delta-SGD: closed forms of its step sizes, optimizer, rule and plain loop alike, its use."""
 
 from __future__ import annotations
 
@@ -22,15 +14,29 @@ import pytest
 import torch
 from flwr.app import ConfigRecord
 from flwr.serverapp.strategy import FedAdam, FedAvgM, FedYogi
-from problems import DIM, Quadratic, grid, optimum, quadratics, to_record, to_vector
-from test_laws import START, train
+from laws import START, train
+from problems import (
+    CENTRE,
+    DIM,
+    SLOPE,
+    Softplus,
+    bowl,
+    closure_of,
+    grid,
+    optimum,
+    quadratics,
+    shared_minimiser,
+    to_record,
+    to_vector,
+)
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from clients import DeltaSGD, FlatModel, LocalTraining, Problem, solve
+from clients.learning.solvers import make_optimizer
 from fl_strategies import STRATEGIES, delta_sgd
-from fl_strategies.randomness import stream
-from fl_strategies.subproblem import Subproblem
+from fl_strategies.core.randomness import stream
+from fl_strategies.core.subproblem import Subproblem
 from simulations.config import RunConfig
 
 USUAL = {"gamma": 2.0, "delta": 0.1, "epsilon": 0.0, "amplify_first": False, "same_batch": True}
@@ -43,29 +49,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 ETA_0, THETA_0 = 0.6, 1.3
-
-
-class Softplus:
-    """mean over a batch of log(1 + exp(A w)) - y A w + ||w||^4/40, with gradients by hand."""
-
-    def __init__(self, seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        self.A = rng.normal(0.5, 1.5, (24, DIM)) * [1.0, 3.0, 0.3, 2.0, 0.7]
-        self.y = rng.random(24)
-        self.start = rng.normal(2.0, 1.0, DIM)
-
-    def batch(self, k: int) -> tuple[np.ndarray, np.ndarray]:
-        chosen = np.arange(6 * k, 6 * k + 6) % 24
-        return self.A[chosen], self.y[chosen]
-
-    def gradient(self, w: np.ndarray, k: int) -> np.ndarray:
-        A, y = self.batch(k)
-        return A.T @ (1.0 / (1.0 + np.exp(-A @ w)) - y) / len(y) + (w @ w) * w / 10
-
-    def loss(self, w: torch.Tensor, k: int) -> torch.Tensor:
-        A, y = map(torch.tensor, self.batch(k))
-        z = A @ w
-        return (torch.logaddexp(z, torch.zeros_like(z)) - y * z).mean() + (w @ w) ** 2 / 40
 
 
 def by_hand(
@@ -124,18 +107,6 @@ def optimized(
         points.append(w.detach().numpy().copy())
         etas.append(float(optimizer.param_groups[0]["eta"]))
     return points, etas
-
-
-def closure_of(
-    optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]
-) -> Callable[[], torch.Tensor]:
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        value = loss()
-        value.backward()
-        return value.detach()
-
-    return closure
 
 
 # ---- optimizer, rule and paper --------------------------------------------------------------
@@ -200,11 +171,6 @@ def test_a_step_returns_the_loss_where_it_started() -> None:
 
 
 # ---- closed forms ---------------------------------------------------------------------------
-
-
-def bowl(L: Any) -> Callable[[torch.Tensor, int], torch.Tensor]:
-    curvature = torch.tensor(L, dtype=torch.float64)
-    return lambda w, k: 0.5 * (curvature * (w - 1.5) ** 2).sum()
 
 
 @pytest.mark.parametrize("eta_0", [0.003, 0.2, 50.0])
@@ -464,9 +430,6 @@ def test_a_bad_option_is_refused_by_name_bound_and_value(
 
 # ---- as a local solver ----------------------------------------------------------------------
 
-SLOPE = np.array([0.3, -0.8, 1.1, 0.2, -0.6])
-CENTRE = np.array([-1.0, 2.0, 1.5, -0.5, 0.7])
-
 
 def test_the_solver_is_the_rule_on_the_subproblem() -> None:
     """13 examples in batches of 5; the rule gets the batches' gradients by matrices."""
@@ -475,7 +438,8 @@ def test_the_solver_is_the_rule_on_the_subproblem() -> None:
         solver="delta-sgd", lr=0.3, solver_params="gamma=1.5 delta=0.4", epochs=3, batch_size=5
     )
     bent = Subproblem(torch.tensor(SLOPE), pull, torch.tensor(CENTRE))
-    w, info = solve(q.problem(), torch.tensor(START), bent, training, stream(1, "local"))
+    info = solve(q.problem(), torch.tensor(START), bent, training, stream(1, "local"))
+    w = info.w
     rng, parts = stream(1, "local"), []
     for _ in range(3):
         parts += np.split(rng.permutation(q.n), [5, 10])
@@ -489,14 +453,14 @@ def test_the_solver_is_the_rule_on_the_subproblem() -> None:
     assert info.steps == 9
 
 
-def test_it_goes_to_the_subproblems_minimiser_from_any_first_step() -> None:
+def test_delta_sgd_goes_to_the_subproblems_minimiser_from_any_first_step() -> None:
     q, pull = quadratics(4)[3], 0.9
     bent = Subproblem(torch.tensor(SLOPE), pull, torch.tensor(CENTRE))
     for lr in (1e-3, 0.2, 20.0):  # gradient descent of 20 runs away
         training = LocalTraining(
             solver="delta-sgd", lr=lr, solver_params="gamma=1 delta=1", steps=150, batch_size=0
         )
-        w, _ = solve(q.problem(), torch.tensor(START), bent, training, stream(1, "local"))
+        w = solve(q.problem(), torch.tensor(START), bent, training, stream(1, "local")).w
         np.testing.assert_allclose(w, q.argmin(SLOPE, pull, CENTRE), atol=1e-9)
 
 
@@ -507,7 +471,8 @@ def test_a_solvers_batch_norm_is_updated_once_a_step() -> None:
     problem = Problem(FlatModel(module), cross_entropy, x, (x.sum(1) > 0).long())
     start = problem.model.vector.clone()
     training = LocalTraining(solver="delta-sgd", epochs=2, batch_size=4)
-    w, info = solve(problem, start, Subproblem(), training, stream(1, "local"))
+    info = solve(problem, start, Subproblem(), training, stream(1, "local"))
+    w = info.w
     assert info.steps == 8
     # the last batch of an epoch has one example, which updates no statistics
     assert int(module.norm.num_batches_tracked) == 6
@@ -518,10 +483,10 @@ def test_a_solvers_batch_norm_is_updated_once_a_step() -> None:
 def test_options_of_a_solver_travel_as_text() -> None:
     request = {"solver": "delta-sgd", "lr": 0.5, "solver-params": "gamma=1.5 amplify-first=true"}
     training = LocalTraining().updated(request)
-    (group,) = training.optimizer([nn.Parameter(torch.ones(1))]).param_groups
+    (group,) = make_optimizer(training, [nn.Parameter(torch.ones(1))]).param_groups
     assert (group["lr"], group["gamma"], group["amplify_first"]) == (0.5, 1.5, True)
     adam = LocalTraining(solver="adam", solver_params="eps=1e-3 amsgrad=true")
-    (group,) = adam.optimizer([nn.Parameter(torch.ones(1))]).param_groups
+    (group,) = make_optimizer(adam, [nn.Parameter(torch.ones(1))]).param_groups
     assert (group["eps"], group["amsgrad"]) == (1e-3, True)
 
 
@@ -556,10 +521,6 @@ def test_a_run_config_takes_the_solver_with_its_options() -> None:
 
 LOCAL = {"solver": "delta-sgd", "lr": 0.9, "epochs": 8, "batch-size": 0, "solver-params": "gamma=1"}
 """A first step of 0.9 is too long for gradient descent: curvatures go up to 2.5."""
-
-
-def shared_minimiser(problems: list[Quadratic], b: np.ndarray) -> list[Quadratic]:
-    return [Quadratic(q.X, q.X @ b) for q in problems]
 
 
 def test_fedadmm_goes_to_the_optimum_of_clients_that_differ() -> None:

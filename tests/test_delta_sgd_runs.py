@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from simulations.config import RunConfig
-from simulations.reproduce import delta_sgd_table, run_cell
-from simulations.studies import Cell, delta_sgd_mnist
+from simulations.lab.reproduce import delta_sgd_table, run_cell
+from simulations.lab.studies import Cell, delta_sgd_mnist
 
 
 def test_every_cell_of_the_study_is_a_setting_that_runs() -> None:

@@ -7,12 +7,14 @@ import os
 import re
 import shutil
 import signal
+import ssl
 import stat
 import subprocess
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,16 +24,19 @@ import numpy as np
 import pytest
 from cryptography import x509
 from flwr.app import Message
+from problems import CLIENT_OF
+from processes import members, running_with
 from safetensors.numpy import load_file
-from test_readme import running as running_with
-from test_superlink import members
 
 from clients import DirectoryStore, Owner
-from simulations import benchmark, experiment
+from clients.node.in_process import InProcessGrid
+from simulations import experiment, worker
 from simulations.config import RunConfig
-from simulations.deployment import Federation, main, write_certificates, write_node_key
-from simulations.in_process import FIRST_NODE, InProcessGrid
-from simulations.superlink import ROOT, running
+from simulations.lab import benchmark
+from simulations.lab.deployment import Federation, main, write_certificates, write_node_key
+from simulations.lab.superlink import ROOT, running
+
+pytestmark = pytest.mark.xdist_group("engine")  # one at a time: each takes all cores
 
 KILLS = 20
 
@@ -41,11 +46,11 @@ import time
 from pathlib import Path
 
 from clients import client_app, client_id
-from simulations import experiment
+from simulations import experiment, worker
 
 
 def client_fn(context):
-    client, me = experiment.client_fn(context), client_id(context)
+    client, me = worker.client_fn(context), client_id(context)
     (problem,), fit, gradient = client._args, client.fit, client._args[0].gradient
 
     def one_batch(*batch):
@@ -71,11 +76,11 @@ import time
 from pathlib import Path
 
 from clients import client_app, client_id
-from simulations import experiment
+from simulations import experiment, worker
 
 
 def client_fn(context):
-    client = experiment.client_fn(context)
+    client = worker.client_fn(context)
     fit = client.fit
 
     def late(parameters, config):
@@ -101,7 +106,7 @@ from pathlib import Path
 
 from flwr.serverapp import ServerApp
 
-from simulations import experiment
+from simulations import experiment, worker
 from simulations.config import RunConfig
 
 app = ServerApp()
@@ -180,6 +185,7 @@ def test_fedadmm_deployed_gives_the_in_process_model_to_the_bit(
     assert {path.name.partition(".")[0] for path in states} == {"0", "1"}
 
 
+@pytest.mark.slow
 def test_async_fedbcd_by_arrival_goes_on_without_a_late_device_and_loses_nothing(
     federation: Federation, tmp_path: Path
 ) -> None:
@@ -227,6 +233,7 @@ def until(found: Callable[[], Any]) -> Any:
     return value
 
 
+@pytest.mark.slow
 def test_killed_restarted_and_replaced_clients_are_named_and_leave_the_state_as_the_rule_says(
     federation: Federation, tmp_path: Path
 ) -> None:
@@ -296,21 +303,22 @@ def test_killed_restarted_and_replaced_clients_are_named_and_leave_the_state_as_
         owner = Owner(**json.loads((tmp_path / "state/fedadmm/owner.json").read_text()))
         fields = store.load(owner, number)
         u.append(fields["w"] + fields["y"] / fields["rho"])
-    arrays, model = load_file(output / "model.safetensors"), experiment.fresh_model(config)
+    arrays, model = load_file(output / "model.safetensors"), worker.fresh_model(config)
     theta = model.load([arrays[name] for name in model.names]).numpy()
     np.testing.assert_allclose(theta, np.mean(u, axis=0), atol=1e-4)
 
     def lose(request: Message, reply: Message) -> Message | None:
         number = request.content.config_records.get("config", {}).get("server-round")
-        client = request.metadata.dst_node_id - FIRST_NODE
+        client = CLIENT_OF[request.metadata.dst_node_id]
         return None if number and client not in used[int(number)] else reply
 
     again = replace(config, output=str(tmp_path / "again"), state_dir="")
-    grid = InProcessGrid(experiment.app, 3, run_config=again.to_run_config(), fault=lose)
+    grid = InProcessGrid(worker.app, 3, run_config=again.to_run_config(), fault=lose)
     summary = json.loads((output / "summary.json").read_text())
     assert summary["model_sha256"] == experiment.run(again, grid).model_sha256
 
 
+@pytest.mark.slow
 def test_many_clients_in_one_process_do_the_work_of_as_many_supernodes(
     proc: None, tmp_path: Path
 ) -> None:
@@ -323,6 +331,7 @@ def test_many_clients_in_one_process_do_the_work_of_as_many_supernodes(
     assert json.loads((tmp_path / "run/summary.json").read_text())["model_sha256"] == model
 
 
+@pytest.mark.slow
 def test_fedadmm_whose_server_is_killed_twenty_times_ends_with_the_in_process_model(
     federation: Federation, tmp_path: Path
 ) -> None:
@@ -372,6 +381,7 @@ def test_fedadmm_whose_server_is_killed_twenty_times_ends_with_the_in_process_mo
     assert summary["model_sha256"] == experiment.run_in_process(again).model_sha256
 
 
+@pytest.mark.slow
 def test_a_deployment_that_is_interrupted_leaves_nothing(proc: None, tmp_path: Path) -> None:
     """The ServerApp runs in a process group of its own."""
     config = RunConfig.parse({"clients": 1, "rounds": 3, "fraction": 1.0, "output": str(tmp_path)})
@@ -417,25 +427,59 @@ def test_private_keys_are_for_their_owner_alone_and_the_certificate_is_for_the_l
 
 
 def commands() -> dict[str, str]:
-    """The deployment page's shell commands, by their first words."""
+    """The deployment page's shell commands, by their first words; those of openssl together."""
     blocks = re.findall(
         r"```\n(.*?)```", (ROOT / "simulations/DEPLOYMENT.md").read_text(), re.DOTALL
     )
-    return {block.split(" -")[0].strip(): block for block in blocks}
+    found: dict[str, str] = {}
+    for block in blocks:
+        program = block.split(" -")[0].strip()
+        found[program] = found.get(program, "") + block
+    return found
 
 
-def test_the_pages_certificates_and_keys_are_made_as_shown(tmp_path: Path) -> None:
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    """Return a folder with what the page's commands make."""
     command = commands()["openssl req"]
     subprocess.run(["bash", "-ec", command], cwd=tmp_path, check=True, capture_output=True)
-    server = x509.load_pem_x509_certificate((tmp_path / "server.pem").read_bytes())
-    server.verify_directly_issued_by(
-        x509.load_pem_x509_certificate((tmp_path / "ca.pem").read_bytes())
-    )
+    return tmp_path
+
+
+def test_the_page_makes_every_file_that_its_commands_read(made: Path) -> None:
+    files = set(re.findall(r"[\w/-]+\.(?:pem|key|pub)", "".join(commands().values())))
+    assert {"ca.pem", "server.pem", "server.key", "node.pem", "node.key", "node-0.pub"} <= files
+    assert [file for file in files if not (made / Path(file).name).exists()] == []
+
+
+@pytest.mark.parametrize(("name", "host"), [("server", "server.example"), ("server", "127.0.0.1"),
+                                            ("node", "127.0.0.1")])  # fmt: skip
+def test_the_pages_certificates_are_trusted_for_the_addresses_they_are_used_at(
+    name: str, host: str, made: Path
+) -> None:
+    """By a TLS handshake with the page's own ca.pem."""
+    there = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    there.load_cert_chain(made / f"{name}.pem", made / f"{name}.key")
+    here = ssl.create_default_context(cafile=str(made / "ca.pem"))
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = there.wrap_bio(up, down, server_side=True)
+    client = here.wrap_bio(down, up, server_hostname=host)
+    for _ in range(2):
+        for side in (client, server):
+            with suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    assert client.getpeercert()  # of a peer that is trusted alone
+
+
+def test_the_pages_certificates_and_keys_are_made_as_shown(made: Path) -> None:
+    server = x509.load_pem_x509_certificate((made / "server.pem").read_bytes())
+    server.verify_directly_issued_by(x509.load_pem_x509_certificate((made / "ca.pem").read_bytes()))
     names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == ["server.example"]
-    assert (tmp_path / "node-0.pub").read_text().startswith("ecdsa-sha2-nistp384 ")
+    assert (made / "node-0.pub").read_text().startswith("ecdsa-sha2-nistp384 ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
     ["flower-superlink", "flower-supernode", "flwr supernode register node-0.pub", "flwr run ."],

@@ -5,19 +5,29 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from simulations.config import RunConfig
 from simulations.experiment import run_in_process
-from simulations.superlink import flwr_run
+from simulations.lab.superlink import flwr_run
 
 
-def test_ray_and_in_process_give_the_same_model(tmp_path: Path) -> None:
+@pytest.mark.xdist_group("engine")  # one at a time: each takes all cores
+@pytest.mark.parametrize(
+    ("model", "clients", "workers"),
+    [("logistic", 4, 1), pytest.param("cnn1", 8, 2, marks=pytest.mark.slow)],
+)
+def test_ray_and_in_process_give_the_same_model(
+    model: str, clients: int, workers: int, tmp_path: Path
+) -> None:
     """FedADMM, so that state is kept too; a CNN on real images of digits, so that threads count."""
     config = RunConfig.parse(
         {
             "algorithm": "fedadmm",
-            "model": "cnn1",
-            "clients": 8,
+            "model": model,
+            "clients": clients,
             "rounds": 3,
+            "partition": "imbalanced",  # quick to draw
             "fraction": 0.5,
             "random-epochs": "true",
             "epochs": 2,
@@ -27,7 +37,7 @@ def test_ray_and_in_process_give_the_same_model(tmp_path: Path) -> None:
         }
     )
     lines: list[str] = []
-    flwr_run(config.to_run_config(), num_supernodes=8, workers=2, on_line=lines.append)
+    flwr_run(config.to_run_config(), num_supernodes=clients, workers=workers, on_line=lines.append)
     on_ray = json.loads((tmp_path / "ray/summary.json").read_text())
     assert any(line.endswith(f"results: {tmp_path / 'ray'}") for line in lines)
     assert on_ray["finished"]

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from logging import WARNING
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from federations import CLIENTS, Trouble, Troubled
 from flwr.app import Error, Message, MessageType
-from problems import make_client_app, quadratics, to_record
-from test_laws import START, Row, every_algorithm, local, train
+from laws import START, Row, every_algorithm, local, train
+from problems import CLIENT_OF, NODES, make_client_app, quadratics, to_record
 
-from fl_strategies import FedADMM, FedBCDAsync, FederatedStrategy, RoundInfo, fedbcd_async
+from clients.node.in_process import InProcessGrid
+from fl_strategies import FedADMM, FedBCDAsync, FederatedStrategy, RoundInfo
+from fl_strategies.bcd import fedbcd_async
 from simulations.config import RunConfig
-from simulations.experiment import app, run
-from simulations.in_process import FIRST_NODE, InProcessGrid
+from simulations.experiment import run
+from simulations.worker import app
 
-CLIENTS = 4
-ROUNDS, CLIENTS = 12, 4
-KNOBS: dict[str, dict[str, Any]] = {"fedadmm": {"eta": "fraction"}}
-"""FedADMM's other steps leave the optimum when some are missing, with or without failures."""
 COUNT_WHO_IS_ASKED = {"fedbc", "per-fedbc", "fedbcd-i"}
 """Their rules know clients asked in vain from absent ones: FedBC's dual clock, offline rounds."""
-Trouble = Callable[[int, int], bool]
-"""``trouble(round, client)``: whether that client has it in that round."""
-
-
-def never(server_round: int, client: int) -> bool:
-    return False
 
 
 def half_for_five_rounds(server_round: int, client: int) -> bool:
@@ -39,58 +30,6 @@ def half_for_five_rounds(server_round: int, client: int) -> bool:
 
 def until_round_10(server_round: int, client: int) -> bool:
     return client == CLIENTS - 1 and server_round < 10
-
-
-class Troubled(InProcessGrid):
-    """A federation in which a client may be away, lose its reply, or work only after the timeout.
-
-    A late one handles its requests as a SuperNode does, in the order in which they came, once it
-    is no longer late; nobody reads those answers.
-    """
-
-    def __init__(
-        self,
-        clients: int = CLIENTS,
-        *,
-        away: Trouble = never,
-        lost: Trouble = never,
-        late: Trouble = never,
-    ) -> None:
-        super().__init__(make_client_app(quadratics(clients)), clients)
-        self.away, self.lost, self.late = away, lost, late
-        self.now = 1
-        self.waiting: dict[int, list[Message]] = defaultdict(list)
-        self.counts: list[list[float]] = []
-        self.acked: list[dict[int, int]] = []
-
-    def get_node_ids(self) -> list[int]:
-        return [node for node in self.contexts if not self.away(self.now, node - FIRST_NODE)]
-
-    def _answer(self, message: Message) -> Message | None:
-        if message.metadata.message_type != MessageType.TRAIN:
-            return super()._answer(message)
-        node = message.metadata.dst_node_id
-        client = node - FIRST_NODE
-        if self.late(self.now, client):
-            self.waiting[node].append(message)
-            return None
-        for older in self.waiting.pop(node, []):
-            super()._answer(older)
-        reply = super()._answer(message)
-        return None if self.lost(self.now, client) else reply
-
-    def run(self, row: Row, rounds: int = ROUNDS, **options: Any) -> np.ndarray:
-        """Return the model [5] after ``rounds``; note each round's counts, and what is acked."""
-
-        def ended(info: RoundInfo) -> None:
-            self.now += 1
-            names = ("asked", "used", "rejected", "lost")
-            self.counts.append([info.metrics[f"clients-{name}"] for name in names])
-            self.acked.append(dict(strategy._acked))
-
-        knobs = KNOBS.get(row.name, {}) | options
-        strategy = row.strategy(local=local(), callbacks=[ended], node_wait=0.01, **knobs)
-        return train(strategy, self, rounds)
 
 
 @every_algorithm
@@ -128,6 +67,7 @@ def test_until_a_client_joins_the_model_is_that_of_a_federation_without_it(row: 
 
 
 @every_algorithm
+@pytest.mark.slow
 def test_after_a_late_start_an_absence_and_late_answers_it_converges_to_its_known_limit(
     row: Row,
 ) -> None:
@@ -158,14 +98,14 @@ class StandsIn(InProcessGrid):
         requests = list(messages)
         for message in requests:
             message.metadata.__dict__["_message_id"] = f"request-{next(self._message_ids)}"
-        self._replies |= {m.metadata.message_id: r for m in requests if (r := self._answer(m))}
+        self._replies |= {m.metadata.message_id: r for m in requests if (r := self.answer(m))}
         return [message.metadata.message_id for message in requests]
 
-    def _answer(self, message: Message) -> Message | None:
-        client = message.metadata.dst_node_id - FIRST_NODE
+    def answer(self, message: Message) -> Message | None:
+        client = CLIENT_OF[message.metadata.dst_node_id]
         config = message.content.config_records.get("config", {})
         if not self.gone(int(config.get("server-round", 0)), client):
-            return super()._answer(message)
+            return super().answer(message)
         reply = Message(Error(5, "Node Unavailable"), reply_to=message)
         reply.metadata.__dict__["_src_node_id"] = 1
         return reply
@@ -190,7 +130,7 @@ def test_where_flower_answers_for_a_node_that_is_gone_the_log_names_its_client(
     assert {r.getMessage() for r in caplog.records if r.levelno == WARNING} == GONE
 
 
-def test_by_arrival_so_it_does_where_the_answer_comes_in_a_later_round(
+def test_the_log_names_the_client_of_a_node_that_is_gone_where_the_answer_comes_a_round_later(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class OneRoundLater(StandsIn):
@@ -242,7 +182,7 @@ def test_a_node_that_was_replaced_serves_again_when_it_comes_back(
 
     federation = InProcessGrid(make_client_app(quadratics(3)), 3, fault=note)
     strategy = FedADMM(fraction_evaluate=0.0, local=local())
-    nodes, first, spare = federation.contexts, FIRST_NODE + 1, 9999
+    nodes, first, spare = federation.contexts, NODES[1], 9999
 
     def asked() -> list[int]:
         trained.clear()
@@ -253,12 +193,12 @@ def test_a_node_that_was_replaced_serves_again_when_it_comes_back(
     nodes[spare] = nodes[first]  # the dead one still counts as connected
     assert asked() == usual
     del nodes[first]
-    assert asked() == [FIRST_NODE, FIRST_NODE + 2, spare]
+    assert asked() == sorted([NODES[0], NODES[2], spare])
     nodes[first] = nodes.pop(spare)
     assert asked() == usual
     assert f"client 1 is now node {spare} and no longer node {first}" in caplog.text
     assert f"client 1 is now node {first} and no longer node {spare}" in caplog.text
-    assert set(strategy._acked.values()) == {4}
+    assert set(strategy.ledger.acked.values()) == {4}
 
 
 def test_a_round_waits_for_replies_as_long_as_the_run_config_says(tmp_path: Path) -> None:

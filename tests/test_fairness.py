@@ -9,11 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import Message
 
-from simulations.compare import main
+from clients.node.in_process import InProcessGrid
 from simulations.config import RunConfig
-from simulations.experiment import dataset, parts, problem, run_in_process
-from simulations.fairness import fairness
+from simulations.experiment import run as run_on
+from simulations.experiment import run_in_process
+from simulations.lab.compare import main
+from simulations.lab.fairness import fairness
+from simulations.worker import app, dataset, parts, problem
 
 SYNTHETIC: dict[str, Any] = {
     "dataset": "synthetic",
@@ -96,6 +100,36 @@ def test_a_run_without_evaluating_clients_has_no_fairness(tmp_path: Path) -> Non
         fairness({"mine": tmp_path / "run"}, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [
+        (["train"], "all 3 rounds of .* were void: no model to measure"),
+        (["train", "evaluate"], "no evaluation of a client could be used in .*: see its log"),
+    ],
+)
+def test_a_run_whose_rounds_were_all_void_has_no_fairness(
+    lost: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fault(request: Message, reply: Message) -> Message | None:
+        return None if request.metadata.message_type in lost else reply
+
+    config = RunConfig.parse(SYNTHETIC | {"output": str(tmp_path / "run"), "lost-rounds": 0})
+    federation = InProcessGrid(app, 6, run_config=config.to_run_config(), fault=fault)
+    with pytest.raises(RuntimeError, match="every round was void"):
+        run_on(config, federation)
+    with pytest.raises(ValueError, match=said):
+        fairness({"mine": tmp_path / "run"}, tmp_path)
+    assert not (tmp_path / "fairness.csv").exists()
+
+
+def test_a_damaged_history_is_named_with_its_line(tmp_path: Path) -> None:
+    run(tmp_path, algorithm="fedavg")
+    history = tmp_path / "run/history.jsonl"
+    history.write_text(history.read_text().replace('"round": 2', '"rovnd": 2'))
+    with pytest.raises(ValueError, match=r"history\.jsonl is damaged in line 2: it is no object"):
+        fairness({"mine": tmp_path / "run"}, tmp_path)
+
+
 def test_pooled_data_are_split_client_by_client_and_tested_on_all_that_is_held_out() -> None:
     config = RunConfig.parse(
         {"dataset": "digits", "partition": "power-law", "clients": 10, "pooled": True,
@@ -109,7 +143,8 @@ def test_pooled_data_are_split_client_by_client_and_tested_on_all_that_is_held_o
     assert len(held_out) == pytest.approx(0.2 * 1797, abs=10)
     test = problem(config, "test")
     assert len(test) == len(held_out)
-    np.testing.assert_array_equal(test.targets, found.y[held_out])
+    ((_, targets),) = test.batches(np.random.default_rng(), 0)
+    np.testing.assert_array_equal(targets, found.y[held_out])
 
 
 def test_pooled_natural_data_keep_their_owners() -> None:

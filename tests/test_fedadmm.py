@@ -1,9 +1,4 @@
-"""FedADMM: its invariant, its reductions, lost replies, and the rules themselves.
-
-Mutants tried by hand, each caught by a test here or in test_laws: y+ = y - rho (w+ - theta);
-y+ without rho; Delta without y+/rho, without y/rho, with (w + y/rho) added; theta - eta mean;
-eta/m for eta/|S|; the slope y left out of (1), the pull left out, the centre w in place of theta.
-"""
+"""FedADMM: its invariant, its reductions, lost replies, and the rules themselves."""
 
 from __future__ import annotations
 
@@ -14,17 +9,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Message
-from problems import DIM, grid, kept, make_client_app, optimum, quadratics, to_record, to_vector
-from test_laws import RATE, START, local, train
+from federations import drop_after_first
+from flwr.app import Array, ArrayRecord
+from laws import RATE, START, local, train
+from problems import (
+    DIM,
+    NODES,
+    grid,
+    kept,
+    make_client_app,
+    optimum,
+    oracle_of,
+    quadratics,
+    to_record,
+    to_vector,
+)
 
-from clients import LocalTraining, solve
-from fl_strategies import FedADMM, FedAvg, FedProx, fedadmm, fedavg, fedprox
-from fl_strategies.randomness import stream
-from fl_strategies.subproblem import Subproblem
-from simulations.in_process import FIRST_NODE, InProcessGrid
-from simulations.reproduce import fedadmm_table
-from simulations.studies import fedadmm_mnist
+from clients import LocalTraining
+from clients.node.in_process import InProcessGrid
+from fl_strategies import FedADMM, FedAvg, FedProx, Uploads, fedadmm, fedavg, fedprox
+from fl_strategies.core.randomness import stream
+from simulations.lab.reproduce import fedadmm_table
+from simulations.lab.studies import fedadmm_mnist
 
 
 def strategy(**knobs: Any) -> FedADMM:
@@ -43,21 +49,21 @@ def invariant_gap(theta: np.ndarray, federation: InProcessGrid, acked: dict[int,
 
 
 def run(one: FedADMM, federation: InProcessGrid, rounds: int) -> tuple[np.ndarray, dict[int, int]]:
-    return train(one, federation, rounds), one._acked
+    return train(one, federation, rounds), one.ledger.acked
 
 
 class FullFirst(FedADMM):
     """All clients in the first round, ``fraction_train`` of them from then on."""
 
-    def _sample(
+    def sample(
         self, purpose: str, server_round: int, nodes: Any, fraction: float, least: int
     ) -> Any:
         first = purpose == "sample" and server_round == 1
-        return super()._sample(purpose, server_round, nodes, 1.0 if first else fraction, least)
+        return super().sample(purpose, server_round, nodes, 1.0 if first else fraction, least)
 
-    def aggregate(self, server_round: int, *args: Any) -> Any:
-        self.eta = 1.0 if server_round == 1 else "fraction"
-        return super().aggregate(server_round, *args)
+    def aggregate(self, state: Any, theta: Any, uploads: Uploads) -> Any:
+        self.eta = 1.0 if uploads.round == 1 else "fraction"
+        return super().aggregate(state, theta, uploads)
 
 
 def full_first(**knobs: Any) -> FullFirst:
@@ -74,19 +80,8 @@ def test_theta_is_the_mean_of_w_plus_y_over_rho(rounds: int, rho: Any) -> None:
     assert invariant_gap(theta, federation, acked) < 1e-12
 
 
-def drop(share: float) -> Any:
-    rng = np.random.default_rng(7)
-
-    def fault(request: Message, reply: Message) -> Message | None:
-        in_first = request.content.config_records.get("config", {}).get("server-round") == 1
-        lost = request.metadata.message_type == "train" and not in_first and rng.random() < share
-        return None if lost else reply
-
-    return fault
-
-
 def test_lost_replies_leave_the_invariant_exact() -> None:
-    federation = grid(quadratics(10), fault=drop(0.3))
+    federation = grid(quadratics(10), fault=drop_after_first(0.3))
     theta, acked = run(full_first(), federation, 50)
     assert invariant_gap(theta, federation, acked) < 1e-11
 
@@ -94,17 +89,17 @@ def test_lost_replies_leave_the_invariant_exact() -> None:
 def test_the_invariant_holds_in_float32_with_mini_batches_and_lost_replies() -> None:
     """Rounding: u has entries below 100, rho = 0.5 doubles those of y, 50 rounds add up."""
     app = make_client_app(quadratics(10), dtype=torch.float32)
-    federation = InProcessGrid(app, 10, fault=drop(0.3))
+    federation = InProcessGrid(app, 10, fault=drop_after_first(0.3))
     one = full_first(local=local(solver="sgd", **{"batch-size": 3, "random-epochs": True}))
     start = ArrayRecord(
         {k: Array(a.numpy().astype(np.float32)) for k, a in to_record(START).items()}
     )
     theta = to_vector(one.start(federation, start, 50).arrays)
-    assert invariant_gap(theta, federation, one._acked) < 50 * 100 * 2 * 2**-23
+    assert invariant_gap(theta, federation, one.ledger.acked) < 50 * 100 * 2 * 2**-23
 
 
 def test_without_acknowledgement_lost_replies_break_the_invariant() -> None:
-    federation = grid(quadratics(10), fault=drop(0.3))
+    federation = grid(quadratics(10), fault=drop_after_first(0.3))
     theta, _ = run(full_first(acknowledge=False), federation, 50)
     newest = {
         client: max(int(key.rsplit("-", 1)[1]) for key in context.state.array_records)
@@ -113,12 +108,14 @@ def test_without_acknowledgement_lost_replies_break_the_invariant() -> None:
     assert invariant_gap(theta, federation, newest) > 1e-2
 
 
+@pytest.mark.slow
 def test_with_lost_replies_it_still_converges_to_the_optimum() -> None:
     problems = quadratics(6)
-    theta, _ = run(full_first(), grid(problems, fault=drop(0.3)), 600)
+    theta, _ = run(full_first(), grid(problems, fault=drop_after_first(0.3)), 600)
     np.testing.assert_allclose(theta, optimum(problems), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_fedavg_with_the_same_local_work_stays_off_the_optimum() -> None:
     problems = quadratics(6)
     averaged = train(
@@ -140,7 +137,7 @@ def test_a_client_whose_state_is_lost_counts_as_a_newcomer() -> None:
         del context.state[key]
     after = to_vector(one.start(federation, to_record(theta), 1).arrays)
     offset = ((lost.w + lost.y / lost.rho) - theta) / 4
-    u = [state.w + state.y / state.rho for state in states(federation, one._acked)]
+    u = [state.w + state.y / state.rho for state in states(federation, one.ledger.acked)]
     np.testing.assert_allclose(after - np.mean(u, axis=0), offset, atol=1e-12)
 
 
@@ -162,13 +159,13 @@ def test_refuse_leaves_out_a_client_whose_state_is_lost(caplog: pytest.LogCaptur
 def test_a_newcomer_in_a_later_round_starts_from_the_theta_it_receives() -> None:
     """With w = theta, y = 0 it adds (u_new - theta)/|S|: nothing for the rounds it missed."""
     problems = quadratics(4)
-    federation, one = grid(problems), strategy()
-    absent = federation.contexts.pop(FIRST_NODE + 3)
+    federation, one = grid(problems), strategy(node_wait=0.01)
+    absent = federation.contexts.pop(NODES[3])
     theta, acked = run(one, federation, 3)
     old = [state.w + state.y / state.rho for state in states(federation, acked)]
-    federation.contexts[FIRST_NODE + 3] = absent
+    federation.contexts[NODES[3]] = absent
     after = to_vector(one.start(federation, to_record(theta), 1).arrays)
-    new = [state.w + state.y / state.rho for state in states(federation, one._acked)]
+    new = [state.w + state.y / state.rho for state in states(federation, one.ledger.acked)]
     deltas = [u - before for u, before in zip(new, [*old, theta], strict=True)]
     np.testing.assert_allclose(after, theta + np.mean(deltas, axis=0), atol=1e-12)
 
@@ -176,28 +173,24 @@ def test_a_newcomer_in_a_later_round_starts_from_the_theta_it_receives() -> None
 def test_a_second_start_goes_on_where_the_first_ended() -> None:
     problems = quadratics(6)
     settings = local(solver="sgd", **{"batch-size": 3, "random-epochs": True})
-    at_once, in_two = grid(problems, fault=drop(0.3)), grid(problems, fault=drop(0.3))
+    at_once, in_two = (grid(problems, fault=drop_after_first(0.3)) for _ in range(2))
     whole, acked = run(full_first(local=settings), at_once, 8)
     one = full_first(local=settings)
     first = train(one, in_two, 3)
     rest = to_vector(one.start(in_two, to_record(first), 5).arrays)
     np.testing.assert_array_equal(rest, whole)
-    assert invariant_gap(rest, in_two, one._acked) < 1e-11
-    assert one._acked == acked
+    assert invariant_gap(rest, in_two, one.ledger.acked) < 1e-11
+    assert one.ledger.acked == acked
 
 
 def test_with_y_frozen_at_zero_it_is_fedprox_and_without_rho_fedavg() -> None:
     (q,) = quadratics(1)
 
-    def exact(start: Any, sub: Subproblem) -> Any:
-        return q.argmin(sub.slope, sub.pull, sub.centre)
-
-    state = fedadmm.State(w=START + 1.0, y=np.zeros(DIM), rho=0.5)
-    new, _ = fedadmm.client_rule(state, START, exact, rho=0.5)
-    np.testing.assert_array_equal(new.w, fedprox.client_rule(START, exact, mu=0.5))
-    np.testing.assert_array_equal(
-        fedprox.client_rule(START, exact, mu=0.0), fedavg.client_rule(START, exact)
-    )
+    exact, state = q.oracle(), fedadmm.State(w=START + 1.0, y=np.zeros(DIM), rho=0.5)
+    new = fedadmm.client_rule(state, START, exact, rho=0.5).state
+    pulled, free = (fedprox.client_rule(START, exact, mu=mu).upload for mu in (0.5, 0.0))
+    np.testing.assert_array_equal(new.w, pulled)
+    np.testing.assert_array_equal(free, fedavg.client_rule(START, exact).upload)
     deltas = [new.w - START]
     np.testing.assert_array_equal(fedadmm.server_rule(START, deltas, step=1.0), START + deltas[0])
 
@@ -205,46 +198,20 @@ def test_with_y_frozen_at_zero_it_is_fedprox_and_without_rho_fedavg() -> None:
 def test_the_authors_delta_is_twice_the_step() -> None:
     (q,) = quadratics(1)
 
-    def exact(start: Any, sub: Subproblem) -> Any:
-        return q.argmin(sub.slope, sub.pull, sub.centre)
-
     state = fedadmm.State(w=START, y=0.3 * START, rho=0.2)
     theta = START + 1.0
-    new, delta = fedadmm.client_rule(state, theta, exact, rho=0.5, **FedADMM.authors_rule)
-    np.testing.assert_allclose(delta, 2 * (new.w - theta), rtol=1e-12)
+    made = fedadmm.client_rule(state, theta, q.oracle(), rho=0.5, **FedADMM.authors_rule)
+    np.testing.assert_allclose(made.upload, 2 * (made.state.w - theta), rtol=1e-12)
 
 
 def test_the_optimum_with_its_duals_is_a_fixed_point_of_the_rule() -> None:
     problems = quadratics(3)
     best = optimum(problems)
     for q in problems:
-
-        def exact(start: Any, sub: Subproblem, q: Any = q) -> Any:
-            return q.argmin(sub.slope, sub.pull, sub.centre)
-
         state = fedadmm.State(w=best, y=-q.gradient(best), rho=0.7)
-        new, delta = fedadmm.client_rule(state, best, exact, rho=0.7)
-        np.testing.assert_allclose(delta, 0.0, atol=1e-12)
-        np.testing.assert_allclose(new.y, state.y, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", [np.asarray, torch.tensor], ids=["numpy", "torch"])
-def test_the_rule_runs_on_a_stack_of_clients_and_writes_to_nothing(kind: Any) -> None:
-    rng = np.random.default_rng(3)
-    w, y, theta = rng.normal(size=(4, DIM)), rng.normal(size=(4, DIM)), rng.normal(size=DIM)
-
-    def half_way(start: Any, sub: Subproblem) -> Any:
-        return start - 0.5 * sub.gradient(start, start)
-
-    given = kind(w.copy()), kind(y.copy()), kind(theta.copy())
-    state = fedadmm.State(given[0], given[1], 0.5)
-    stacked, deltas = fedadmm.client_rule(state, given[2], half_way, rho=0.5)
-    for i in range(4):
-        alone, delta = fedadmm.client_rule(fedadmm.State(w[i], y[i], 0.5), theta, half_way, rho=0.5)
-        np.testing.assert_array_equal(np.asarray(stacked.w)[i], alone.w)
-        np.testing.assert_array_equal(np.asarray(deltas)[i], delta)
-    for before, after in zip((w, y, theta), given, strict=True):
-        np.testing.assert_array_equal(np.asarray(after), before)
+        made = fedadmm.client_rule(state, best, q.oracle(), rho=0.7)
+        np.testing.assert_allclose(made.upload, 0.0, atol=1e-12)
+        np.testing.assert_allclose(made.state.y, state.y, atol=1e-12)
 
 
 def test_a_round_through_flower_equals_the_pure_rule_to_the_bit() -> None:
@@ -258,11 +225,10 @@ def test_a_round_through_flower_equals_the_pure_rule_to_the_bit() -> None:
         for i, q in enumerate(problems):
             problem, rng = q.problem(), stream(0, "local", server_round, i)
 
-            def solver(start: Any, sub: Subproblem, problem: Any = problem, rng: Any = rng) -> Any:
-                return solve(problem, start, sub, training, rng)[0]
-
-            kept[i], delta = fedadmm.client_rule(kept[i], torch.tensor(theta), solver, rho=0.5)
-            deltas.append(delta.numpy())
+            oracle = oracle_of(problem, training, rng)
+            made = fedadmm.client_rule(kept[i], torch.tensor(theta), oracle, rho=0.5)
+            kept[i] = made.state
+            deltas.append(made.upload.numpy())
         theta = fedadmm.server_rule(theta, deltas, step=1.0)
     np.testing.assert_array_equal(found, theta)
 
@@ -274,7 +240,8 @@ def test_the_clients_own_model_is_measured_beside_the_global_one() -> None:
     result = one.start(federation, to_record(START), 3)
     theta = to_vector(result.arrays)
     own = [
-        q.value(state.w) for q, state in zip(problems, states(federation, one._acked), strict=True)
+        q.value(state.w)
+        for q, state in zip(problems, states(federation, one.ledger.acked), strict=True)
     ]
     metrics = result.evaluate_metrics_clientapp[3]
     weights = [q.n for q in problems]
@@ -330,8 +297,8 @@ def test_state_in_a_directory_gives_the_same_model_as_in_the_context(tmp_path: A
     problems = quadratics(4)
     app = make_client_app(problems, store=lambda c: DirectoryStore(tmp_path, client_id(c)))
     np.testing.assert_array_equal(
-        train(full_first(), InProcessGrid(app, 4, fault=drop(0.3)), 8),
-        train(full_first(), grid(problems, fault=drop(0.3)), 8),
+        train(full_first(), InProcessGrid(app, 4, fault=drop_after_first(0.3)), 8),
+        train(full_first(), grid(problems, fault=drop_after_first(0.3)), 8),
     )
 
 

@@ -1,13 +1,4 @@
-"""FedBC: its dual step, the KKT conditions, its reductions, lost replies, and the rule itself.
-
-Mutants tried by hand, each caught by a test here or in test_per_fedbc. Dual step: + gamma; lambda
-descends; without alpha; the distance not squared; gamma falls, moves by alpha, or by the new
-lambda. Idle steps: counted from m^0; v or u kept whole; lambda against v; gamma
-left alone; no clip; none after the client's own; the clock one short, or standing; turns in the
-order of ids. Server: x unweighted, the mean over the count, weights by examples, the warning every
-round, no bound. Rule: pull lambda, centre x, the start swapped, no idle steps before; theta
-uploaded.
-"""
+"""FedBC: its dual step, the KKT conditions, its reductions, lost replies, and the rule itself."""
 
 from __future__ import annotations
 
@@ -19,25 +10,32 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from laws import RATE, START, local, train
 from problems import (
+    CLIENT_OF,
     DIM,
+    NODES,
+    Formula,
     Linear,
     Quadratic,
     grid,
     kept,
     make_client_app,
     optimum,
+    oracle_of,
     quadratics,
     to_record,
     to_vector,
 )
 from scipy.optimize import minimize
-from test_laws import RATE, START, local, train
 
-from clients import DirectoryStore, FlatModel, LocalTraining, client_id, solve
-from clients.base import to_fields
-from clients.fedbc import dual_knobs
+from clients import DirectoryStore, FlatModel, LocalTraining, client_id
+from clients.fedbc import dual_of
+from clients.keeping import to_fields
+from clients.node.in_process import InProcessGrid
 from fl_strategies import FedAvg, FedBC, FedProx, PerFedBC, fedbc
+from fl_strategies.core.randomness import stream
+from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.proximity import (
     Dual,
     State,
@@ -47,20 +45,12 @@ from fl_strategies.proximity import (
     idle_steps,
     server_rule,
 )
-from fl_strategies.randomness import stream
-from fl_strategies.subproblem import Subproblem
-from simulations.in_process import FIRST_NODE, InProcessGrid
 
 PLAIN = Dual(0.05, 0.05, "heuristic", 0.0, math.inf, 0.0)
 
 
 def strategy(**knobs: Any) -> FedBC:
     return FedBC(**{"alpha": 0.01, "fraction_evaluate": 0.0, "local": local(), **knobs})
-
-
-def exact(q: Quadratic) -> Any:
-    """Return a solver that solves (0) for q to the end, whatever its start."""
-    return lambda start, sub: q.argmin(sub.slope, sub.pull, sub.centre)
 
 
 def states(federation: InProcessGrid, acked: dict[int, int]) -> list[State]:
@@ -221,7 +211,7 @@ def test_with_a_fixed_gamma_it_solves_the_constrained_problem(gamma: float, alph
     kept = [first_state(START, dual) for _ in problems]
     for _ in range(4000):
         kept = [
-            fedbc.client_rule(state, z, exact(q), dual=dual)
+            fedbc.client_rule(state, z, q.oracle(), dual=dual).state
             for q, state in zip(problems, kept, strict=True)
         ]
         z, _ = server_rule((state.x, state.lam) for state in kept)
@@ -265,8 +255,8 @@ def test_with_lambda_half_of_mu_it_is_fedprox_with_uniform_weights() -> None:
 
 def test_the_authors_rule_starts_from_z_and_has_momentum() -> None:
     authors, paper = strategy(**FedBC.authors_rule), strategy()
-    assert (authors.local_start, authors.dual["dual-momentum"]) == ("global", 0.5)
-    assert (paper.local_start, paper.dual["dual-momentum"]) == ("client", 0.0)
+    assert (authors.local_start, authors.dual_momentum) == ("global", 0.5)
+    assert (paper.local_start, paper.dual_momentum) == ("client", 0.0)
 
 
 # ---- the server -------------------------------------------------------------------------------
@@ -298,7 +288,7 @@ def tampered(problems: list[Quadratic], client: int, value: float | None) -> InP
     """Return a federation in which ``client`` always reports ``value`` as its lambda."""
 
     def fault(request: Message, reply: Message) -> Message:
-        mine = request.metadata.dst_node_id == FIRST_NODE + client
+        mine = request.metadata.dst_node_id == NODES[client]
         if mine and request.metadata.message_type == "train":
             content = RecordDict({k: v.copy() for k, v in reply.content.items()})
             metrics = dict(content["metrics"])
@@ -374,19 +364,16 @@ def test_an_unknown_start_is_refused() -> None:
 def by_the_pure_rule(problems: list[Quadratic], asked: list[dict[int, Turn]], one: FedBC) -> Any:
     """Return z after these rounds of clients' turns, without Flower."""
     training = LocalTraining(solver="gd", lr=RATE, epochs=4)
-    z, kept, dual = START, {}, dual_knobs(one.request(1, 0))
+    z, kept, dual = START, {}, dual_of(one.request(1, 0))
     for server_round, turns in enumerate(asked, start=1):
         for i, turn in sorted(turns.items()):
             problem, rng = problems[i].problem(), stream(0, "local", server_round, i)
-
-            def solver(start: Any, sub: Subproblem, problem: Any = problem, rng: Any = rng) -> Any:
-                return solve(problem, start, sub, training, rng)[0]
-
+            oracle = oracle_of(problem, training, rng)
             received = torch.tensor(z)
             state = kept.get(i, first_state(received, dual))
             kept[i] = fedbc.client_rule(
-                state, received, solver, dual=dual, turn=turn, local_start=one.local_start
-            )
+                state, received, oracle, dual=dual, turn=turn, local_start=one.local_start
+            ).state
         z, _ = server_rule((kept[i].x.numpy(), kept[i].lam) for i in sorted(turns))
     return z
 
@@ -401,7 +388,7 @@ def test_newcomers_and_returning_clients_follow_the_pure_rule_to_the_bit(
         config = request.content.config_records.get("config", {})
         if request.metadata.message_type == "train":
             turn = Turn(config["dual-clock"], config["dual-after"])
-            asked[config["server-round"] - 1][request.metadata.dst_node_id - FIRST_NODE] = turn
+            asked[config["server-round"] - 1][CLIENT_OF[request.metadata.dst_node_id]] = turn
         return reply
 
     problems = quadratics(6)
@@ -417,8 +404,8 @@ def test_newcomers_and_returning_clients_follow_the_pure_rule_to_the_bit(
 class Without(FedBC):
     """Does not ask client 1 in rounds 3 and 4."""
 
-    def _sample(self, purpose: str, server_round: int, *args: Any) -> list[int]:
-        chosen = super()._sample(purpose, server_round, *args)
+    def sample(self, purpose: str, server_round: int, *args: Any) -> list[int]:
+        chosen = super().sample(purpose, server_round, *args)
         return [c for c in chosen if not (c == 1 and server_round in (3, 4))]
 
 
@@ -427,19 +414,33 @@ def test_lost_replies_leave_the_state_of_a_run_without_them() -> None:
 
     def fault(request: Message, reply: Message) -> Message | None:
         config = request.content.config_records.get("config", {})
-        mine = request.metadata.dst_node_id == FIRST_NODE + 1
+        mine = request.metadata.dst_node_id == NODES[1]
         return None if mine and config.get("server-round") in (3, 4) else reply
 
     knobs = {"alpha": 0.01, "fraction_evaluate": 0.0, "local": local()}
     losing, sparing = grid(problems, fault=fault), grid(problems)
     one, other = FedBC(**knobs), Without(**knobs)
     np.testing.assert_array_equal(train(one, losing, 6), train(other, sparing, 6))
-    for a, b in zip(states(losing, one._acked), states(sparing, other._acked), strict=True):
+    for a, b in zip(
+        states(losing, one.ledger.acked), states(sparing, other.ledger.acked), strict=True
+    ):
         np.testing.assert_array_equal(a.x, b.x)
         assert (a.lam, a.gamma) == (b.lam, b.gamma)
     deaf = grid(problems, fault=fault)
     assert np.abs(train(FedBC(**knobs, acknowledge=False), deaf, 6)
                   - train(other, grid(problems), 6)).max() > 1e-6  # fmt: skip
+
+
+def test_the_clock_counts_the_dual_steps_of_clients_whose_replies_are_lost() -> None:
+    """Present clients were told of them, and made up for them."""
+
+    def fault(request: Message, reply: Message) -> Message | None:
+        train_it = request.metadata.message_type == "train"
+        return None if train_it and request.metadata.dst_node_id == NODES[1] else reply
+
+    one = strategy()
+    train(one, grid(quadratics(3), fault=fault), 2)
+    assert one.state.clock == 2 * 3
 
 
 def test_a_client_whose_state_is_lost_begins_again_at_z_with_lambda_zero() -> None:
@@ -476,17 +477,17 @@ def test_a_void_round_takes_no_dual_steps() -> None:
     problems = quadratics(3)
     one = strategy(dual_momentum=0.5)
     train(one, grid(problems, fault=lost(2, 3)), 4)
-    assert one._clock == 2 * 3
+    assert one.state.clock == 2 * 3
 
 
 def test_a_round_whose_model_its_type_cannot_hold_takes_no_dual_steps() -> None:
     """The mean is finite in double precision, and too large for the model's float32."""
     one = strategy(dual_momentum=0.5)
-    one.aggregate = lambda *_: np.full(5, 1e39)  # type: ignore[method-assign]
+    one.aggregate = lambda state, *_: (np.full(5, 1e39), state)  # type: ignore[method-assign]
     app = make_client_app(quadratics(3), dtype=torch.float32)
     model = FlatModel(Linear(), dtype=torch.float32).module.state_dict()
     one.start(InProcessGrid(app, 3), ArrayRecord(model), 1)
-    assert (one._clock, one._acked) == (0, {})
+    assert (one.state.clock, one.ledger.acked) == (0, {})
 
 
 def test_state_in_a_directory_gives_the_same_model_as_in_the_context(tmp_path: Any) -> None:
@@ -502,35 +503,12 @@ def test_state_in_a_directory_gives_the_same_model_as_in_the_context(tmp_path: A
 # ---- the rule -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [np.asarray, torch.tensor], ids=["numpy", "torch"])
-def test_the_rule_runs_on_a_stack_of_clients_and_writes_to_nothing(kind: Any) -> None:
-    rng = np.random.default_rng(3)
-    x, z = rng.normal(size=(4, DIM)), rng.normal(size=DIM)
-    lam, gamma, v, u = rng.uniform(0.1, 1.0, (4, 4))
-
-    def half_way(start: Any, sub: Subproblem) -> Any:
-        return start - 0.5 * sub.gradient(start, 0.3 * start)
-
-    dual = Dual(0.3, 0.2, "heuristic", 0.1, 0.9, 0.5)
-    given = tuple(kind(a.copy()) for a in (x, lam, gamma, v, u))
-    turn = Turn(7, 2)
-    stacked = fedbc.client_rule(State(*given, 3), kind(z), half_way, dual=dual, turn=turn)
-    for i in range(4):
-        numbers = [float(a[i]) for a in (lam, gamma, v, u)]
-        alone = fedbc.client_rule(State(x[i], *numbers, 3), z, half_way, dual=dual, turn=turn)
-        for one, many in zip(alone[:5], stacked[:5], strict=True):
-            np.testing.assert_allclose(np.asarray(many)[i], one, rtol=1e-13)
-        assert alone.clock == stacked.clock == 10
-    for before, after in zip((x, lam, gamma, v, u), given, strict=True):
-        np.testing.assert_array_equal(np.asarray(after), before)
-
-
 def test_the_local_problem_is_f_plus_lambda_times_the_squared_distance() -> None:
     """Its minimiser has grad f + 2 lambda (x - z) = 0."""
     (q,) = quadratics(1)
     state = State(x=START, lam=0.35, gamma=1.0)
     z = START + 1.0
-    new = fedbc.client_rule(state, z, exact(q), dual=PLAIN)
+    new = fedbc.client_rule(state, z, q.oracle(), dual=PLAIN).state
     np.testing.assert_allclose(q.gradient(new.x) + 2 * 0.35 * (new.x - z), 0.0, atol=1e-12)
     starts = []
 
@@ -538,8 +516,9 @@ def test_the_local_problem_is_f_plus_lambda_times_the_squared_distance() -> None
         starts.append(start)
         return start
 
-    fedbc.client_rule(state, z, remember, dual=PLAIN)
-    fedbc.client_rule(state, z, remember, dual=PLAIN, local_start="global")
+    oracle = Formula(minimiser=remember)
+    fedbc.client_rule(state, z, oracle, dual=PLAIN)
+    fedbc.client_rule(state, z, oracle, dual=PLAIN, local_start="global")
     np.testing.assert_array_equal(starts, [START, z])
 
 
@@ -553,7 +532,8 @@ def test_training_sees_the_lambda_that_others_steps_have_moved() -> None:
 
     dual = PLAIN._replace(alpha=0.1, dual_momentum=0.5)
     state = State(x=START, lam=0.4, gamma=1.0, v=2.0, clock=3)
-    fedbc.client_rule(state, START, remember, dual=dual, turn=Turn(5, 0))
+    oracle = Formula(minimiser=remember)
+    fedbc.client_rule(state, START, oracle, dual=dual, turn=Turn(5, 0))
     assert pulls == [pytest.approx(2 * (0.4 + 0.1 * 0.75 * 2.0))]
 
 
@@ -575,7 +555,7 @@ def test_history_has_each_clients_weight_and_the_smallest_and_largest_clients_fi
     one = strategy(callbacks=[seen.append], fraction_evaluate=1.0)
     federation = grid(problems)
     result = one.start(federation, to_record(START), 3)
-    z, kept = to_vector(result.arrays), states(federation, one._acked)
+    z, kept = to_vector(result.arrays), states(federation, one.ledger.acked)
     lam = np.array([state.lam for state in kept])
     info = seen[-1]
     assert list(info.clients) == [0, 1, 2, 3]

@@ -1,17 +1,4 @@
-"""Async-cloud FedBCD: against a twin in NumPy, against sync-cloud, late replies, staleness.
-
-Mutants tried by hand, each caught here or in test_fedbcd: half of V rounded down; z_n from 0; the
-first server's model sent to all; a busy device, or server, asked again; staleness one late, or
-never; nobody mixing before all, or waiting for absent servers; overdue ones not waited for, or
-counted beside the first B; the order by number, or reversed; isolated steps never, always, mixed
-among themselves; all apart; the models summed, the first's; models, mixes or sums not kept; clocks
-that go back, stay at each server's end, or are all at the mix; phases timed from 0, or by another
-round; late requests without their round, or id; no deadline; late devices not waited for; a
-newcomer's bound from the mean. Of cloud servers: blocks for modulo and back; newcomers all to the
-first; no least number; the last to call, or by number; seconds not added up, of the fastest,
-summed, without K; the bound of a sum without gamma, eta_z, devices, or over all; eta_z of round 1;
-one step for K_z; w of the first.
-"""
+"""Async-cloud FedBCD: against a twin in NumPy, against sync-cloud, late replies, staleness."""
 
 from __future__ import annotations
 
@@ -23,16 +10,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bcd import aspg, devices, fedbcd_, sum_of_last_models
+from federations import drop
 from flwr.app import Array, ArrayRecord, Error, Message
-from problems import DIM, grid, make_client_app, quadratics, to_record, to_vector
-from test_fedbcd import aspg, devices, drop, fedbcd_, sum_of_last_models
-from test_laws import START, STEPS, Shuffled, local, train
+from laws import START, STEPS, Shuffled, local, train
+from problems import (
+    CLIENT_OF,
+    DIM,
+    NODES,
+    grid,
+    make_client_app,
+    quadratics,
+    to_record,
+    to_vector,
+)
 from torch.nn.functional import cross_entropy
 
 from clients import AnyAlgorithmClient, DirectoryStore, FlatModel, Problem, client_app, client_id
-from fl_strategies import Checkpoints, FedBCDAsync, RoundInfo, fedbcd_async
+from clients.node.in_process import InProcessGrid
+from fl_strategies import Checkpoints, FedBCDAsync, RoundInfo
+from fl_strategies.bcd import fedbcd_async
 from simulations import models
-from simulations.in_process import InProcessGrid
 
 
 def async_(**knobs: Any) -> FedBCDAsync:
@@ -141,8 +139,15 @@ def test_the_sums_hold_after_lost_replies_also_with_work_that_waits(rounds: int)
     federation = grid(quadratics(8), fault=drop(0.3))
     one = async_(servers=4, first=2)
     train(one, federation, rounds)
-    total = sum(book.total for book in one._books)
-    np.testing.assert_allclose(total, sum_of_last_models(federation, one._acked, 8), rtol=1e-12)
+    total = sum(book.total for book in one.state.books)
+    np.testing.assert_allclose(
+        total, sum_of_last_models(federation, one.ledger.acked, 8), rtol=1e-12
+    )
+
+
+def mixed_in(one: FedBCDAsync, info: RoundInfo) -> list[int]:
+    """The cloud servers that mixed in the round."""
+    return [n for n, last in enumerate(one.state.mixed) if last == info.server_round]
 
 
 def test_waiting_for_fewer_cloud_servers_takes_less_virtual_time() -> None:
@@ -157,7 +162,9 @@ def test_waiting_for_fewer_cloud_servers_takes_less_virtual_time() -> None:
 def test_no_cloud_server_goes_longer_without_a_mix_than_staleness_allows(staleness: int) -> None:
     seen: list[tuple[set[int], float]] = []
     one = async_(servers=4, first=1, staleness=staleness, seed=2)
-    one.callbacks = (lambda info: seen.append((set(one._ready), info.metrics["virtual-seconds"])),)
+    one.callbacks = (
+        lambda info: seen.append((set(mixed_in(one, info)), info.metrics["virtual-seconds"])),
+    )
     train(one, grid(quadratics(4)), 12)
     last = dict.fromkeys(range(4), 0)
     for t, (mixed, _) in enumerate(seen, start=1):
@@ -182,7 +189,7 @@ def test_a_cloud_server_whose_devices_are_all_gone_is_not_waited_for() -> None:
 
     def seen(info: RoundInfo) -> None:
         federation.rounds = info.server_round
-        mixes.append(list(one._ready))
+        mixes.append(mixed_in(one, info))
 
     one.callbacks = (seen,)
     train(one, federation, 4)
@@ -197,17 +204,17 @@ def test_a_newcomers_update_is_bounded_from_its_own_cloud_servers_model() -> Non
 
     def seen(info: RoundInfo) -> None:
         if info.server_round == 1:
-            for i in set(range(40)) - one._acked.keys():
-                z = one._z[i % 2]
+            for i in set(range(40)) - one.ledger.acked.keys():
+                z = one.state.z[i % 2]
                 x, _ = aspg(problems[i], z, z, STEPS, zeta=0.9, gamma=0.5, z=z)
                 far[i] = float(np.linalg.norm(x - z))
-                far_from_mean[i] = float(np.linalg.norm(x - (one._z[0] + one._z[1]) / 2))
+                far_from_mean[i] = float(np.linalg.norm(x - (one.state.z[0] + one.state.z[1]) / 2))
             one.clipping_norm = float(np.median(list(far.values())))
             one.fraction_train = 1.0
 
     one.callbacks = (seen,)
     train(one, grid(problems), 2)
-    taken = far.keys() & one._acked.keys()
+    taken = far.keys() & one.ledger.acked.keys()
     assert taken == {i for i in far if far[i] <= one.clipping_norm}
     assert taken != {i for i in far if far_from_mean[i] <= one.clipping_norm}
 
@@ -302,7 +309,7 @@ class Slow(InProcessGrid):
         messages = list(messages)
         ids = list(super().push_messages(messages))
         for message_id, message in zip(ids, messages, strict=True):
-            client = message.metadata.dst_node_id - 1001
+            client = CLIENT_OF[message.metadata.dst_node_id]
             if message.metadata.message_type == "train":
                 config = message.content.config_records["config"]
                 self.pushed.append((int(config["server-round"]), client))
@@ -320,36 +327,60 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fedbcd_async, "PAUSE", 0.0)
 
 
+def test_unfinished_work_waits_for_devices_that_are_away_at_the_next_start() -> None:
+    """And is then asked for with the round in which it was begun."""
+    asked: list[tuple[int, int]] = []
+
+    def note(request: Message, reply: Message) -> Message:
+        if request.metadata.message_type == "train":
+            config = request.content["config"]
+            asked.append((CLIENT_OF[request.metadata.dst_node_id], config["server-round"]))
+        return reply
+
+    federation = grid(quadratics(4), fault=note)
+    one = async_(servers=2, first=1, seed=1, node_wait=0.01)
+    theta = train(one, federation, 3)
+    ((cloud, (begun, clients, _)),) = one.state.unfinished.items()
+    away = {NODES[client]: federation.contexts.pop(NODES[client]) for client in clients}
+    one.callbacks = (lambda info: federation.contexts.update(away),)
+    asked.clear()
+    one.start(federation, to_record(theta), 3)
+    assert cloud not in {one.state.cloud_of[client] for client, _ in asked[:2]}
+    assert [pair for pair in asked if pair[0] in clients][:2] == [(c, begun) for c in clients]
+
+
 def test_by_arrival_a_slow_cloud_server_is_not_waited_for_and_its_work_is_not_lost() -> None:
     mixes: list[list[int]] = []
     federation = Slow(quadratics(6), {0: 3, 3: 3})  # both devices of cloud server 0 of 3
     one = async_(servers=3, first=1, order="arrival")
-    one.callbacks = (lambda info: mixes.append(list(one._ready)),)
+    one.callbacks = (lambda info: mixes.append(mixed_in(one, info)),)
     train(one, federation, 6)
     assert [0] in mixes
     assert mixes[0] != [0]
     first = mixes.index([0]) + 1  # its devices were asked in round 1 and used now
     asked = [t for t, client in federation.pushed if client == 0]
     assert asked[:2] == [1, first + 1] if first < 6 else asked == [1]
-    kept = devices(federation, one._acked)
+    kept = devices(federation, one.ledger.acked)
     assert set(kept) >= {0, 3}
-    total = sum(book.total for book in one._books)
-    np.testing.assert_allclose(total, sum_of_last_models(federation, one._acked, 6), rtol=1e-12)
+    total = sum(book.total for book in one.state.books)
+    np.testing.assert_allclose(
+        total, sum_of_last_models(federation, one.ledger.acked, 6), rtol=1e-12
+    )
 
 
 def test_the_round_of_a_reply_used_late_is_that_of_its_request() -> None:
     federation = Slow(quadratics(4), {0: 5, 2: 5})
     one = async_(servers=2, first=1, order="arrival", staleness=4)
     train(one, federation, 4)
-    assert one._acked[0] == one._acked[2] == 1
-    assert one._acked[1] > 1
+    assert one.ledger.acked[0] == one.ledger.acked[2] == 1
+    assert one.ledger.acked[1] > 1
 
 
 def test_by_arrival_a_cloud_server_that_would_go_too_long_without_a_mix_is_waited_for() -> None:
     mixes: list[list[int]] = []
     federation = Slow(quadratics(4), {0: 100, 2: 100})  # both devices of cloud server 0 of 2
     one = async_(servers=2, first=1, order="arrival", staleness=3)
-    one.callbacks = (lambda info: mixes.append(list(one._ready)),)
+    one.callbacks = (lambda info: mixes.append(mixed_in(one, info)),)
     train(one, federation, 6)
     assert mixes == [[1], [1], [0], [1], [1], [0]]
 
@@ -372,7 +403,7 @@ def test_by_arrival_an_error_reply_too_late_for_its_phase_is_of_the_client_asked
     """Flower's word that a node is gone comes from no node, and names the request alone."""
 
     def broken(request: Message, reply: Message) -> Message:
-        if request.metadata.message_type == "train" and request.metadata.dst_node_id == 1003:
+        if request.metadata.message_type == "train" and request.metadata.dst_node_id == NODES[2]:
             reply = Message(Error(3, "the node died"), reply_to=request)
             reply.metadata.__dict__["_src_node_id"] = 1
         return reply
@@ -396,7 +427,7 @@ def test_a_device_too_late_for_its_phase_counts_in_the_next_and_is_not_asked_bef
 
     def let_it_come_after_round_1(info: RoundInfo) -> None:
         seen.append(info)
-        acked.append(dict(one._acked))
+        acked.append(dict(one.ledger.acked))
         federation.looks, federation.due = {}, {}
 
     one.callbacks = (let_it_come_after_round_1,)
@@ -406,20 +437,22 @@ def test_a_device_too_late_for_its_phase_counts_in_the_next_and_is_not_asked_bef
     assert acked[2] == {0: 3, 1: 3, 2: 3, 3: 3}
     assert [t for t, client in federation.pushed if client == 3] == [1, 3]
     assert [info.metrics["clients-used"] for info in seen] == [3, 4, 4]
-    total = one._books[0].total
-    np.testing.assert_allclose(total, sum_of_last_models(federation, one._acked, 4), rtol=1e-12)
+    total = one.state.books[0].total
+    np.testing.assert_allclose(
+        total, sum_of_last_models(federation, one.ledger.acked, 4), rtol=1e-12
+    )
 
 
 def test_by_arrival_an_error_reply_ends_the_wait_for_its_device() -> None:
     def broken(request: Message, reply: Message) -> Message:
-        if request.metadata.message_type == "train" and request.metadata.dst_node_id == 1002:
+        if request.metadata.message_type == "train" and request.metadata.dst_node_id == NODES[1]:
             return Message(Error(3, "the node died"), reply_to=request)
         return reply
 
     one = async_(order="arrival")
     train(one, grid(quadratics(3), fault=broken), 3)
-    assert one._acked == {0: 3, 2: 3}
-    assert one._underway == {}
+    assert one.ledger.acked == {0: 3, 2: 3}
+    assert one.underway == {}
 
 
 def test_by_arrival_a_cloud_server_all_of_whose_devices_are_late_waits_for_one() -> None:
@@ -434,7 +467,7 @@ def test_by_arrival_a_cloud_server_all_of_whose_devices_are_late_waits_for_one()
     one.callbacks = (let_them_come_soon,)
     one.start(federation, to_record(START), 2, timeout=0.05)
     assert used == [0, 2]
-    assert one._acked == {0: 1, 1: 1}
+    assert one.ledger.acked == {0: 1, 1: 1}
     assert federation.pushed == [(1, 0), (1, 1)]
 
 
@@ -452,19 +485,21 @@ def test_by_arrival_a_request_that_could_not_be_sent_is_not_waited_for() -> None
     federation = Lossy(quadratics(3), {})
     acked: list[dict[int, int]] = []
     one = async_(order="arrival")
-    one.callbacks = (lambda info: acked.append(dict(one._acked)),)
+    one.callbacks = (lambda info: acked.append(dict(one.ledger.acked)),)
     train(one, federation, 2)
     assert acked == [{0: 1}, {0: 2, 1: 2, 2: 2}]
-    total = one._books[0].total
-    np.testing.assert_allclose(total, sum_of_last_models(federation, one._acked, 3), rtol=1e-12)
+    total = one.state.books[0].total
+    np.testing.assert_allclose(
+        total, sum_of_last_models(federation, one.ledger.acked, 3), rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
         ({"servers": 4, "first": 5}, r"first must be an integer >= 1 and <= 4, got 5"),
-        ({"servers": 4, "first": 0}, r"first must be an integer >= 1 and <= 4, got 0"),
-        ({"servers": 4, "first": 1.5}, r"first must be an integer >= 1 and <= 4, got 1.5"),
+        ({"servers": 4, "first": 0}, r"first must be an integer >= 1, got 0"),
+        ({"servers": 4, "first": 1.5}, r"first must be an integer >= 1, got 1.5"),
         ({"staleness": 0}, r"staleness must be an integer >= 1, got 0"),
         ({"order": "random"}, r"order must be one of \['virtual', 'arrival'\], got 'random'"),
         ({"rigorous": True, "order": "arrival"}, r'rigorous needs order="virtual"'),

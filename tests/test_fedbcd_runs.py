@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from fl_strategies.params import format_params, parse_params
-from simulations.compare import configs_for, main
+from fl_strategies.core.params import format_params, parse_params
 from simulations.config import RunConfig
-from simulations.reproduce import run_cell, table
-from simulations.studies import Cell, fedbcd_mnist
+from simulations.lab.compare import configs_for, main
+from simulations.lab.reproduce import run_cell, table
+from simulations.lab.studies import Cell, fedbcd_mnist
 
 
 def test_compare_runs_all_three_and_reports_the_time_and_own_accuracy(tmp_path: Path) -> None:
@@ -26,9 +26,10 @@ def test_compare_runs_all_three_and_reports_the_time_and_own_accuracy(tmp_path: 
         assert 0.0 < first["virtual-seconds"] < second["virtual-seconds"]
         assert 0.0 <= second["own-accuracy"] <= 1.0
     model = load_file(tmp_path / "fedbcd-async" / "model.safetensors")
-    clouds = [load_file(tmp_path / f"fedbcd-async/cloud-{n}.safetensors") for n in range(5)]
+    clouds = [load_file(file) for file in (tmp_path / "fedbcd-async").glob("cloud-*.safetensors")]
+    assert len(clouds) == 2  # the servers of async FedBCD's defaults on digits
     for name, array in model.items():
-        assert array == pytest.approx(sum(cloud[name] for cloud in clouds) / 5, abs=1e-6)
+        assert array == pytest.approx(sum(cloud[name] for cloud in clouds) / 2, abs=1e-6)
 
 
 def test_clients_that_the_cloud_servers_do_not_divide_are_refused_before_anything_runs(

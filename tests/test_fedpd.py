@@ -1,20 +1,10 @@
-"""FedPD: Algorithm 2 by hand, skipped exchanges, missing clients, both oracles, Fig. 2's problem.
-
-Mutants tried by hand, each caught by a test here or in test_laws: lam+ with a minus; lam+ without
-1/eta, with eta for 1/eta; x0+ with a minus, without eta, with the old lam, without lam; the two x0
-rules swapped; the slope lam left out of (6), its pull left out, the centre x for x0, the start x0
-for x; in (7) eta and gamma swapped, g or lam left out, the change of g subtracted, taken at old -
-new, or with other examples or dropout masks for either gradient, g not kept, refreshed always,
-never, or not at a first participation; the mean by examples; the coin's sense reversed; streams by
-server round; a void round's rounds dropped; one client fewer enough for a round; the last skipped
-rounds sent for.
-"""
+"""FedPD: Algorithm 2 by hand, skipped exchanges, missing clients, both oracles, Fig. 2."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +12,11 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, Message
+from laws import RATE, START, local, train
 from problems import (
+    CLIENT_OF,
     DIM,
+    Formula,
     Linear,
     Quadratic,
     grid,
@@ -35,26 +28,37 @@ from problems import (
     to_record,
     to_vector,
 )
-from test_laws import RATE, START, local, train
 from torch import nn
 
-from clients import FedPDClient, FlatModel, LocalTraining, Problem, client_id, solve
-from fl_strategies import FedPD, fedpd
-from fl_strategies.randomness import stream
-from fl_strategies.subproblem import Subproblem
-from simulations import data, experiment
+from clients import (
+    ClientOracle,
+    FedPDClient,
+    FlatModel,
+    LocalTraining,
+    Objective,
+    Problem,
+    Received,
+    Step,
+    client_id,
+    solve,
+)
+from clients.node.in_process import Fault, InProcessGrid
+from fl_strategies import FedPD, Uploads, fedpd
+from fl_strategies.core.randomness import stream
+from fl_strategies.core.subproblem import Subproblem
+from simulations import data, worker
 from simulations.config import RunConfig
-from simulations.in_process import Fault, InProcessGrid
-from simulations.reproduce import run_cell, table
+from simulations.lab.reproduce import run_cell, table
+from simulations.lab.studies import STUDIES, Cell
 from simulations.stationarity import stationarity
-from simulations.studies import STUDIES, Cell
 
 SGD = local(solver="sgd", epochs=2, **{"batch-size": 3})
 VR = {"oracle": "II", "gamma": 0.3, "inner_steps": 3, "inner_batch": 2, "full_every": 3}
 
 
 def strategy(**knobs: Any) -> FedPD:
-    return FedPD(**{"eta": 0.5, "fraction_evaluate": 0.0, "local": SGD, **knobs})
+    settings = {} if knobs.get("oracle") == "II" else SGD
+    return FedPD(**{"eta": 0.5, "fraction_evaluate": 0.0, "local": settings, **knobs})
 
 
 def states(federation: InProcessGrid, acked: dict[int, int]) -> list[fedpd.State]:
@@ -73,7 +77,7 @@ def lose(*which: tuple[int, int]) -> Fault:
 
     def fault(request: Message, reply: Message) -> Message | None:
         server_round = request.content.config_records.get("config", {}).get("server-round", 0)
-        client = request.metadata.dst_node_id - 1001
+        client = CLIENT_OF[request.metadata.dst_node_id]
         lost = request.metadata.message_type == "train" and (server_round, client) in which
         return None if lost else reply
 
@@ -159,43 +163,39 @@ def test_a_run_is_algorithm_2(p: float, knobs: dict[str, Any]) -> None:
     problems, one = quadratics(3), strategy(p=p, **knobs)
     federation = grid(problems)
     found = train(one, federation, 9)
-    done = one.next_rounds.start
+    done = one.state.done
     assert (done == 9) if p == 0 else (5 < done <= 9)
     expected = by_hand(problems, done, p=p, oracle=knobs.get("oracle", "I"))
-    close((found, states(federation, one._acked)), expected)
+    close((found, states(federation, one.ledger.acked)), expected)
 
 
 class OneMessageARound(FedPD):
     """Sends each client its own x0 in every algorithm round, and averages when the coin says so."""
 
-    next_rounds = range(1)
-
-    def __init__(self, **knobs: Any) -> None:
-        super().__init__(**knobs)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.own = dict[int, ArrayRecord]()
+
+    def next_rounds(self, state: fedpd.ServerState) -> range:
+        return range(state.done, state.done + 1)
 
     def exchanges_in(self, num_rounds: int) -> int:
         return num_rounds
 
     def configure_train(self, *args: Any) -> Iterable[Message]:
         for message in super().configure_train(*args):
-            client = self._asked.clients[message.metadata.dst_node_id]
+            client = CLIENT_OF[message.metadata.dst_node_id]
             if client in self.own:
                 message.content["arrays"] = self.own[client]
             yield message
 
-    def aggregate(self, server_round: int, theta: Any, uploads: Any, used: int) -> Any:
-        received = {upload.client: upload.vector for upload in uploads}
-        if fedpd.exchanges_after(server_round - 1, p=self.p, seed=self.seed):
+    def aggregate(self, state: fedpd.ServerState, theta: Any, uploads: Uploads) -> Any:
+        mean, after = super().aggregate(state, theta, uploads)
+        if fedpd.exchanges_after(state.done, p=self.p, seed=self.seed):
             self.own = {}
-            return fedpd.server_rule(received.values())
-        self.own = {client: to_record(vector) for client, vector in received.items()}
-        return theta
-
-    def aggregate_train(self, server_round: int, replies: Any) -> Any:
-        done = super().aggregate_train(server_round, replies)
-        self.next_rounds = range(server_round, server_round + 1)
-        return done
+            return mean, after
+        self.own = {upload.client: to_record(upload.vector) for upload in uploads}
+        return theta, after
 
 
 @pytest.mark.parametrize("knobs", [{}, VR], ids=["I", "II"])
@@ -205,12 +205,12 @@ def test_skipped_rounds_inside_one_message_are_those_of_one_message_each(
     problems = quadratics(3)
     one, federation = strategy(p=0.6, seed=3, **knobs), grid(problems)
     model = train(one, federation, 12)
-    done = one.next_rounds.start
-    assert one.exchanges < done - 2
-    options = {"eta": 0.5, "fraction_evaluate": 0.0, "local": SGD}
+    done = one.state.done
+    assert one.state.exchanges < done - 2
+    options = {"eta": 0.5, "fraction_evaluate": 0.0, "local": one.local}
     twin, apart = OneMessageARound(p=0.6, seed=3, **options, **knobs), grid(problems)
     np.testing.assert_array_equal(train(twin, apart, done), model)
-    same(states(federation, one._acked), states(apart, twin._acked))
+    same(states(federation, one.ledger.acked), states(apart, twin.ledger.acked))
 
 
 # ---- messages ----------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def test_starts_of_one_round_each_come_to_every_exchange() -> None:
     for _ in range(12):
         arrays = short.start(federation, arrays, 1).arrays
     np.testing.assert_array_equal(to_vector(arrays), train(whole, grid(problems), 12))
-    assert short.exchanges == whole.exchanges > 3
+    assert short.state.exchanges == whole.state.exchanges > 3
 
 
 def test_a_second_start_goes_on_with_the_rounds_that_were_left() -> None:
@@ -292,9 +292,9 @@ def test_void_rounds_leave_states_equal_to_those_of_an_uninterrupted_run(
     model = train(one, federation, 14)
     assert "round 3 is void: 2 usable replies, at least 3 needed" in caplog.text
     plain, calm = strategy(p=0.4, **knobs), grid(problems)
-    np.testing.assert_array_equal(train(plain, calm, one.next_rounds.start), model)
-    assert one.exchanges == plain.exchanges > 2
-    same(states(federation, one._acked), states(calm, plain._acked))
+    np.testing.assert_array_equal(train(plain, calm, one.state.done), model)
+    assert one.state.exchanges == plain.state.exchanges > 2
+    same(states(federation, one.ledger.acked), states(calm, plain.ledger.acked))
 
 
 def test_a_void_round_reports_no_progress_and_no_savings() -> None:
@@ -318,7 +318,7 @@ def test_with_proceed_newcomers_and_returning_clients_go_on_as_algorithm_2(
     assert "round 5 goes on" not in caplog.text
     absent = ((0, 1), (2, 2), (3, 2))
     expected = by_hand(problems, 6, oracle=knobs.get("oracle", "I"), absent=absent)
-    close((found, states(federation, one._acked)), expected)
+    close((found, states(federation, one.ledger.acked)), expected)
 
 
 @pytest.mark.parametrize("knobs", [{}, VR], ids=["I", "II"])
@@ -331,7 +331,7 @@ def test_a_client_whose_state_is_lost_starts_as_a_newcomer(knobs: dict[str, Any]
         del context.state[key]
     found = to_vector(one.start(federation, half, 3).arrays)
     expected = by_hand(problems, 7, oracle=knobs.get("oracle", "I"), forget=((4, 1),))
-    close((found, states(federation, one._acked)), expected)
+    close((found, states(federation, one.ledger.acked)), expected)
 
 
 def test_more_replies_can_be_asked_for_than_proceed_needs(
@@ -346,55 +346,29 @@ def test_more_replies_can_be_asked_for_than_proceed_needs(
 # ---- the rules ---------------------------------------------------------------------------------
 
 
-def exact(q: Quadratic) -> Callable[[Any, Subproblem], np.ndarray]:
-    return lambda start, sub: q.argmin(sub.slope, sub.pull, sub.centre)
-
-
-def descent(q: Quadratic) -> Callable[[Any, Subproblem], np.ndarray]:
-    """Four steps of gradient descent."""
-
-    def solver(w: Any, sub: Subproblem) -> Any:
-        for _ in range(4):
-            w = w - RATE * sub.gradient(w, q.gradient(w))
-        return w
-
-    return solver
-
-
-def full_batch(q: Quadratic, *, steps: int = 4) -> fedpd.Oracle:
-    """Oracle II with all examples in every step."""
-    return lambda state, x0: fedpd.oracle_two(
-        state,
-        x0,
-        q.gradient,
-        lambda new, old: q.gradient(new) - q.gradient(old),
-        refresh=False,
-        eta=ETA,
-        gamma=0.3,
-        steps=steps,
-    )
-
-
 ETA = 0.12
 """Below the theory's bound (sqrt5 - 1)/(4 L) = 0.1236 for L = 2.5."""
 
 
+FULL = fedpd.VarianceReduced(gamma=0.3, steps=4, samples=0, refresh=False)
+"""Oracle II with all examples in every step."""
+
+
+def descent(q: Quadratic) -> Formula:
+    """Four steps of gradient descent."""
+    return Formula(q.gradient, lr=RATE)
+
+
 def one_round(
-    problems: list[Quadratic], kept: list[fedpd.State], x0: np.ndarray, oracles: Any, **rule: Any
+    problems: list[Quadratic], kept: list[fedpd.State], x0: np.ndarray, kind: str, **rule: Any
 ) -> tuple[list[fedpd.State], np.ndarray]:
+    oracles = [q.oracle() if kind == "exact" else descent(q) for q in problems]
+    two = FULL if kind == "II" else None
     made = [
-        fedpd.client_rule(state, x0, oracle, eta=ETA, **rule)
+        fedpd.client_rule(state, x0, oracle, eta=ETA, two=two, **rule)
         for state, oracle in zip(kept, oracles, strict=True)
     ]
-    return [state for state, _ in made], fedpd.server_rule(upload for _, upload in made)
-
-
-def oracles(problems: list[Quadratic], kind: str) -> list[fedpd.Oracle]:
-    if kind == "II":
-        return [full_batch(q) for q in problems]
-    solvers = [(exact if kind == "exact" else descent)(q) for q in problems]
-    return [lambda s, x, solver=solver: fedpd.oracle_one(s, x, solver, eta=ETA)
-            for solver in solvers]  # fmt: skip
+    return [step.state for step in made], fedpd.server_rule(step.upload for step in made)
 
 
 KINDS = pytest.mark.parametrize("kind", ["exact", "descent", "II"])
@@ -407,7 +381,7 @@ def test_a_stationary_point_with_its_duals_is_a_fixed_point(kind: str, x0_rule: 
     problems = quadratics(3)
     best = optimum(problems)
     kept = [fedpd.State(best, -q.gradient(best), q.gradient(best)) for q in problems]
-    after, x0 = one_round(problems, kept, best, oracles(problems, kind), x0_rule=x0_rule)
+    after, x0 = one_round(problems, kept, best, kind, x0_rule=x0_rule)
     np.testing.assert_allclose(x0, best, atol=1e-12)
     for before, state in zip(kept, after, strict=True):
         np.testing.assert_allclose(state[:2], before[:2], atol=1e-11)
@@ -423,8 +397,8 @@ def test_with_eta_below_the_bound_the_gradient_vanishes_where_fedavg_stalls(
     x0, averaged = START, START
     kept = [fedpd.first_state(START) for _ in problems]
     for _ in range(500):
-        kept, x0 = one_round(problems, kept, x0, oracles(problems, kind), x0_rule=x0_rule)
-        averaged = np.mean([descent(q)(averaged, Subproblem()) for q in problems], axis=0)
+        kept, x0 = one_round(problems, kept, x0, kind, x0_rule=x0_rule)
+        averaged = np.mean([descent(q).solve(averaged, Subproblem()).w for q in problems], axis=0)
 
     def norm2(w: np.ndarray) -> float:
         return float((np.mean([q.gradient(w) for q in problems], axis=0) ** 2).sum())
@@ -447,15 +421,15 @@ def test_the_variance_reduced_oracle_with_one_example_a_step_reaches_the_optimum
 
     kept = [fedpd.first_state(START) for _ in problems]
     for r in range(800):
+        two = fedpd.VarianceReduced(gamma=0.05, steps=2, samples=1, refresh=r % 2 == 0)
         made = [
-            lambda s, x, q=q, r=r: fedpd.oracle_two(
-                s, x, q.gradient, lambda new, old: change(new, old, q),
-                refresh=r % 2 == 0, eta=0.05, gamma=0.05, steps=2,
+            fedpd.client_rule(
+                state, x0, Formula(q.gradient, change=lambda new, old, q=q: change(new, old, q)),
+                eta=0.05, two=two,
             )
-            for q in problems
+            for state, q in zip(kept, problems, strict=True)
         ]  # fmt: skip
-        pairs = [fedpd.client_rule(s, x0, o, eta=0.05) for s, o in zip(kept, made, strict=True)]
-        kept, x0 = [state for state, _ in pairs], fedpd.server_rule(u for _, u in pairs)
+        kept, x0 = [step.state for step in made], fedpd.server_rule(step.upload for step in made)
     np.testing.assert_allclose(x0, optimum(problems), atol=1e-6)
 
 
@@ -463,12 +437,12 @@ def test_an_exact_oracle_leaves_minus_the_gradient_as_dual() -> None:
     """Then the authors' x0+ is one gradient step of rate eta, taken at x+."""
     (q,) = quadratics(1)
     state = fedpd.State(START, 0.3 * START, START[:0])
-    (oracle,) = oracles([q], "exact")
-    new, upload = fedpd.client_rule(state, START + 1, oracle, eta=ETA)
+    made = fedpd.client_rule(state, START + 1, q.oracle(), eta=ETA)
+    new = made.state
     np.testing.assert_allclose(new.lam, -q.gradient(new.x), rtol=1e-10)
-    np.testing.assert_allclose(upload, new.x - ETA * q.gradient(new.x), rtol=1e-10)
-    _, authors = fedpd.client_rule(state, START + 1, oracle, eta=ETA, x0_rule="authors")
-    np.testing.assert_allclose(authors, START + 1 - ETA * q.gradient(new.x), rtol=1e-10)
+    np.testing.assert_allclose(made.upload, new.x - ETA * q.gradient(new.x), rtol=1e-10)
+    authors = fedpd.client_rule(state, START + 1, q.oracle(), eta=ETA, x0_rule="authors")
+    np.testing.assert_allclose(authors.upload, START + 1 - ETA * q.gradient(new.x), rtol=1e-10)
 
 
 def test_on_the_problem_of_claim_ii_2_fedavg_diverges_and_fedpd_does_not() -> None:
@@ -486,48 +460,14 @@ def test_on_the_problem_of_claim_ii_2_fedavg_diverges_and_fedpd_does_not() -> No
             def exact(start: Any, sub: Subproblem, c: float = c) -> Any:
                 return (sub.pull * sub.centre - sub.slope) / (c + sub.pull)
 
-            def oracle(s: Any, x: Any, exact: Any = exact) -> Any:
-                return fedpd.oracle_one(s, x, exact, eta=eta)
-
-            pairs.append(fedpd.client_rule(state, x0, oracle, eta=eta))
-        kept, x0 = [state for state, _ in pairs], fedpd.server_rule(u for _, u in pairs)
+            pairs.append(fedpd.client_rule(state, x0, Formula(minimiser=exact), eta=eta))
+        kept, x0 = [step.state for step in pairs], fedpd.server_rule(step.upload for step in pairs)
     np.testing.assert_allclose(averaged, (1 + 4 * eta**2) ** rounds, rtol=1e-9)
     assert averaged[0] > 1e4
     assert 0.1 < abs(x0[0]) < 10
     for c, state in zip(curvatures, kept, strict=True):
         np.testing.assert_allclose(state.x, x0, atol=1e-9)
         np.testing.assert_allclose(state.lam, -c * x0, atol=1e-9)
-
-
-@pytest.mark.parametrize("kind", [np.asarray, torch.tensor], ids=["numpy", "torch"])
-@pytest.mark.parametrize("has_g", [False, True])
-def test_the_rule_runs_on_a_stack_of_clients_and_writes_to_nothing(kind: Any, has_g: bool) -> None:
-    rng = np.random.default_rng(3)
-    x, lam, x0 = rng.normal(size=(4, DIM)), rng.normal(size=(4, DIM)), rng.normal(size=DIM)
-    g = rng.normal(size=(4, DIM)) if has_g else x[:, :0]
-
-    def half_way(start: Any, sub: Subproblem) -> Any:
-        return start - 0.5 * sub.gradient(start, start)
-
-    def one(s: Any, x: Any) -> Any:
-        return fedpd.oracle_one(s, x, half_way, eta=0.5)
-
-    def two(s: Any, x: Any) -> Any:
-        return fedpd.oracle_two(
-            s, x, lambda w: 2 * w, lambda new, old: 2 * (new - old),
-            refresh=False, eta=0.5, gamma=0.3, steps=3,
-        )  # fmt: skip
-
-    given = [kind(value.copy()) for value in (x, lam, g, x0)]
-    for oracle in (one, two):
-        stacked, uploads = fedpd.client_rule(fedpd.State(*given[:3]), given[3], oracle, eta=0.5)
-        for i in range(4):
-            alone, upload = fedpd.client_rule(fedpd.State(x[i], lam[i], g[i]), x0, oracle, eta=0.5)
-            np.testing.assert_array_equal(np.asarray(uploads)[i], upload)
-            for mine, other in zip(stacked, alone, strict=True):
-                np.testing.assert_array_equal(np.asarray(mine)[i], other)
-    for before, after in zip((x, lam, g, x0), given, strict=True):
-        np.testing.assert_array_equal(np.asarray(after), before)
 
 
 # ---- the client --------------------------------------------------------------------------------
@@ -539,6 +479,16 @@ def request(**others: Any) -> dict[str, Any]:
     return {"eta": 1.0, "oracle": "II", "x0-rule": "paper", **first, **two, **others}
 
 
+def stepped(client: FedPDClient, state: fedpd.State, x0: torch.Tensor) -> Step:
+    """Return the client's step in algorithm round 1 of oracle II."""
+    rng = np.random.default_rng(0)
+    asked_by = f"fedpd asks client {client.client_id}"
+    oracle = ClientOracle(
+        client.problem, client.training, rng, lambda purpose: rng, asked_by=asked_by
+    )
+    return client.step(state, Received(x0), oracle, request())
+
+
 def test_both_gradients_of_oracle_two_see_the_same_dropout_masks() -> None:
     """Where the model does not move, g must not either: x = x0 and lam = -g make x' = x."""
     (q,) = quadratics(1)
@@ -547,7 +497,7 @@ def test_both_gradients_of_oracle_two_see_the_same_dropout_masks() -> None:
     client = FedPDClient(problem, client_id=0)
     x, g = torch.tensor(START), torch.tensor(START**2)
     with torch.random.fork_rng():
-        step = client.step(fedpd.State(x, -g, g), x, None, request())  # type: ignore[arg-type]
+        step = stepped(client, fedpd.State(x, -g, g), x)
     assert torch.equal(step.state.g, g)
     assert torch.equal(step.state.x, x)
 
@@ -558,25 +508,25 @@ def test_oracle_two_updates_running_statistics_once_a_step() -> None:
     module = nn.Sequential(norm, nn.Linear(2, 2, dtype=torch.float64))
     problem = Problem(FlatModel(module), nn.functional.cross_entropy, inputs, torch.arange(6) % 2)
     x = problem.model.vector.clone()
-    client = FedPDClient(problem, client_id=0)
-    step = client.step(fedpd.first_state(x), x, None, request())  # type: ignore[arg-type]
+    step = stepped(FedPDClient(problem, client_id=0), fedpd.first_state(x), x)
     assert norm.num_batches_tracked == 4
-    assert 0 <= step.infos[0].accuracy <= 1
+    assert step.solved is not None
+    assert 0 <= float(step.solved.accuracy) <= 1
 
 
 def test_oracle_two_is_refused_without_access_to_full_gradients() -> None:
-    class Stream:
+    class Stream(Problem):
         """Examples come and go: f_i is an expectation."""
 
-        def __init__(self, model: FlatModel) -> None:
-            self.model = model
+        whole = Objective.whole
 
+    (q,) = quadratics(1)
     model = FlatModel(Linear())
-    client = FedPDClient(Stream(model), client_id=4)  # type: ignore[arg-type]
-    state, x0 = fedpd.first_state(model.vector), model.vector
-    message = "fedpd asks client 4 for a full gradient, and its Stream has no full_gradient"
+    problem = Stream(model, half_mean_square, torch.tensor(q.X), torch.tensor(q.y))
+    client = FedPDClient(problem, client_id=4)
+    message = "fedpd asks client 4 for a full gradient: a Stream has no fixed samples"
     with pytest.raises(ValueError, match=message):
-        client.step(state, x0, None, request())  # type: ignore[arg-type]
+        stepped(client, fedpd.first_state(model.vector), model.vector)
 
 
 @pytest.mark.parametrize("knobs", [{}, VR], ids=["I", "II"])
@@ -595,19 +545,13 @@ def test_a_round_reports_loss_steps_and_consensus(knobs: dict[str, Any]) -> None
     assert result.train_metrics_clientapp[1]["train-loss"] > 0
 
 
-def test_oracle_two_measures_no_residual_and_its_replies_are_used_all_the_same() -> None:
-    one = strategy(local=SGD | {"residual": 0.0}, **VR)
-    metrics = one.start(grid(quadratics(2)), to_record(START), 1).train_metrics_clientapp[1]
-    assert metrics["clients-used"] == 2
-    assert "residual" not in metrics
-
-
 def test_the_clients_own_model_is_measured_beside_the_global_one() -> None:
     problems = quadratics(3)
     federation, one = grid(problems), strategy(fraction_evaluate=1.0)
     result = one.start(federation, to_record(START), 3)
     own = [
-        q.value(state.x) for q, state in zip(problems, states(federation, one._acked), strict=True)
+        q.value(state.x)
+        for q, state in zip(problems, states(federation, one.ledger.acked), strict=True)
     ]
     expected = np.average(own, weights=[q.n for q in problems])
     assert result.evaluate_metrics_clientapp[3]["own-loss"] == pytest.approx(expected, rel=1e-12)
@@ -670,9 +614,9 @@ def test_the_problem_of_fig_2_is_the_penalised_logistic_loss() -> None:
     config = RunConfig.parse(
         {"algorithm": "fedpd", "dataset": "fedpd-strong", "clients": 3, "dtype": "float64"}
     )
-    rows, _ = experiment.parts(config)[1]
-    made = experiment.problem(config, "train", rows)
-    found = experiment.dataset(config)
+    rows, _ = worker.parts(config)[1]
+    made = worker.problem(config, "train", rows)
+    found = worker.dataset(config)
     a, b = found.x[400:800].astype(float), 2 * found.y[400:800] - 1
     np.testing.assert_array_equal(found.owner[rows], 1)  # type: ignore[index]
     w = np.random.default_rng(0).normal(size=20)

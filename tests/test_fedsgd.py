@@ -1,8 +1,4 @@
-"""FedSGD: it is gradient descent on all examples, and FedAvg with that setting, to the bit.
-
-Mutants tried by hand, each caught here: uniform weights, weights exchanged; the request without its
-``epochs``, with two, with mini-batches, two steps, momentum.
-"""
+"""FedSGD: it is gradient descent on all examples, and FedAvg with that setting, to the bit."""
 
 from __future__ import annotations
 
@@ -11,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from laws import RATE, START, train
 from problems import DIM, grid, quadratics, to_record, to_vector
-from test_laws import RATE, START, train
 from torch.nn.functional import cross_entropy
 
 from clients import AnyAlgorithmClient, FlatModel, LocalTraining, Problem, client_app, client_id
+from clients.node.in_process import InProcessGrid
 from fl_strategies import FedAvg, FedSGD
 from simulations import models
-from simulations.in_process import InProcessGrid
 
 ONE_STEP = {"solver": "gd", "lr": RATE, "epochs": 1}
 
@@ -27,7 +23,7 @@ def one(**options: Any) -> FedSGD:
     return FedSGD(**{"fraction_evaluate": 0.0, "local": {"lr": RATE}, **options})
 
 
-def test_it_is_gradient_descent_on_the_examples_of_all_clients() -> None:
+def test_fedsgd_is_gradient_descent_on_the_samples_of_all_clients() -> None:
     problems, theta = quadratics(4), START
     X, y = np.concatenate([q.X for q in problems]), np.concatenate([q.y for q in problems])
     for _ in range(5):
@@ -68,7 +64,7 @@ def test_a_network_steps_as_if_one_machine_held_all_examples() -> None:
         assert np.abs(array - record[name].numpy()).max() > 1e-3
 
 
-def test_it_is_fedavg_with_one_epoch_of_gradient_descent_to_the_bit() -> None:
+def test_fedsgd_is_fedavg_with_one_epoch_of_gradient_descent_to_the_bit() -> None:
     options = {"fraction_evaluate": 0.0, "fraction_train": 0.5, "seed": 3}
     np.testing.assert_array_equal(
         train(FedSGD(**options, local={"lr": RATE}), grid(quadratics(5)), 6),

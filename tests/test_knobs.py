@@ -21,11 +21,13 @@ from problems import to_record, to_vector
 from safetensors.numpy import load_file
 
 from fl_strategies import BestModel, EarlyStop, History, RoundInfo, step_decay
-from fl_strategies.layout import BufferMean, Layout
-from fl_strategies.randomness import stream
-from fl_strategies.schedules import at, check
-from fl_strategies.subproblem import Subproblem, weighted_mean
-from fl_strategies.wire import BadReply, check_scalars, decode, decode_model
+from fl_strategies.core.layout import BufferMean, Layout
+from fl_strategies.core.randomness import stream
+from fl_strategies.core.records import BadReply
+from fl_strategies.core.schedules import at, check
+from fl_strategies.core.subproblem import Subproblem
+from fl_strategies.core.vectors import weighted_mean
+from fl_strategies.server.wire import check_scalars, decode, decode_model
 
 # ---- schedules ----------------------------------------------------------------------------------
 
@@ -130,7 +132,7 @@ def test_a_weighted_mean_is_the_matrix_product_with_the_shares(kind: Any) -> Non
     np.testing.assert_allclose(weighted_mean(iter(pairs[::-1])), got, rtol=1e-13)
 
 
-def test_there_is_no_mean_of_nothing() -> None:
+def test_a_mean_of_no_vectors_is_refused() -> None:
     for pairs in ([], [(np.ones(3), 0.0)]):
         with pytest.raises(ValueError, match="at least one vector with a positive weight"):
             weighted_mean(pairs)
@@ -253,7 +255,7 @@ def test_pack_and_unpack_are_inverse() -> None:
     np.testing.assert_array_equal(layout.pack(back), vector)
 
 
-def test_packing_copies() -> None:
+def test_packing_a_model_copies_its_arrays() -> None:
     arrays = {"only": np.ones(4)}
     layout = Layout.of(arrays)
     layout.pack(arrays)[:] = 0.0
@@ -495,8 +497,9 @@ def test_a_reply_unlike_the_model_is_refused_by_name_and_value(
 def test_scalars_out_of_range_are_refused_by_name_and_value(
     changes: dict[str, Any], message: str
 ) -> None:
+    bounds = {"num-examples": (1, 2**53), "lambda": (0.0, 5.0)}
     scalars = {"num-examples": 12, "train-loss": 0.3, "lambda": 5.0, "per-layer": [1.0, 2.0]}
-    check_scalars(scalars, "num-examples", {"lambda": (0.0, 5.0)})
+    check_scalars(scalars, bounds)
     changed = {n: v for n, v in (scalars | changes).items() if v is not None}
     with pytest.raises(BadReply, match=message):
-        check_scalars(changed, "num-examples", {"lambda": (0.0, 5.0)})
+        check_scalars(changed, bounds)

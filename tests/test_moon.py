@@ -1,13 +1,4 @@
-"""MOON: its term, what its fixed models are, what it reduces to, and what counts as features.
-
-Mutants tried by hand, each caught by a test here or in test_laws: the two unit vectors of (5)
-exchanged or added, one of them not at length 1, z in (6) not either; tau left out, or a factor; mu
-left out, the term subtracted, its sign within the sigmoid, a sum for the mean over the batch; zero
-length divided by; q's rows or the labels taken from the top; accuracy against row numbers; theta or
-the previous w not loaded, the previous statistics not, the fixed models in training mode, their
-trace left; theta, the old state or the old statistics kept; a newcomer's previous model at 0; the
-solver on f_i alone; hooks left on; the first linear layer's input; penalty or precision lost.
-"""
+"""MOON: its term, what its fixed models are, what it reduces to, and what counts as features."""
 
 from __future__ import annotations
 
@@ -20,12 +11,22 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Message
-from problems import DIM, Linear, grid, make_client_app, quadratics, to_record, to_vector
-from test_laws import START, contrast_gradient, contrasted_steps, local, train
+from laws import START, contrast_gradient, contrasted_steps, local, train
+from problems import (
+    CLIENT_OF,
+    DIM,
+    NODES,
+    Linear,
+    grid,
+    make_client_app,
+    oracle_of,
+    quadratics,
+    to_record,
+    to_vector,
+)
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
-import clients.moon
 from clients import (
     AnyAlgorithmClient,
     ContextStore,
@@ -34,16 +35,19 @@ from clients import (
     LocalTraining,
     MOONClient,
     Problem,
+    Received,
     client_app,
     client_id,
     solve,
 )
-from clients import problem as problem_module
+from clients import moon as moon_module
+from clients.learning import objective as objective_module
+from clients.learning import problem as problem_module
 from clients.moon import Contrast, frozen_features
+from clients.node.in_process import InProcessGrid
 from fl_strategies import MOON, FedAvg, FederatedStrategy, moon
-from fl_strategies.subproblem import Subproblem
+from fl_strategies.core.subproblem import Subproblem
 from simulations import models
-from simulations.in_process import FIRST_NODE, InProcessGrid
 
 MU, TAU = 1.7, 0.3
 
@@ -232,7 +236,8 @@ def test_every_solver_goes_to_where_the_gradient_of_the_whole_vanishes(solver: s
         solver=solver, lr=1.0 if solver == "lbfgs" else 0.1, epochs=600, batch_size=0,
         solver_params=params,
     )  # fmt: skip
-    w, info = solve(contrast, torch.tensor(theta), Subproblem(), training, np.random.default_rng(0))
+    info = solve(contrast, torch.tensor(theta), Subproblem(), training, np.random.default_rng(0))
+    w = info.w
     left = q.gradient(w.numpy()) + MU * contrast_gradient(q, w.numpy(), theta, previous, TAU)
     assert np.abs(left).max() < 1e-5
     assert np.abs(MU * contrast_gradient(q, w.numpy(), theta, previous, TAU)).max() > 1e-2
@@ -249,7 +254,7 @@ def test_pieces_of_a_large_batch_find_their_rows(monkeypatch: pytest.MonkeyPatch
         return loss, problem.model.gradient
 
     whole = gradient()
-    for module in (problem_module, clients.moon):
+    for module in (problem_module, objective_module):
         monkeypatch.setattr(module, "CHUNK", 4)
     for ours, theirs in zip(gradient(), whole, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-14)
@@ -296,7 +301,7 @@ def test_the_fixed_models_are_whole_models_in_evaluation_mode_and_leave_no_trace
     problem.model.vector.neg_()  # theta is what counts, wherever the module stands
     problem.model.module.train()
     before = torch.get_rng_state()
-    found = client.objective(kept, theta, {"mu": MU, "tau": TAU})
+    found = client.contrast(kept, theta, {"mu": MU, "tau": TAU})
     assert torch.equal(torch.get_rng_state(), before)
     for ours, theirs in zip(problem.model.module.buffers(), received.buffers(), strict=True):
         assert torch.equal(ours, theirs)
@@ -313,11 +318,10 @@ def test_what_is_kept_is_the_trained_model_with_its_own_running_statistics() -> 
     client = MOONClient(problem, client_id=0, training=LocalTraining(batch_size=4, epochs=2))
     theta = problem.model.vector.clone()
     torch.manual_seed(0)
-
-    def solver(start: Tensor, subproblem: Subproblem) -> Tensor:
-        return solve(problem, start, subproblem, client.training, np.random.default_rng(0))[0]
-
-    step = client.step(client.first_state(theta, {}), theta, solver, {})
+    rng = np.random.default_rng(0)
+    oracle = oracle_of(problem, client.training, rng)
+    config = {"mu": MU, "tau": TAU}
+    step = client.step(client.first_state(theta, {}), Received(theta), oracle, config)
     assert torch.equal(step.state.w, step.upload)
     assert not torch.equal(step.upload, theta)
     norm = problem.model.module.norm
@@ -331,7 +335,7 @@ def test_a_step_runs_the_model_once_so_that_features_and_outputs_share_their_mas
     q = torch.zeros(9, 6, dtype=torch.float64)
     training = LocalTraining(batch_size=4, epochs=3)
     contrast = Contrast(problem, q, mu=MU)
-    _, info = solve(
+    info = solve(
         contrast, problem.model.vector.clone(), Subproblem(), training, np.random.default_rng(0)
     )
     assert problem.model.module.passes == info.steps == 9
@@ -352,14 +356,14 @@ def test_rounds_with_absent_new_reset_and_unheard_clients_are_those_of_the_equat
             return reply
         server_round = request.content.config_records["config"]["server-round"]
         lost = bool(rng.random() < 0.3)
-        client = request.metadata.dst_node_id - FIRST_NODE
+        client = CLIENT_OF[request.metadata.dst_node_id]
         events.setdefault(server_round, []).append((client, lost))
         return None if lost else reply
 
     federation = grid(problems, fault=fault)
     one = strategy(fraction_train=0.6)
     half = train(one, federation, 8)
-    state = federation.contexts[FIRST_NODE + 2].state
+    state = federation.contexts[NODES[2]].state
     for key in list(state):
         del state[key]
     found = to_vector(one.start(federation, to_record(half), 8).arrays)
@@ -483,6 +487,6 @@ def test_with_features_that_no_parameter_moves_it_is_fedavg_and_says_so_once(
     def logistic() -> nn.Module:
         return models.build("logistic", (1, 4, 4), 3, seed=0).double()
 
-    clients.moon._warn_once.cache_clear()
+    moon_module.warn_once.cache_clear()
     assert same(nets(MOON, 3, logistic), nets(FedAvg, 3, logistic))
     assert caplog.text.count("features do not depend on its parameters: moon is fedavg") == 1

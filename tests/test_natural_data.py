@@ -47,7 +47,7 @@ def images(x: np.ndarray) -> list[int]:
     return [known[np.rint(255 * image).astype(np.uint8).tobytes()] for image in x[:, 0]]
 
 
-def test_the_alphabet_is_leafs() -> None:
+def test_the_alphabet_of_shakespeare_is_leafs() -> None:
     assert list(CHARACTERS) == sorted(CHARACTERS)
     assert len(CHARACTERS) == 80
     letters = string.ascii_letters + string.digits

@@ -33,6 +33,7 @@ def code(path: Path) -> list[nbformat.NotebookNode]:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.slow
 def test_a_notebook_runs_anywhere_without_a_warning_and_draws(path: Path, tmp_path: Path) -> None:
     """In a folder that is neither its own nor the root. The result is what the site shows."""
     notebook = read(path)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tiny_data import ag_news, cifar100, dbpedia, distilbert, femnist, shakespeare, tokenizer
 
-from simulations.compare import main
 from simulations.defaults import defaults
+from simulations.lab.compare import main
 
 DATA = {
     "cifar100": cifar100,
@@ -32,6 +32,7 @@ DATA = {
         ("dbpedia", "", 2, "fedavg,fedadmm"),
     ],
 )
+@pytest.mark.slow
 def test_a_model_of_the_papers_runs_on_its_data_by_name(
     dataset: str,
     model: str,

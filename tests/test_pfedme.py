@@ -1,12 +1,4 @@
-"""pFedMe: the Moreau envelope, its minimiser, what a client keeps, and whatever gets lost.
-
-Mutants tried by hand, each caught by a test here or in test_laws. In the
-rule: twice the pull, none, towards theta; w moving away, without lambda, without eta; theta kept as
-w, uploaded, not kept; (1) started from w, and from theta where w is asked for; beta and 1 - beta
-exchanged, w kept whole; uniform weights always. In the client:
-all examples in place of a mini-batch, one inner step, the outer steps' number inside, parts of it
-in its place, one outer step; theta not measured; losses and steps of the last mini-batch alone.
-"""
+"""pFedMe: the Moreau envelope, its minimiser, what a client keeps, and whatever gets lost."""
 
 from __future__ import annotations
 
@@ -15,17 +7,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from flwr.app import Message
-from problems import DIM, Quadratic, grid, quadratics, to_record, to_vector
-from test_laws import RATE, START, local, train
+from laws import RATE, START, local, train
+from problems import (
+    CLIENT_OF,
+    DIM,
+    NODES,
+    Quadratic,
+    grid,
+    quadratics,
+    to_record,
+    to_vector,
+)
 
-from clients.state import ContextStore, Owner, peek
+from clients.node.in_process import InProcessGrid
+from clients.node.state import ContextStore, Owner, peek
 from fl_strategies import PFedMe, pfedme
-from fl_strategies.randomness import stream
-from fl_strategies.strategy import Upload
-from fl_strategies.subproblem import Subproblem
-from simulations.in_process import FIRST_NODE, InProcessGrid
+from fl_strategies.core.randomness import stream
+from fl_strategies.core.records import Upload
 
 LAM, ETA = 2.0, 0.2
 
@@ -34,8 +33,10 @@ def strategy(**knobs: Any) -> PFedMe:
     return PFedMe(**{"lam": LAM, "eta": ETA, "fraction_evaluate": 0.0, "local": local(), **knobs})
 
 
-def exact(q: Quadratic) -> Any:
-    return lambda start, sub: q.argmin(sub.slope, sub.pull, sub.centre)
+def inner(oracle: Any, state: pfedme.State, w: Any, **knobs: Any) -> Any:
+    """Return the next theta and the upload of the rule."""
+    made = pfedme.client_rule(state, w, oracle, **{"inner_steps": 1, **knobs})
+    return made.state.theta, made.upload
 
 
 def envelope_curvature(q: Quadratic) -> np.ndarray:
@@ -56,12 +57,12 @@ def mean(vectors: list[np.ndarray], w: np.ndarray, **knobs: Any) -> np.ndarray:
 def test_with_the_inner_problem_solved_a_step_is_gradient_descent_on_the_envelope() -> None:
     (q,) = quadratics(1)
     state = pfedme.State(START + 3.0)
-    new, w = pfedme.client_rule(state, START, exact(q), lam=LAM, eta=ETA, steps=3)
+    theta, w = inner(q.oracle(), state, START, lam=LAM, eta=ETA, steps=3)
     expected = START
     for _ in range(3):
         before, expected = expected, expected - ETA * envelope_curvature(q) @ (expected - q.b)
     np.testing.assert_allclose(w, expected, rtol=1e-11)
-    np.testing.assert_allclose(new.theta, q.argmin(pull=LAM, centre=before), rtol=1e-12)
+    np.testing.assert_allclose(theta, q.argmin(pull=LAM, centre=before), rtol=1e-12)
 
 
 def test_the_envelope_is_what_its_name_says() -> None:
@@ -79,9 +80,7 @@ def test_the_minimiser_of_the_mean_envelope_is_a_fixed_point_of_the_rules() -> N
     best = envelopes_minimiser(problems)
     for steps, eta, beta in ((1, 0.1, 1.0), (1, 0.5, 2.0), (2, 0.5, 1.0)):
         uploads = [
-            pfedme.client_rule(
-                pfedme.first_state(best), best, exact(q), lam=LAM, eta=eta, steps=steps
-            )[1]
+            inner(q.oracle(), pfedme.first_state(best), best, lam=LAM, eta=eta, steps=steps)[1]
             for q in problems
         ]
         moved = np.abs(mean(uploads, best, beta=beta) - best).max()
@@ -95,14 +94,14 @@ def test_a_run_of_few_inner_steps_ends_at_the_minimiser_of_the_mean_envelope() -
     federation = grid(problems)
     found = train(one, federation, 120)
     np.testing.assert_allclose(found, envelopes_minimiser(problems), atol=1e-8)
-    for q, theta in zip(problems, thetas(federation, one._acked), strict=True):
+    for q, theta in zip(problems, thetas(federation, one.ledger.acked), strict=True):
         np.testing.assert_allclose(theta, q.argmin(pull=LAM, centre=found), atol=1e-8)
 
 
 def test_with_a_strong_pull_it_is_gradient_descent_on_the_loss() -> None:
     (q,) = quadratics(1)
     lam = 1e7
-    _, w = pfedme.client_rule(pfedme.first_state(START), START, exact(q), lam=lam, eta=0.1, steps=1)
+    _, w = inner(q.oracle(), pfedme.first_state(START), START, lam=lam, eta=0.1, steps=1)
     np.testing.assert_allclose(w, START - 0.1 * q.gradient(START), rtol=1e-5)
 
 
@@ -111,27 +110,6 @@ def test_the_server_moves_by_beta_towards_the_mean_and_beyond() -> None:
     np.testing.assert_allclose(mean(uploads, w, beta=0.5), START - 0.75)
     np.testing.assert_allclose(mean(uploads, w, beta=2.0), START - 3.0)
     np.testing.assert_allclose(mean(uploads, w, weights="examples"), START - 7 / 3)
-
-
-@pytest.mark.parametrize("kind", [np.asarray, torch.tensor], ids=["numpy", "torch"])
-def test_the_rule_runs_on_a_stack_of_clients_and_writes_to_nothing(kind: Any) -> None:
-    rng = np.random.default_rng(3)
-    theta, w = rng.normal(size=(4, DIM)), rng.normal(size=DIM)
-
-    def half_way(start: Any, sub: Subproblem) -> Any:
-        return start - 0.5 * sub.gradient(start, start**3)
-
-    def rule(theta: Any, w: Any) -> Any:
-        return pfedme.client_rule(pfedme.State(theta), w, half_way, lam=LAM, eta=ETA, steps=3)
-
-    given = kind(theta.copy()), kind(w.copy())
-    stacked, moved = rule(*given)
-    for i in range(4):
-        alone, upload = rule(theta[i], w)
-        np.testing.assert_allclose(np.asarray(stacked.theta)[i], alone.theta, rtol=1e-13)
-        np.testing.assert_allclose(np.asarray(moved)[i], upload, rtol=1e-13)
-    for before, after in zip((theta, w), given, strict=True):
-        np.testing.assert_array_equal(np.asarray(after), before)
 
 
 # ---- through Flower -----------------------------------------------------------------------------
@@ -143,8 +121,8 @@ def thetas(federation: InProcessGrid, acked: Mapping[int, int]) -> list[np.ndarr
     for node, context in federation.contexts.items():
         store = ContextStore(context)
         about = context.state.config_records[store.prefix]
-        owner = Owner(str(about["algorithm"]), str(about["model"]))
-        _, fields = peek(store, owner, acked.get(node - FIRST_NODE, -1))
+        owner = Owner(*(str(about[name]) for name in ("algorithm", "model", "run")))
+        _, fields = peek(store, owner, acked.get(CLIENT_OF[node], -1))
         assert fields is not None
         found.append(fields["theta"])
     return found
@@ -185,7 +163,7 @@ def test_a_run_equals_the_twin_with_lost_replies_newcomers_and_clients_that_come
 
     def lost(request: Message, reply: Message) -> Message | None:
         server_round = request.content.config_records.get("config", {}).get("server-round")
-        return None if (server_round, request.metadata.dst_node_id) == (2, FIRST_NODE) else reply
+        return None if (server_round, request.metadata.dst_node_id) == (2, NODES[0]) else reply
 
     federation = grid(problems, fault=lost)
     one = strategy(local=MINI, inner_steps=3, node_wait=1e-3)
@@ -194,11 +172,11 @@ def test_a_run_equals_the_twin_with_lost_replies_newcomers_and_clients_that_come
             ((0, 2, 3), (0, 2, 3)), ((0, 1, 2, 3), (0, 1, 2, 3))]  # fmt: skip
     for number, (there, used) in enumerate(plan, start=1):
         federation.contexts.clear()
-        federation.contexts.update({FIRST_NODE + i: contexts[FIRST_NODE + i] for i in there})
+        federation.contexts.update({NODES[i]: contexts[NODES[i]] for i in there})
         w = to_vector(one.start(federation, to_record(w), 1).arrays)
         twin.round(number, used)
         np.testing.assert_allclose(w, twin.w, rtol=1e-11)
-    for i, found in enumerate(thetas(federation, one._acked)):
+    for i, found in enumerate(thetas(federation, one.ledger.acked)):
         np.testing.assert_allclose(found, twin.theta[i], rtol=1e-11)
 
 
@@ -206,7 +184,7 @@ def test_a_client_whose_state_is_lost_starts_from_the_common_model_again() -> No
     problems = quadratics(3)
     federation, one, twin = grid(problems), strategy(local=MINI, inner_steps=3), Twin(problems)
     w = train(one, federation, 2)
-    context = federation.contexts[FIRST_NODE + 1]
+    context = federation.contexts[NODES[1]]
     for key in list(context.state):
         del context.state[key]
     w = to_vector(one.start(federation, to_record(w), 1).arrays)

@@ -1,10 +1,4 @@
-"""q-FedAvg: its rule by matrices, its objective, Flower's own QFedAvg, and the loss it goes by.
-
-Mutants tried by hand, each caught here: h without the factor q, with F^q for F^(q-1), with the norm
-for its square, with F^q, F^q lr, or nothing for F^q / lr; q F for F^q; Delta not divided by lr,
-with its sign turned, unweighted; theta + step; q of round 1 in the rule or in the history; the loss
-of the model trained; the client's own lr for the request's.
-"""
+"""q-FedAvg: its rule by matrices, its objective, Flower's own QFedAvg, and the loss it goes by."""
 
 from __future__ import annotations
 
@@ -16,15 +10,14 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import QFedAvg as FlowerQFedAvg
-from problems import DIM, Quadratic, grid, quadratics, to_record, to_vector
-from test_laws import RATE, START, STEPS, local, train
+from laws import RATE, START, STEPS, local, train
+from problems import DIM, NODES, Quadratic, grid, quadratics, to_record, to_vector
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from clients import FlatModel, LocalTraining, Problem, QFedAvgClient
 from fl_strategies import FedAvg, QFedAvg, RoundInfo, q_fedavg
-from fl_strategies.schedules import at
-from simulations.in_process import FIRST_NODE
+from fl_strategies.core.schedules import at
 
 
 def one(**knobs: Any) -> QFedAvg:
@@ -66,7 +59,8 @@ def test_with_q_zero_it_is_fedavg_with_uniform_weights() -> None:
 
 
 @pytest.mark.parametrize("q", [0.0, 0.1, 2.0])
-def test_it_agrees_with_flowers_own_class_on_our_clients(q: float) -> None:
+@pytest.mark.slow
+def test_q_fedavg_agrees_with_flowers_own_class_on_our_clients(q: float) -> None:
     settings = local(lr=0.15)
     flowers = FlowerQFedAvg(
         client_learning_rate=0.15,
@@ -165,7 +159,7 @@ def test_an_absurd_loss_or_rate_makes_a_bad_reply(
     metric: str, value: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     def absurd(request: Message, reply: Message) -> Message:
-        if request.metadata.message_type == "train" and request.metadata.dst_node_id == FIRST_NODE:
+        if request.metadata.message_type == "train" and request.metadata.dst_node_id == NODES[0]:
             content = RecordDict(dict(reply.content.items()))
             content["metrics"] = MetricRecord({**content["metrics"], metric: value})
             reply.content = content

@@ -18,10 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from processes import running_with
 
 import clients
 import fl_strategies
 import simulations
+from clients.keeping import to_fields
+from fl_strategies.proximity import State as FedBCState
 from simulations.config import RunConfig
 
 ROOT = Path(__file__).parents[1]
@@ -41,8 +45,9 @@ def test_the_readmes_python_runs_as_one_program(
     assert float(capsys.readouterr().out.splitlines()[-1]) > 0
 
 
+@pytest.mark.slow
 def test_the_readmes_comparison_runs(tmp_path: Path) -> None:
-    (command,) = [b for b in blocks("bash") if b.startswith("python -m simulations.compare")]
+    (command,) = [b for b in blocks("bash") if b.startswith("python -m simulations.lab.compare")]
     arguments = command.split()
     arguments[0] = sys.executable
     arguments[arguments.index("results/digits")] = str(tmp_path)
@@ -51,12 +56,14 @@ def test_the_readmes_comparison_runs(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == f"results: {tmp_path}"
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("engine")
 def test_the_demo_ends_with_a_table_and_the_path_of_its_results(tmp_path: Path) -> None:
     assert "make demo\n" in blocks("bash")
-    assert "$(BIN)/python -m simulations.demo" in (ROOT / "Makefile").read_text()
+    assert "$(BIN)/python -m simulations.lab.demo" in (ROOT / "Makefile").read_text()
     short = ["--rounds", "2", "--clients", "10", "--output", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, "-m", "simulations.demo", *short],
+        [sys.executable, "-m", "simulations.lab.demo", *short],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -68,6 +75,8 @@ def test_the_demo_ends_with_a_table_and_the_path_of_its_results(tmp_path: Path) 
     assert any("round 2/2" in line for line in lines)
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("engine")
 def test_flwr_run_as_the_readme_types_it_works_and_is_stopped_as_it_says(tmp_path: Path) -> None:
     """In a clean clone, with a Flower home and ports of the test's own."""
     subprocess.run(["git", "clone", "-q", str(ROOT), str(tmp_path / "clone")], check=True)
@@ -103,27 +112,29 @@ def test_flwr_run_as_the_readme_types_it_works_and_is_stopped_as_it_says(tmp_pat
     finally:
         subprocess.run(["bash", "-c", stop.replace("39091", ports[0])], env=env)
         time.sleep(1.0)
-        left = running(str(tmp_path / "home"))
+        left = running_with(str(tmp_path / "home"))
         for process in left:
             os.kill(process, signal.SIGKILL)
     assert not left
 
 
-def running(home: str) -> list[int]:
-    """Return the processes, but for defunct ones, whose environment has this Flower home."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"FLWR_HOME={home}".encode() in (process / "environ").read_bytes():
-                found.append(int(process.name))
-        except OSError:
-            continue
-    return found
+def test_the_readmes_table_is_that_of_the_code() -> None:
+    rows = [
+        f"| {card.title} | `{name}` | {card.about} | {card.keeps} | {card.paper} |\n"
+        for name, strategy in fl_strategies.STRATEGIES.items()
+        for card in [strategy.card]
+    ]
+    assert "".join(rows) in (ROOT / "README.md").read_text()
+    assert list(fl_strategies.STRATEGIES) == list(clients.CLIENTS)
 
 
-def test_the_readmes_table_names_every_algorithm() -> None:
-    names = re.findall(r"^\| [^|]+ \| `([a-z-]+)` \|", (ROOT / "README.md").read_text(), re.M)
-    assert names == list(fl_strategies.STRATEGIES) == list(clients.CLIENTS)
+def test_the_readme_counts_the_numbers_that_clients_of_fedbc_keep() -> None:
+    kept = [name for name, value in to_fields(FedBCState(torch.ones(3), 0.0, 0.0)).items()
+            if not value.ndim]  # fmt: skip
+    number = ("no", "one", "two", "three", "four", "five", "six")[len(kept)]
+    rows = re.findall(r"^.*`(?:per-)?fedbc`.*$", (ROOT / "README.md").read_text(), re.M)
+    assert len(rows) == 2
+    assert all(f"| model, {number} numbers |" in row for row in rows)
 
 
 def test_the_run_configs_table_is_that_of_the_code() -> None:
@@ -138,7 +149,7 @@ def test_the_run_configs_table_is_that_of_the_code() -> None:
 def test_every_docstring_example_is_true() -> None:
     found = 0
     for package in (fl_strategies, clients, simulations):
-        for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             failed, tried = doctest.testmod(importlib.import_module(info.name))
             assert failed == 0, info.name
             found += tried

@@ -1,12 +1,4 @@
-"""SCAFFOLD: the matrix recursion, its invariant, lost replies, and vectors beside the model.
-
-Mutants tried by hand, each caught here: the slope c_i - c, without c_i, without c; c_i+ with + c,
-without c, without both, with the steps' sign turned, not divided by their length; c_i+ uploaded
-whole; c_i not kept; theta - w uploaded; (3) at w; the sum for the mean, no eta_g, theta - eta_g
-mean; S_c subtracted from, not summed, not divided by m, divided by the clients asked, not kept, at
-0 in each start; c_i from theta; options exchanged, in the check or the client; the length without
-the steps, without lr.
-"""
+"""SCAFFOLD: the matrix recursion, its invariant, lost replies, and vectors beside the model."""
 
 from __future__ import annotations
 
@@ -15,9 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from federations import drop_after_first
 from flwr.app import Array, ArrayRecord, Message, RecordDict
+from laws import RATE, START, STEPS, local, train
 from problems import (
     DIM,
+    NODES,
+    Formula,
     Linear,
     Quadratic,
     grid,
@@ -29,8 +25,6 @@ from problems import (
     to_record,
     to_vector,
 )
-from test_fedadmm import drop
-from test_laws import RATE, START, STEPS, local, train
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -42,11 +36,10 @@ from clients import (
     Problem,
     SCAFFOLDClient,
 )
+from clients.node.in_process import InProcessGrid
 from fl_strategies import SCAFFOLD, FedAvg, scaffold
-from fl_strategies.schedules import at
-from fl_strategies.subproblem import Subproblem
+from fl_strategies.core.schedules import at
 from simulations import models
-from simulations.in_process import FIRST_NODE, InProcessGrid
 
 
 def one(**knobs: Any) -> SCAFFOLD:
@@ -55,12 +48,12 @@ def one(**knobs: Any) -> SCAFFOLD:
 
 def control(strategy: SCAFFOLD) -> np.ndarray:
     """Return c [5]."""
-    return np.asarray(strategy.vectors()["control"])
+    return np.asarray(strategy.vectors(strategy.state)["control"])
 
 
 def gap(strategy: SCAFFOLD, federation: InProcessGrid) -> float:
     """Return max |c - mean_i c_i|."""
-    each = [fields["c"] for fields in kept(federation, strategy._acked)]
+    each = [fields["c"] for fields in kept(federation, strategy.ledger.acked)]
     return float(np.abs(control(strategy) - np.mean(each, axis=0)).max())
 
 
@@ -119,7 +112,7 @@ def test_rounds_are_the_matrix_recursion(knobs: dict[str, Any], share: float) ->
 
 def test_with_lost_replies_it_still_converges_to_the_optimum_and_fedavg_does_not() -> None:
     problems = quadratics(4)
-    found = train(one(fraction_train=0.5), grid(problems, fault=drop(0.3)), 100)
+    found = train(one(fraction_train=0.5), grid(problems, fault=drop_after_first(0.3)), 100)
     np.testing.assert_allclose(found, optimum(problems), atol=1e-6)
     uniform = FedAvg(weights="uniform", fraction_evaluate=0.0, local=local())
     assert np.abs(train(uniform, grid(problems), 60) - optimum(problems)).max() > 1e-2
@@ -151,7 +144,7 @@ def test_one_full_step_of_all_clients_is_gradient_descent() -> None:
 
 @pytest.mark.parametrize("option", ["I", "II"])
 def test_c_is_the_mean_of_the_clients_c_also_when_replies_are_lost(option: str) -> None:
-    federation = grid(quadratics(6), fault=drop(0.3))
+    federation = grid(quadratics(6), fault=drop_after_first(0.3))
     strategy = one(option=option, min_train_nodes=6)
     theta = train(strategy, federation, 1)
     strategy.fraction_train, strategy.min_train_nodes = 0.5, 1
@@ -161,7 +154,7 @@ def test_c_is_the_mean_of_the_clients_c_also_when_replies_are_lost(option: str) 
 
 
 def test_without_acknowledgement_lost_replies_make_c_another_than_the_mean() -> None:
-    federation = grid(quadratics(6), fault=drop(0.3))
+    federation = grid(quadratics(6), fault=drop_after_first(0.3))
     strategy = one(acknowledge=False)
     train(strategy, federation, 25)
     rounds = [
@@ -175,7 +168,7 @@ def test_without_acknowledgement_lost_replies_make_c_another_than_the_mean() -> 
 def test_the_invariant_holds_in_float32_with_mini_batches_and_lost_replies() -> None:
     """Rounding: each change used has entries below 200 and is rounded once, by 2^-24 of itself."""
     app = make_client_app(quadratics(6), dtype=torch.float32)
-    federation = InProcessGrid(app, 6, fault=drop(0.3))
+    federation = InProcessGrid(app, 6, fault=drop_after_first(0.3))
     settings = local(solver="sgd", **{"batch-size": 3, "random-epochs": True})
     start = {name: Array(a.numpy().astype(np.float32)) for name, a in to_record(START).items()}
     strategy = one(local=settings)
@@ -184,14 +177,15 @@ def test_the_invariant_holds_in_float32_with_mini_batches_and_lost_replies() -> 
     assert gap(strategy, federation) < used * 200 * 2**-24 / 6
 
 
+@pytest.mark.slow
 def test_a_client_that_joins_later_has_c_zero_and_counts_in_the_mean() -> None:
     federation = grid(quadratics(4))
-    absent = federation.contexts.pop(FIRST_NODE + 3)
+    absent = federation.contexts.pop(NODES[3])
     strategy = one()
     theta = train(strategy, federation, 3)
     three = control(strategy)
     assert gap(strategy, federation) < 1e-12
-    federation.contexts[FIRST_NODE + 3] = absent
+    federation.contexts[NODES[3]] = absent
     seen: list[np.ndarray] = []
 
     def listen(request: Message, reply: Message) -> Message:
@@ -212,7 +206,7 @@ def test_what_a_lost_state_had_put_into_c_stays_there(policy: str) -> None:
     federation = grid(quadratics(4))
     strategy = one(lost_state=policy)
     theta = train(strategy, federation, 3)
-    before = [fields["c"] for fields in kept(federation, strategy._acked)]
+    before = [fields["c"] for fields in kept(federation, strategy.ledger.acked)]
     context = list(federation.contexts.values())[2]
     for key in list(context.state):
         del context.state[key]
@@ -220,13 +214,13 @@ def test_what_a_lost_state_had_put_into_c_stays_there(policy: str) -> None:
     rejected = result.train_metrics_clientapp[2]["clients-rejected"]
     assert rejected == (1 if policy == "refuse" else 0)
     rest = [i for i in range(4) if i != 2]
-    after = [fields["c"] for fields in kept(federation, strategy._acked | {2: 5})]
+    after = [fields["c"] for fields in kept(federation, strategy.ledger.acked | {2: 5})]
     total = sum(after[i] for i in rest) + before[2] + (after[2] if policy == "reset" else 0.0)
     np.testing.assert_allclose(4 * control(strategy), total, rtol=1e-11)
 
 
 def test_a_second_start_goes_on_where_the_first_ended() -> None:
-    at_once, in_two = (grid(quadratics(5), fault=drop(0.3)) for _ in range(2))
+    at_once, in_two = (grid(quadratics(5), fault=drop_after_first(0.3)) for _ in range(2))
     whole, strategy = one(fraction_train=0.6), one(fraction_train=0.6)
     expected = train(whole, at_once, 6)
     first = train(strategy, in_two, 2)
@@ -251,7 +245,7 @@ def test_a_bad_control_variate_makes_a_bad_reply(
     array: np.ndarray | None, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def bad(request: Message, reply: Message) -> Message:
-        if request.metadata.message_type == "train" and request.metadata.dst_node_id == FIRST_NODE:
+        if request.metadata.message_type == "train" and request.metadata.dst_node_id == NODES[0]:
             content = RecordDict({k: v.copy() for k, v in reply.content.items()})
             if array is None:
                 del content["arrays"]["control/tail"]
@@ -261,7 +255,7 @@ def test_a_bad_control_variate_makes_a_bad_reply(
         return reply
 
     def silent(request: Message, reply: Message) -> Message | None:
-        mine = request.metadata.dst_node_id == FIRST_NODE
+        mine = request.metadata.dst_node_id == NODES[0]
         return None if mine and request.metadata.message_type == "train" else reply
 
     first, other = one(), one()
@@ -431,7 +425,8 @@ def test_momentum_would_make_c_too_large() -> None:
         v = 0.9 * v + g
         w = w - 0.1 * v
     state = scaffold.first_state(np.zeros(DIM))
-    new, _, _ = scaffold.client_rule(state, 0.0 * w, 0.0 * w, lambda start, sub: (w, 10 * 0.1))
+    walked = Formula(minimiser=lambda start, sub: w, steps=10)
+    new = scaffold.client_rule(state, 0.0 * w, 0.0 * w, walked, rate=0.1).state
     assert (new.c > 4.0 * g).all()
 
 
@@ -446,22 +441,3 @@ def test_momentum_would_make_c_too_large() -> None:
 def test_bad_knobs_are_refused_with_bound_and_value(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SCAFFOLD(**knobs)
-
-
-@pytest.mark.parametrize("kind", [np.asarray, torch.tensor], ids=["numpy", "torch"])
-def test_the_rule_runs_on_a_stack_of_clients_and_writes_to_nothing(kind: Any) -> None:
-    rng = np.random.default_rng(3)
-    own, theta, c = rng.normal(size=(4, DIM)), rng.normal(size=DIM), rng.normal(size=DIM)
-
-    def walk(start: Any, sub: Subproblem) -> Any:
-        return start - 0.3 * sub.gradient(start, start), 0.3
-
-    given = kind(own.copy()), kind(theta.copy()), kind(c.copy())
-    stacked = scaffold.client_rule(scaffold.State(given[0]), given[1], given[2], walk)
-    for i in range(4):
-        alone = scaffold.client_rule(scaffold.State(own[i]), theta, c, walk)
-        np.testing.assert_array_equal(np.asarray(stacked[0].c)[i], alone[0].c)
-        for found, expected in zip(stacked[1:], alone[1:], strict=True):
-            np.testing.assert_array_equal(np.asarray(found)[i], expected)
-    for before, after in zip((own, theta, c), given, strict=True):
-        np.testing.assert_array_equal(np.asarray(after), before)

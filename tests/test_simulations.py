@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 from safetensors.numpy import load_file
 
-from clients import client_app
+from clients import StateError, client_app
+from clients.node.in_process import InProcessGrid
 from fl_strategies import STRATEGIES, RoundInfo, step_decay
-from fl_strategies.params import format_params, parse_params
-from simulations.compare import configs_for, main
-from simulations.config import RunConfig, knobs
-from simulations.experiment import Summary, app, metrics_of, run, run_in_process
+from fl_strategies.core.params import format_params, parse_params
+from simulations.config import RunConfig, hyperparameters_of
+from simulations.experiment import metrics_of, run, run_in_process
 from simulations.figures import read_history
-from simulations.in_process import InProcessGrid
+from simulations.lab.compare import configs_for, main
+from simulations.results import Summary
+from simulations.worker import app
 
 ROOT = Path(__file__).parents[1]
 SMALL: dict[str, Any] = {"clients": 20, "rounds": 3, "fraction": 0.25}
@@ -41,12 +47,14 @@ def test_the_apps_run_config_has_every_key_with_its_default() -> None:
 def test_the_same_seed_gives_the_same_model_twice_and_another_seed_another(
     algorithm: str, tmp_path: Path
 ) -> None:
-    config = small(tmp_path, algorithm=algorithm, fraction=-1.0)  # the default of each
+    given = {"clients": 10, "rounds": 2, "fraction": -1.0}  # the default of each
+    config = small(tmp_path, algorithm=algorithm, **given)
     first, again = run_in_process(config), run_in_process(config)
     other = run_in_process(replace(config, seed=2))
     assert first.model_sha256 == again.model_sha256 != other.model_sha256
 
 
+@pytest.mark.curves
 def test_a_run_writes_its_results_and_prints_their_absolute_path_last(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,7 +138,7 @@ def test_a_target_is_looked_for_where_models_are_tested(tmp_path: Path) -> None:
 
 def test_the_last_exchange_is_tested_where_rounds_are_skipped(tmp_path: Path) -> None:
     keys = {"algorithm": "fedpd", "params": "eta=1 p=0.5", "fraction": 1.0, "evaluate-every": 100}
-    run_in_process(small(tmp_path, rounds=12, **keys))
+    run_in_process(small(tmp_path, rounds=12, steps=1, **keys))
     rows = [json.loads(row) for row in (tmp_path / "run/history.jsonl").read_text().splitlines()]
     assert 1 < len(rows) < 12
     assert ["test-loss" in row for row in rows] == [False] * (len(rows) - 1) + [True]
@@ -155,8 +163,8 @@ def test_clients_may_evaluate_on_data_of_their_own(tmp_path: Path) -> None:
         ({"partition": "sorted"}, r"unknown partition 'sorted', known are iid, "),
         ({"solver": "newton"}, r"unknown solver 'newton'; known: "),
         ({"params": "rho=0"}, r"rho must be > 0, got 0"),
-        ({"params": "mu=1"}, r"fedadmm has no knob \['mu'\]; it has \['rho', 'eta', "),
-        ({"params": "rho"}, r"a knob is given as name=value, got 'rho'"),
+        ({"params": "mu=1"}, r"fedadmm has no hyperparameter \['mu'\]; it has \['rho', 'eta', "),
+        ({"params": "rho"}, r"a hyperparameter is given as name=value, got 'rho'"),
         ({"evaluate-every": 0}, r"evaluate_every must be >= 1, got 0"),
         ({"fraction": 1.5}, r"fraction must be > 0 and <= 1, got 1.5"),
         ({"clients": 5000}, r"clients must be from 1 to 1437 \(samples\), got 5000"),
@@ -167,7 +175,8 @@ def test_clients_may_evaluate_on_data_of_their_own(tmp_path: Path) -> None:
         ({"momentum": True}, r"momentum must be of type float, got True"),
         ({"state-dir": "here"}, r"state-dir must be an absolute path, got 'here'"),
         ({"fraction-evaluate": 0.5}, r"fraction-evaluate > 0 needs local-test > 0"),
-        ({"dtype": "int8"}, r"dtype must be one of \['float32', 'float64'\], got 'int8'"),
+        ({"dtype": "int8"}, r"dtype must be one of \['float32', 'float64', 'bf.*, got 'int8'"),
+        ({"device": "cuda"}, r"device is 'cuda', which this process .* does not see"),
         ({"output": "/proc/results"}, r"the results folder /proc/results cannot be written"),
         ({"solver": "adagrad", "momentum": 0.9}, r"solver 'adagrad' has no momentum"),
     ],
@@ -182,23 +191,27 @@ def test_bad_input_is_refused_before_any_round(
 
 
 def test_a_state_directory_of_another_algorithm_or_model_is_refused(tmp_path: Path) -> None:
-    from clients import StateError
-
     state = {"state-dir": str(tmp_path / "state")}
     run_in_process(small(tmp_path, **state))
     with pytest.raises(StateError, match="not of 'fedadmm'"):
         run_in_process(small(tmp_path, model="mlp", **state))
 
 
-@pytest.mark.parametrize("dataset", ["synthetic", "mnist", "fashion_mnist", "cifar10"])
+@pytest.mark.parametrize(
+    "datasets_folder", ["few", pytest.param("all", marks=pytest.mark.slow)], indirect=True
+)
+@pytest.mark.parametrize(
+    "dataset",
+    ["synthetic", "mnist", pytest.param("fashion_mnist", marks=pytest.mark.slow), "cifar10"],
+)
 @pytest.mark.parametrize("algorithm", STRATEGIES)
 def test_every_default_is_a_setting_that_runs(
     algorithm: str, dataset: str, datasets_folder: Path, tmp_path: Path
 ) -> None:
-    given = {"rounds": 1, "steps": 1, "fraction": -1.0}
+    given = {"clients": 10, "rounds": 1, "steps": 1, "fraction": -1.0}
     config = small(tmp_path, algorithm=algorithm, dataset=dataset, **given)
     if config.fraction < 1.0:
-        config = replace(config, fraction=0.1)
+        config = replace(config, fraction=0.2)
     assert run_in_process(config).finished
 
 
@@ -213,13 +226,13 @@ def test_compare_gives_each_knob_to_the_algorithms_that_have_it(tmp_path: Path) 
     assert parse_params(avg.params) == {"weights": "uniform"}
     assert parse_params(prox.params) == {"mu": 0.3, "weights": "uniform"}
     assert parse_params(admm.params)["rho"] == 0.2
-    with pytest.raises(ValueError, match="no algorithm here has the knob 'sigma'"):
+    with pytest.raises(ValueError, match="no algorithm here has the hyperparameter 'sigma'"):
         configs_for(["fedavg"], ["sigma=1"], {}, tmp_path)
-    assert all("rho" not in knobs(name) for name in ("fedavg", "fedprox"))
+    assert all("rho" not in hyperparameters_of(name) for name in ("fedavg", "fedprox"))
 
 
 def test_compare_writes_a_summary_a_table_and_figures(tmp_path: Path) -> None:
-    line = "--dataset digits --partition shards --clients 20 --rounds 2 --seed 1"
+    line = "--dataset digits --partition shards --clients 10 --rounds 2 --seed 1"
     names = list(STRATEGIES)
     arguments = [*line.split(), "--algorithms", ",".join(names), "--output", str(tmp_path)]
     summaries = main(arguments)
@@ -263,7 +276,7 @@ def test_compare_takes_zeros_as_they_are(tmp_path: Path) -> None:
         "--algorithms fedadmm --param eta=a:b",
     ],
 )
-def test_compare_refuses_bad_arguments_with_usage_and_exit_code_2(
+def test_compare_refuses_bad_arguments_with_exit_code_2(
     arguments: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -284,8 +297,76 @@ def test_a_run_in_which_every_client_fails_says_why(tmp_path: Path) -> None:
     def broken(context: Any) -> Any:
         raise OSError("no data here")
 
-    with pytest.raises(RuntimeError, match="every client failed in round 1: error 2: OSError: no"):
+    with pytest.raises(RuntimeError, match=r"of 3 rounds in a row was usable: .* OSError: no data"):
         run(config, InProcessGrid(client_app(broken), 20, run_config=config.to_run_config()))
+
+
+def refused(error: type[Exception], said: str, config: RunConfig) -> None:
+    with pytest.raises(error, match=said):
+        run_in_process(config)
+
+
+def test_a_results_folder_is_one_runs_at_a_time(tmp_path: Path) -> None:
+    """A second one is refused before it writes anything, and the first goes on to its end."""
+    config = small(tmp_path, algorithm="fedavg")
+    said = r"run is in use by run fedavg-[0-9a-f]{16} \(process \d+\): wait until"
+
+    def second(info: RoundInfo) -> None:
+        before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+        refused(ValueError, said, config)
+        refused(ValueError, said, small(tmp_path, algorithm="fedprox"))
+        assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+    run_in_process(config, [second])
+    assert len(read_history(tmp_path / "run/history.jsonl")) == 3
+    assert run_in_process(config).finished
+
+
+def test_a_state_directory_is_one_runs(tmp_path: Path) -> None:
+    """Also when that is over; another directory, or an emptied one, does for the next."""
+    first = small(tmp_path, **{"state-dir": str(tmp_path / "state")})
+    summary = run_in_process(first)
+    second = replace(first, output=str(tmp_path / "second"))
+    run_id = json.loads((tmp_path / "run/run.lock").read_text())["run"]
+    said = f"fedadmm holds the state of run '{run_id}': choose another state-dir, or delete"
+    refused(StateError, said, second)
+    refused(StateError, said, first)
+    assert not (tmp_path / "second/history.jsonl").exists()
+    shutil.rmtree(tmp_path / "state/fedadmm")
+    assert run_in_process(second).model_sha256 == summary.model_sha256
+
+
+def test_a_comparison_replaces_the_states_of_its_own_cells_and_no_others(tmp_path: Path) -> None:
+    command = ["--algorithms", "fedadmm", "--clients", "20", "--rounds", "2", "--fraction", "0.25"]
+    states = ["--state-dir", str(tmp_path / "state")]
+    main([*command, *states, "--output", str(tmp_path / "one")])
+    (tmp_path / "one/fedadmm/summary.json").unlink()  # as if it had been killed
+    main([*command, *states, "--output", str(tmp_path / "one")])
+    before = sorted((tmp_path / "state").rglob("*"))
+    with pytest.raises(SystemExit):
+        main([*command, *states, "--output", str(tmp_path / "other")])
+    assert sorted((tmp_path / "state").rglob("*")) == before
+
+
+def test_a_run_whose_rounds_were_all_void_fails_and_is_not_finished(tmp_path: Path) -> None:
+    def lost(request: Message, reply: Message) -> Message | None:
+        return None if request.metadata.message_type == "train" else reply
+
+    config = small(tmp_path, **{"lost-rounds": 0})
+    federation = InProcessGrid(app, 20, run_config=config.to_run_config(), fault=lost)
+    with pytest.raises(RuntimeError, match=r"every round was void \(3 of 3\): the model is still"):
+        run(config, federation)
+    assert not json.loads((tmp_path / "run/summary.json").read_text())["finished"]
+    assert len(read_history(tmp_path / "run/history.jsonl")) == 3
+
+
+@pytest.mark.parametrize("stored", [None, "", "[]", '{"params": 3}'])
+def test_a_run_without_legible_settings_is_not_resumed(stored: str | None, tmp_path: Path) -> None:
+    config = small(tmp_path, algorithm="fedavg", **{"checkpoint-every": 1, "resume": True})
+    run_in_process(config)
+    settings = tmp_path / "run/config.json"
+    settings.unlink() if stored is None else settings.write_text(stored)
+    refused(ValueError, r"config\.json, by which the run is resumed, is damaged", config)
 
 
 def test_one_state_directory_serves_several_algorithms(tmp_path: Path) -> None:
@@ -296,12 +377,12 @@ def test_one_state_directory_serves_several_algorithms(tmp_path: Path) -> None:
 
 
 def test_compare_refuses_bad_input_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "simulations.compare", "--algorithms", "fedavg,fedsvrg"]
+    command = [sys.executable, "-m", "simulations.lab.compare", "--algorithms", "fedavg,fedsvrg"]
     done = subprocess.run(
         [*command, "--output", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert "unknown algorithms ['fedsvrg']; known: ['fed" in done.stderr
+    assert "unknown algorithms ['fedsvrg']; known: ['ditto'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -322,3 +403,75 @@ def test_the_rate_decays_over_the_exchanges_in_which_schedules_are_read(
     exchanges = strategy.exchanges_in(rounds)
     assert exchanges < rounds
     assert strategy.local["lr"] == step_decay(0.4, max(exchanges, 1))
+
+
+# ---- clients' states beyond memory ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("megabytes", [0, 1, 1000])
+def test_states_beyond_a_size_go_to_a_file_without_a_name_and_the_model_is_the_same_to_the_bit(
+    megabytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """120 states of 10 to 20 kB: above 1 MB, far below 1000."""
+    keys = {"clients": 120, "rounds": 3, "fraction": 0.5, "model": "mlp", "steps": 1}
+    expected = run_in_process(small(tmp_path, **keys)).model_sha256
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    seen: list[list[Path]] = []
+    caplog.clear()
+    config = small(tmp_path, **keys, **{"state-memory": megabytes})
+    summary = run_in_process(config, [lambda info: seen.append(list(temporary.iterdir()))])
+    assert summary.model_sha256 == expected
+    assert seen == [[], [], []]  # so that nothing is left even where the process is killed
+    said = [r.getMessage() for r in caplog.records if "temporary file" in r.getMessage()]
+    assert len(said) == (megabytes < 1000)
+    assert all(f"{megabytes} MB" in line and str(temporary) in line for line in said)
+
+
+@pytest.mark.parametrize("limit", [0, 150, 10**9])
+def test_never_are_more_states_in_memory_than_the_limit_and_none_is_lost(limit: int) -> None:
+    """States that grow, shrink and end, of arrays, numbers and words."""
+    app, sizes = ClientApp(), [0, 3, 5, 1, 0, 7, 2]
+    expected: dict[int, RecordDict] = {}
+
+    @app.train()
+    def train(message: Message, context: Any) -> Message:
+        node, turn = context.node_id, context.state.metric_records.get("turn", {"n": 0})["n"]
+        assert context.state == expected.get(node, RecordDict())
+        array = Array(np.arange(sizes[turn], dtype=np.float64) + turn)
+        expected[node] = RecordDict(
+            {
+                "array": ArrayRecord({"w": array}),
+                "turn": MetricRecord({"n": turn + 1}),
+                "word": ConfigRecord({"said": f"{node} in {turn}"}),
+            }
+        )
+        context.state = RecordDict(dict(expected[node]))
+        return Message(RecordDict(), reply_to=message)
+
+    federation = InProcessGrid(app, 5, state_memory=limit)
+    for _ in sizes:
+        requests = [Message(RecordDict(), node, "train") for node in federation.get_node_ids()]
+        assert not any(reply.has_error() for reply in federation.send_and_receive(requests))
+        held = [context.state.array_records for context in federation.contexts.values()]
+        arrays = [
+            array for records in held for record in records.values() for array in record.values()
+        ]
+        assert sum(len(array.data) for array in arrays) <= limit
+
+
+def test_where_a_disk_is_full_the_error_names_it_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_room(data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    file = SimpleNamespace(seek=int, write=no_room, flush=int, close=list)
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **options: file)
+    federation = InProcessGrid(ClientApp(), 1, state_memory=0)
+    (context,) = federation.contexts.values()
+    context.state["array"] = ArrayRecord({"w": Array(np.ones(3))})
+    request = Message(RecordDict(), context.node_id, "train")
+    with pytest.raises(OSError, match=r"states do not fit into .* \(TMPDIR names another .* space"):
+        federation.push_messages([request])

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from clients import FlatModel, LocalTraining, Problem, solve
-from clients.solvers import Info
-from fl_strategies.randomness import stream
-from fl_strategies.subproblem import Subproblem
+from fl_strategies.core.oracle import Solved
+from fl_strategies.core.randomness import stream
+from fl_strategies.core.subproblem import Subproblem
 
 QUADRATIC = quadratics(4)[3]
 """13 examples: mini-batches of 4 leave one of a single example."""
@@ -34,12 +34,12 @@ def run(
     quadratic: Quadratic = QUADRATIC,
     subproblem: Subproblem | None = None,
     seed: int = 1,
-) -> tuple[np.ndarray, Info]:
+) -> tuple[np.ndarray, Solved]:
     subproblem = bent() if subproblem is None else subproblem
-    w, info = solve(
+    solved = solve(
         quadratic.problem(), torch.tensor(START), subproblem, training, stream(seed, "local")
     )
-    return w.numpy(), info
+    return solved.w.numpy(), solved
 
 
 def slope_at(w: np.ndarray, quadratic: Quadratic = QUADRATIC) -> np.ndarray:
@@ -142,6 +142,35 @@ def test_a_solver_is_torchs_optimizer_on_the_subproblems_loss(name: str) -> None
     np.testing.assert_allclose(w, twin(make, batch_size, 3), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight_decay": 0.1},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.7, "nesterov": True, "weight_decay": 0.3},
+    ],
+    ids=str,
+)
+def test_plain_steps_are_torchs_to_the_bit(options: dict[str, Any], dtype: torch.dtype) -> None:
+    """``sgd`` is taken directly, ``SGD`` by ``torch.optim``."""
+    torch.manual_seed(3)
+    x = torch.randn(13, 7)
+    made = []
+    for solver in ("sgd", "SGD"):
+        torch.manual_seed(4)
+        module = nn.Sequential(nn.Linear(7, 19), nn.Tanh(), nn.Linear(19, 3))
+        problem = Problem(FlatModel(module, dtype=dtype), cross_entropy, x, (x.sum(1) > 0).long())
+        start = problem.model.vector.clone()
+        pulled = Subproblem(0.1 * start, 0.3, start)
+        training = LocalTraining(solver=solver, lr=0.07, epochs=4, batch_size=5, **options)
+        made.append(solve(problem, start, pulled, training, stream(1, "local")).w)
+    assert torch.equal(*made)
+    assert not torch.equal(made[0], start)
+
+
 def test_weight_decay_is_a_ridge_on_the_loss() -> None:
     training = LocalTraining(lr=0.05, epochs=3, batch_size=4, momentum=0.5, weight_decay=0.2)
     w, _ = run(training)
@@ -232,8 +261,8 @@ def test_measuring_the_residual_does_not_change_the_training() -> None:
         torch.manual_seed(5)
         training = LocalTraining(epochs=3, batch_size=5, momentum=0.5, residual=residual)
         start = problem.model.vector.clone()
-        w, _ = solve(problem, start, Subproblem(), training, stream(1, "local"))
-        results.append(problem.model.arrays(w))
+        solved = solve(problem, start, Subproblem(), training, stream(1, "local"))
+        results.append(problem.model.arrays(solved.w))
     for plain, measured in zip(*results, strict=True):
         np.testing.assert_array_equal(plain, measured)
 
@@ -242,10 +271,10 @@ def test_a_last_batch_of_one_example_trains_a_model_with_batchnorm() -> None:
     problem = batchnorm_problem()
     start = problem.model.vector.clone()
     training = LocalTraining(epochs=2, batch_size=4)
-    w, info = solve(problem, start, Subproblem(), training, stream(1, "local"))
-    assert info.steps == 8
-    assert w.isfinite().all()
-    assert not torch.equal(w, start)
+    solved = solve(problem, start, Subproblem(), training, stream(1, "local"))
+    assert solved.steps == 8
+    assert solved.w.isfinite().all()
+    assert not torch.equal(solved.w, start)
     # three batches of each epoch have statistics of their own
     assert int(problem.model.module[1].num_batches_tracked) == 6
 
@@ -255,7 +284,7 @@ def test_loss_and_accuracy_are_those_of_the_last_epochs_batches() -> None:
     module = copy.deepcopy(problem.model.module).train()
     training = LocalTraining(epochs=1, batch_size=4, lr=1e-30)  # w stays, so the twin can follow
     torch.manual_seed(5)
-    _, info = solve(
+    solved = solve(
         problem, problem.model.vector.clone(), Subproblem(), training, stream(1, "local")
     )
     torch.manual_seed(5)
@@ -266,8 +295,8 @@ def test_loss_and_accuracy_are_those_of_the_last_epochs_batches() -> None:
             outputs = module(x)
             loss += float(cross_entropy(outputs, y, reduction="sum"))
             right += float((outputs.argmax(1) == y).sum())
-    assert info.loss == pytest.approx(loss / 13, rel=1e-6)
-    assert info.accuracy == right / 13
+    assert float(solved.loss) == pytest.approx(loss / 13, rel=1e-6)
+    assert float(solved.accuracy) == right / 13
 
 
 def test_the_order_of_batches_depends_on_the_stream_only() -> None:
@@ -293,7 +322,7 @@ def test_inputs_are_never_written_to(solver: Any) -> None:
 
 def test_the_result_is_a_vector_of_its_own() -> None:
     problem = QUADRATIC.problem()
-    w, _ = solve(problem, torch.tensor(START), bent(), LocalTraining(), stream(1, "l"))
+    w = solve(problem, torch.tensor(START), bent(), LocalTraining(), stream(1, "l")).w
     before = w.clone()
     problem.model.vector.zero_()
     assert torch.equal(w, before)

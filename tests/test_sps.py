@@ -1,10 +1,4 @@
-"""SPS: closed forms of Polyak's step size, optimizer against rule against a plain loop, its use.
-
-Mutants tried by hand, each caught here: (1) without c, without f*; ||g|| for its square; batches
-below f*, or without a gradient, that step, or that leave a limit of 0; growth without b/n, from lr
-at every step; no step cap; x + eta g; in the solver b/n not handed on, slope and pull left out of
-the loss, their least value not taken off it, its half left out, none for a slope without a pull.
-"""
+"""SPS: closed forms of Polyak's step size, optimizer against rule against a plain loop, its use."""
 
 from __future__ import annotations
 
@@ -15,22 +9,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from problems import DIM, Quadratic, grid, optimum, quadratics
-from test_delta_sgd import (
+from laws import START, train
+from problems import (
     CENTRE,
+    DIM,
     SLOPE,
+    Quadratic,
     Softplus,
     bowl,
     closure_of,
+    grid,
+    optimum,
+    quadratics,
     shared_minimiser,
 )
-from test_laws import START, train
 from torch import nn
 
 from clients import SPS, LocalTraining, solve
 from fl_strategies import STRATEGIES, sps
-from fl_strategies.randomness import stream
-from fl_strategies.subproblem import Subproblem
+from fl_strategies.core.randomness import stream
+from fl_strategies.core.subproblem import Subproblem
 from simulations.config import RunConfig
 
 USUAL = {"c": 0.5, "f_star": 0.0, "growth": 2.0, "batch_share": 1.0, "max_step": 0.0}
@@ -283,15 +281,28 @@ def test_the_solver_is_the_rule_on_the_subproblem_above_its_least_value(
     q = quadratics(4)[3]
     training = LocalTraining(solver="sps", lr=lr, solver_params="f_star=0.001", batch_size=5)
     bent = Subproblem(torch.tensor(SLOPE), pull, torch.tensor(CENTRE))
-    w, _ = solve(q.problem(), torch.tensor(START), bent, training, stream(1, "local"))
+    w = solve(q.problem(), torch.tensor(START), bent, training, stream(1, "local")).w
     expected = by_matrices(q, pull, SLOPE, lr=lr, f_star=0.001)
     np.testing.assert_allclose(w, expected, rtol=1e-9)
+
+
+def test_polyaks_own_step_is_that_of_c_one() -> None:
+    """It minimises the bound ||x - x*||^2 - 2 eta (f - f*) + eta^2 ||g||^2 over eta."""
+    q = quadratics(4)[3]
+    gap, g = q.value(START) - q.value(q.b), q.gradient(START)
+    options = {"f_star": q.value(q.b), "growth": 0.0, "batch_share": 1.0, "max_step": 0.0}
+    loss, square = np.array([q.value(START)]), np.array([g @ g])
+    eta, _ = sps.step_size(loss, square, 1.0, c=1.0, **options)
+    bounds = [-2 * e * gap + e**2 * (g @ g) for e in (0.99 * eta, eta, 1.01 * eta)]
+    assert np.argmin(bounds) == 1
+    paper, _ = sps.step_size(loss, square, 1.0, c=sps.Options().c, **options)
+    np.testing.assert_allclose(paper, 2 * eta, rtol=1e-12)
 
 
 def test_f_alone_is_what_it_looks_at_without_slope_and_pull() -> None:
     q = quadratics(4)[3]
     training = LocalTraining(solver="sps", batch_size=0, solver_params="growth=0")
-    w, _ = solve(q.problem(), torch.tensor(START), Subproblem(), training, stream(1, "local"))
+    w = solve(q.problem(), torch.tensor(START), Subproblem(), training, stream(1, "local")).w
     g = q.gradient(START)
     np.testing.assert_allclose(w, START - 2 * q.value(START) / (g @ g) * g, rtol=1e-12)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import stat
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,23 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Context, RecordDict
-from problems import quadratics
+from problems import grid, quadratics, to_record, to_vector
 
 import clients
 import fl_strategies
-from clients import ContextStore, DirectoryStore, FedADMMClient, LocalTraining, Owner, StateError
-from clients.state import Store, fresh_nonce, peek, settle
+from clients import (
+    ContextStore,
+    DirectoryStore,
+    FedADMMClient,
+    LocalTraining,
+    Owner,
+    StateError,
+    client_id,
+)
+from clients.node.in_process import InProcessGrid
+from clients.node.state import DamagedState, Store, fresh_nonce, peek, settle
+from fl_strategies import FedADMM
+from fl_strategies.core.files import save_arrays
 
 OWNER = Owner("fedadmm", "0123456789abcdef")
 CLIENT = 3
@@ -145,6 +158,24 @@ def test_the_state_of_another_algorithm_or_model_is_refused(
     assert reopen().rounds(OWNER) == [2]
 
 
+@pytest.mark.parametrize("other", ["another", ""])
+def test_the_state_of_another_run_is_refused_and_kept(
+    reopen: Callable[[], Store], other: str
+) -> None:
+    mine, theirs = replace(OWNER, run="one"), replace(OWNER, run=other)
+    reopen().save(mine, 2, version(2))
+    asks: list[Callable[[], Any]] = [
+        lambda: settle(reopen(), theirs, -1),
+        lambda: peek(reopen(), theirs, 2),
+        lambda: reopen().save(theirs, 2, version(3)),
+    ]
+    for ask in asks:
+        with pytest.raises(StateError, match=f"holds the state of run 'one', not of '{other}'"):
+            ask()
+    assert reopen().rounds(mine) == [2]
+    assert_version(reopen().load(mine, 2), 2)
+
+
 def test_saving_does_not_write_into_or_keep_the_callers_arrays(
     reopen: Callable[[], Store],
 ) -> None:
@@ -156,7 +187,7 @@ def test_saving_does_not_write_into_or_keep_the_callers_arrays(
     np.testing.assert_array_equal(reopen().load(OWNER, 4)["w"], [0, 2, 4, 6, 8, 10])
 
 
-def test_nonces_differ() -> None:
+def test_no_two_states_have_the_same_nonce() -> None:
     assert len({fresh_nonce() for _ in range(100)}) == 100
 
 
@@ -179,7 +210,7 @@ def test_clients_share_a_directory_without_seeing_each_other(tmp_path: Path) -> 
         assert_version(stores[client].load(OWNER, 1), client)
 
 
-def test_files_are_their_owners_alone(tmp_path: Path) -> None:
+def test_state_files_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         DirectoryStore(tmp_path / "states", CLIENT).save(OWNER, 5, version(5))
@@ -260,6 +291,78 @@ def test_a_directory_can_be_checked_beforehand(tmp_path: Path) -> None:
         DirectoryStore.check(tmp_path, Owner("fedavg", OWNER.model))
 
 
+def test_a_file_of_another_client_is_refused(tmp_path: Path) -> None:
+    DirectoryStore(tmp_path, CLIENT).save(OWNER, 5, version(5))
+    the_file(tmp_path).rename(tmp_path / "4.5.safetensors")
+    with pytest.raises(StateError, match="holds the state of client 3, not of client 4"):
+        settle(DirectoryStore(tmp_path, 4), OWNER, 5)
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_of_two_runs_that_begin_at_once_one_is_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    """Both find no manifest and write one. Without hard links a look beforehand has to do."""
+
+    def no_links(*_: Any) -> None:
+        raise PermissionError("no hard links here")
+
+    exists = Path.exists
+    if links:
+        monkeypatch.setattr(Path, "exists", lambda p: p.name != "owner.json" and exists(p))
+    else:
+        monkeypatch.setattr(os, "link", no_links)
+    one, other = (replace(OWNER, run=run) for run in ("one", "other"))
+    stores = [DirectoryStore(tmp_path, CLIENT) for _ in range(2)]
+    assert settle(stores[0], one, -1) == settle(stores[1], other, -1) == (-1, None)
+    stores[0].save(one, 5, version(1))
+    with pytest.raises(StateError, match="run 'one', not of 'other'"):
+        stores[1].save(other, 5, version(2))
+    assert_version(stores[0].load(one, 5), 1)
+    assert {path.name for path in tmp_path.iterdir()} == {"owner.json", the_file(tmp_path).name}
+
+
+def test_what_is_no_file_or_has_another_spelling_is_no_version(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path, CLIENT)
+    store.save(OWNER, 5, version(5))
+    (tmp_path / "3.7.safetensors").mkdir()
+    for name in ("3.007.safetensors", "3.\u0663.safetensors", "3.5 (copy).safetensors"):
+        (tmp_path / name).write_bytes(the_file(tmp_path).read_bytes())
+    assert store.rounds(OWNER) == [5]
+    assert settle(store, OWNER, -1) == (-1, None)
+
+
+HEADERS = [
+    {"a": {"dtype": dtype, "shape": shape, "data_offsets": offsets}} | metadata
+    for dtype in ("F64", "BF16", "F8_E4M3", "F4", "I8", "X", None)
+    for shape in ([8], [-1], [2**62, 4], [0, 2**63], "8", None)
+    for offsets in ([0, 64], [64, 0], [0, 2**64], [0], None)
+    for metadata in ({}, {"__metadata__": {"sha256": "x"}}, {"__metadata__": {"sha256": 3}})
+]
+TEXTS = ["", "{", "[]", "3", "null", '"x"', "{}", '{"client": 3}', "[" * 100_000,
+         '{"client": 3, "algorithm": 1, "model": 2, "run": 3}',
+         '{"client": 3, "algorithm": "a", "model": "m", "run": "r", "more": 1}']  # fmt: skip
+
+
+def test_a_made_up_header_or_text_is_a_damaged_state(tmp_path: Path) -> None:
+    """Whatever it claims, and although a made-up text has the right checksum."""
+    store = DirectoryStore(tmp_path, CLIENT)
+    store.save(OWNER, 5, version(5))
+    for header in [json.dumps(header).encode() for header in HEADERS] + [b"[" * 10_000, b"", b"{}"]:
+        the_file(tmp_path).write_bytes(struct.pack("<Q", len(header)) + header + bytes(64))
+        with pytest.raises(DamagedState, match=r"3\.5\.safetensors is damaged: "):
+            store.load(OWNER, 5)
+    for text in TEXTS:
+        save_arrays(the_file(tmp_path), version(5), text)
+        with pytest.raises(DamagedState, match=r"3\.5\.safetensors is damaged: "):
+            store.load(OWNER, 5)
+
+
+def test_what_cannot_be_read_is_a_damaged_state(tmp_path: Path) -> None:
+    with pytest.raises(DamagedState, match=r"3\.5\.safetensors cannot be read: No such file"):
+        DirectoryStore(tmp_path, CLIENT).load(OWNER, 5)
+
+
 @pytest.mark.parametrize("client", [-1, 1.0, "3", "../3", None, True])
 def test_a_client_id_is_a_natural_number(tmp_path: Path, client: Any) -> None:
     with pytest.raises(ValueError, match="client_id must be an int >= 0, got"):
@@ -320,6 +423,53 @@ def test_state_survives_the_store_to_the_bit(reopen: Callable[[], Store]) -> Non
         np.testing.assert_allclose(upload, w + y / rho - before, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("field", ["w", "y", "nonce"])
+def test_a_state_that_lacks_a_field_counts_as_a_lost_state(
+    reopen: Callable[[], Store], field: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, nonce = fit(admm(reopen()), 1, -1)
+    owner = admm(None).keeper.owner({})
+    fields = dict(reopen().load(owner, 1))
+    del fields[field]
+    reopen().save(owner, 1, fields)
+    again, other = fit(admm(reopen()), 1, 1)
+    assert f"client 0 begins anew: the state lacks ['{field}']" in caplog.text
+    np.testing.assert_array_equal(first, again)
+    assert nonce != other
+
+
+# ---- through a run ------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["context", "directory"])
+def federation(request: pytest.FixtureRequest, tmp_path: Path) -> InProcessGrid:
+    """Clients that are made anew for each message, with stores of either kind."""
+    if request.param == "context":
+        return grid(quadratics(3))
+    return grid(quadratics(3), store=lambda c: DirectoryStore(tmp_path, client_id(c)))
+
+
+def started(strategy: FedADMM, federation: InProcessGrid, rounds: int = 1) -> list[Any]:
+    result = strategy.start(federation, to_record(np.zeros(5)), rounds)
+    return [to_vector(result.arrays).tolist(), dict(strategy.faults)]
+
+
+def test_a_directory_of_clients_states_belongs_to_one_run(
+    federation: InProcessGrid, tmp_path: Path
+) -> None:
+    """A second one is refused, training and evaluating; the first goes on as if alone."""
+    one, other, twin = (FedADMM(rho=0.5) for _ in range(3))
+    alone = grid(quadratics(3))
+    assert started(one, federation, 2) == started(twin, alone, 2)
+    assert started(other, federation)[1].keys() == {0, 1, 2}
+    for reason in other.faults.values():
+        assert f"holds the state of run '{one.run.id}', not of '{other.run.id}'" in reason
+    assert other.result.train_metrics_clientapp[1]["clients-used"] == 0
+    assert other.result.evaluate_metrics_clientapp[1]["eval-clients-used"] == 0
+    assert started(one, federation, 2) == started(twin, alone, 2)
+    assert one.result.evaluate_metrics_clientapp[2]["eval-clients-used"] == 3
+
+
 def test_an_algorithm_with_state_needs_a_store() -> None:
     with pytest.raises(ValueError, match="fedadmm keeps state on its clients: give them a store"):
         fit(admm(None), 1, -1)
@@ -329,7 +479,7 @@ def test_state_never_goes_through_pickle() -> None:
     """No module of either half imports pickle or calls what unpickles."""
     suspects = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
     for package in (clients, fl_strategies):
-        files = list(Path(package.__file__).parent.glob("*.py"))
+        files = list(Path(package.__file__).parent.rglob("*.py"))
         assert files
         for path in files:
             for node in ast.walk(ast.parse(path.read_text())):
@@ -348,8 +498,7 @@ def test_state_never_goes_through_pickle() -> None:
 def test_a_tensor_state_on_the_way_in_is_of_the_models_type(reopen: Callable[[], Store]) -> None:
     client = admm(reopen())
     fit(client, 1, -1)
-    _, fields = peek(reopen(), client._owner(), 1)
-    assert fields is not None
-    state = client._from_fields(fields, client.problem.model.vector.float())
+    request = {"acked-round": 1}
+    state = admm(reopen()).keeper.peeked(request, client.problem.model.vector.float()).state
     assert state.w.dtype == state.y.dtype == torch.float32
     assert isinstance(state.rho, float)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,21 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import Quadratic, grid, make_client_app, quadratics, to_record, to_vector
-from test_laws import START, local, train
+from laws import START, local, train
+from problems import (
+    CLIENT_OF,
+    NODES,
+    Quadratic,
+    grid,
+    make_client_app,
+    quadratics,
+    to_record,
+    to_vector,
+)
 
-from clients import LocalTraining
-from fl_strategies import FedADMM, FedAvg, RoundInfo
-from fl_strategies.nodes import Nodes
-from fl_strategies.strategy import LOCAL_KEYS
-from simulations.in_process import FIRST_NODE, InProcessGrid
+from clients.node.in_process import InProcessGrid
+from fl_strategies import FedADMM, FedAvg, FedBC, FederatedStrategy, FedProx, RoundInfo
+from fl_strategies.server.nodes import Nodes
 
 Tamper = Callable[[RecordDict], None]
 
@@ -33,7 +39,7 @@ def tampered(problems: list[Quadratic], client: int, tamper: Tamper) -> InProces
     """Return a federation in which ``tamper`` changes every training reply of ``client``."""
 
     def fault(request: Message, reply: Message) -> Message:
-        mine = request.metadata.dst_node_id == FIRST_NODE + client
+        mine = request.metadata.dst_node_id == NODES[client]
         if mine and request.metadata.message_type == "train":
             content = RecordDict({k: v.copy() for k, v in reply.content.items()})
             tamper(content)
@@ -115,7 +121,7 @@ def test_a_bad_reply_is_left_out_with_one_line_that_names_client_and_reason(
     assert counts == [3, 2, 1, 0]
 
     def silent(request: Message, reply: Message) -> Message | None:
-        mine = request.metadata.dst_node_id == FIRST_NODE + 1
+        mine = request.metadata.dst_node_id == NODES[1]
         return None if mine and request.metadata.message_type == "train" else reply
 
     without_it = averaging().start(grid(problems, fault=silent), to_record(START), 1)
@@ -166,7 +172,7 @@ def test_an_answer_of_a_stranger_and_a_second_answer_are_left_out(
 
 def test_an_error_reply_is_rejected_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     def fault(request: Message, reply: Message) -> Message:
-        mine = request.metadata.dst_node_id == FIRST_NODE
+        mine = request.metadata.dst_node_id == NODES[0]
         if mine and request.metadata.message_type == "train":
             return Message(Error(2, "out of memory"), reply_to=request)
         return reply
@@ -181,7 +187,7 @@ def test_a_round_below_min_replies_is_void_and_says_so(caplog: pytest.LogCapture
     result = one.start(tampered(problems, 1, put("tail", np.array([np.nan]))), to_record(START), 2)
     np.testing.assert_array_equal(to_vector(result.arrays), START)
     assert "round 1 is void: 2 usable replies, at least 3 needed" in caplog.text
-    assert one._acked == {}
+    assert one.ledger.acked == {}
 
 
 def test_more_replies_than_clients_asked_cannot_be_needed() -> None:
@@ -204,7 +210,7 @@ def test_sampling_is_by_fraction_never_below_the_minimum_and_differs_by_round() 
         def send_and_receive(self, messages: Iterable[Message], *, timeout: Any = None) -> Any:
             messages = list(messages)
             if messages and messages[0].metadata.message_type == "train":
-                seen.append([m.metadata.dst_node_id - FIRST_NODE for m in messages])
+                seen.append([CLIENT_OF[m.metadata.dst_node_id] for m in messages])
             return super().send_and_receive(messages, timeout=timeout)
 
     app = make_client_app(quadratics(100))
@@ -234,30 +240,30 @@ def test_a_node_that_comes_back_under_a_new_id_is_the_same_client() -> None:
     restarted, usual = grid(problems), grid(problems)
     one, other = FedADMM(rho=0.5, local=local()), FedADMM(rho=0.5, local=local())
     theta, expected = train(one, restarted, 2), train(other, usual, 2)
-    restarted.contexts[9999] = restarted.contexts.pop(FIRST_NODE + 1)
+    restarted.contexts[9999] = restarted.contexts.pop(NODES[1])
     after = one.start(restarted, to_record(theta), 1).arrays
     np.testing.assert_array_equal(
         to_vector(after), to_vector(other.start(usual, to_record(expected), 1).arrays)
     )
-    assert one.num_clients == 3
+    assert one.population == 3
 
 
 def test_a_connected_clients_id_is_not_taken_over_before_its_node_is_gone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     federation, nodes = grid(quadratics(3)), Nodes(5.0)
-    of_client = {0: FIRST_NODE, 1: FIRST_NODE + 1, 2: FIRST_NODE + 2}
+    of_client = {0: NODES[0], 1: NODES[1], 2: NODES[2]}
     assert nodes.connected(federation) == of_client
-    again = federation.contexts[9999] = federation.contexts[FIRST_NODE + 1]
+    again = federation.contexts[9999] = federation.contexts[NODES[1]]
     for _ in range(3):
         assert nodes.connected(federation) == of_client
-    said = "node 9999 calls itself client 1, which is node 1002 as long as that is connected"
+    said = f"node 9999 calls itself client 1, which is node {NODES[1]} as long as that is connected"
     assert caplog.text.count(said) == 1
     del federation.contexts[9999]
     assert nodes.connected(federation) == of_client
     federation.contexts[9999] = again
     assert nodes.connected(federation) == of_client
-    del federation.contexts[FIRST_NODE + 1]
+    del federation.contexts[NODES[1]]
     assert nodes.connected(federation) == of_client | {1: 9999}
     assert "client 1 is now node 9999" in caplog.text
     assert nodes.known == {0, 1, 2}
@@ -286,7 +292,7 @@ def test_an_app_without_queries_is_known_by_its_node_ids() -> None:
 
     one = averaging()
     train(one, grid(quadratics(2), fault=fault), 1)
-    assert one.nodes.known == {FIRST_NODE, FIRST_NODE + 1}
+    assert one.nodes.known == {NODES[0], NODES[1]}
 
 
 def test_metrics_hold_the_mean_by_examples_and_the_spread_over_clients() -> None:
@@ -333,10 +339,6 @@ def test_callbacks_see_every_round_and_may_end_the_run() -> None:
     assert list(result.evaluate_metrics_serverapp) == [0, 1, 2]
 
 
-def test_the_local_settings_are_the_fields_of_local_training() -> None:
-    assert {field.name.replace("_", "-") for field in fields(LocalTraining)} == LOCAL_KEYS
-
-
 def test_local_settings_may_follow_a_schedule() -> None:
     problems = quadratics(2)
     scheduled = averaging(local=local(lr={0: 0.1, 2: 0.02}))
@@ -364,10 +366,14 @@ def test_a_model_that_cannot_be_trained_is_refused(
         averaging(buffers=buffers).start(grid(quadratics(1)), record, 1)
 
 
-def test_a_config_may_not_set_what_the_strategy_sends() -> None:
-    config = ConfigRecord({"seed": 3})
-    with pytest.raises(ValueError, match=r"train_config must not set \['seed'\]"):
-        averaging().start(grid(quadratics(1)), to_record(START), 1, train_config=config)
+@pytest.mark.parametrize(
+    ("one", "name"), [(FedAvg(), "seed"), (FedBC(), "lambda-max"), (FedProx(), "proximal-mu")]
+)
+def test_a_config_may_not_set_what_the_strategy_sends(one: FederatedStrategy, name: str) -> None:
+    """Also what it leaves absent."""
+    config = ConfigRecord({name: 3})
+    with pytest.raises(ValueError, match=rf"train_config must not set \['{name}'\]"):
+        one.start(grid(quadratics(1)), to_record(START), 1, train_config=config)
 
 
 @pytest.mark.parametrize(

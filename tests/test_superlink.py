@@ -12,12 +12,14 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import descendants, members
 
-from simulations.superlink import flwr_run
+from simulations.lab.superlink import flwr_run
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/stat").exists(), reason="reads processes from /proc"
-)
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads processes from /proc"),
+    pytest.mark.xdist_group("engine"),  # one at a time: each takes all cores
+]
 
 PYPROJECT = """
     [project]
@@ -84,31 +86,6 @@ def app(tmp_path: Path) -> Path:
     return root
 
 
-def processes() -> dict[int, tuple[int, int, str]]:
-    """Parent, group and name by process id, of all that run; zombies do not."""
-    table = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
-        except OSError:  # gone meanwhile
-            continue
-        state, parent, group = rest.split()[:3]
-        if state not in "ZX":
-            table[int(stat.parent.name)] = (int(parent), int(group), name)
-    return table
-
-
-def descendants(pid: int) -> set[int]:
-    """Group of each process below `pid`."""
-    table, below = processes(), {pid}
-    for _ in table:
-        more = {child for child, (parent, _, _) in table.items() if parent in below} - below
-        if not more:
-            break
-        below |= more
-    return {table[child][1] for child in below - {pid}}
-
-
 def group_in(lines: list[str]) -> int:
     """The one process group in which the server and all clients said to be."""
     (line,) = [line for line in lines if line.startswith("groups")]
@@ -116,10 +93,7 @@ def group_in(lines: list[str]) -> int:
     return int(group)
 
 
-def members(group: int) -> list[str]:
-    return [name for _, its_group, name in processes().values() if its_group == group]
-
-
+@pytest.mark.slow
 def test_a_run_completes_and_leaves_nothing(app: Path) -> None:
     lines: list[str] = []
     groups_meanwhile: set[int] = set()
@@ -143,6 +117,7 @@ def test_a_run_completes_and_leaves_nothing(app: Path) -> None:
     assert members(group_in(lines)) == []  # and none of it is left
 
 
+@pytest.mark.slow
 def test_a_failing_app_raises_with_the_end_of_its_log(app: Path) -> None:
     lines: list[str] = []
     with pytest.raises(RuntimeError, match=r"(?s)finished:failed.*ValueError: told to fail"):
@@ -156,12 +131,13 @@ def test_a_refused_run_raises_with_the_reason(app: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.slow
 def test_no_signal_leaves_anything(app: Path, number: signal.Signals) -> None:
     program = (
         "import signal\n"
         # a shell starts what runs in its background with SIGINT ignored
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from simulations.superlink import flwr_run\n"
+        "from simulations.lab.superlink import flwr_run\n"
         "def show(line): print(line, flush=True)\n"
         f"flwr_run({{'then': 'wait'}}, num_supernodes=2, workers=1, app={str(app)!r}, on_line=show)"
     )
@@ -176,7 +152,7 @@ def test_no_signal_leaves_anything(app: Path, number: signal.Signals) -> None:
                 runner.send_signal(number)
         code = runner.wait()
     assert code in (-number, 128 + number), lines
-    deadline = time.monotonic() + 5.0  # after SIGKILL nobody waits for the rest
+    deadline = time.monotonic() + 60.0  # after SIGKILL nobody waits for the rest
     while members(group_in(lines)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert members(group_in(lines)) == []

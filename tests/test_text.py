@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from clients import FlatModel, LocalTraining, Problem, solve
-from fl_strategies.randomness import stream
-from fl_strategies.subproblem import Subproblem
+from fl_strategies.core.randomness import stream
+from fl_strategies.core.subproblem import Subproblem
 from simulations import data, text
 from simulations.models import build
 
@@ -51,7 +51,7 @@ def tokens(*halves: str, length: int) -> list[int]:
     return found + [0] * (length - len(found))
 
 
-def test_a_text_is_its_words_between_markers(words: str, tmp_path: Path) -> None:
+def test_the_tokens_of_a_text_are_its_words_between_markers(words: str, tmp_path: Path) -> None:
     found = data.load(str(ag_news(tmp_path / "own")), tokenizer=words, tokens=12)
     expected = [tokens(sentence, length=12) for sentence in sentences(30)]
     assert np.concatenate([found.x, found.test_x]).tolist() == expected
@@ -93,7 +93,7 @@ def test_texts_are_tokenised_alike_in_one_piece_and_in_many(
     [(256, np.uint8), (257, np.int16), (32_768, np.int16), (32_769, np.int32)],
 )
 def test_tokens_are_kept_in_the_smallest_type_that_holds_them(count: int, kind: type) -> None:
-    assert text._smallest(count) is kind
+    assert text.smallest_type(count) is kind
     assert np.iinfo(kind).max >= count - 1
 
 
@@ -210,7 +210,7 @@ def test_distilbert_as_one_vector_trains_like_an_untouched_copy(tmp_path: Path) 
     assert_trains_like_its_twin(model, some_tokens(6, 12), torch.arange(6) % 4)
 
 
-def test_padding_changes_nothing(bert: str) -> None:
+def test_padding_of_texts_changes_no_output(bert: str) -> None:
     model = build("distilbert", (12,), 4, seed=1, vocabulary=16, source=bert).eval()
     short, long = model(some_tokens(7, 9)), model(some_tokens(7, 20))
     torch.testing.assert_close(short, long, rtol=1e-5, atol=1e-6)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import wandb
+from laws import START, local
 from problems import grid, quadratics, to_record
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_laws import START, local
 from wandb.proto.wandb_internal_pb2 import Record
 
 from fl_strategies import Checkpoints, FedAvg, RoundInfo

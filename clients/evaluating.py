@@ -1,0 +1,65 @@
+"""Measuring models on a client's test samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from clients.learning.model import FlatModel
+from clients.learning.objective import Metrics, Objective
+from clients.learning.replay import kept_generators, seed_generators
+from clients.request import Arrays
+from fl_strategies.core.local import LocalTraining
+
+
+@dataclass(frozen=True)
+class Rest:
+    """The arrays of a model but for its vector: the ``parameters`` received, and ``own`` ones."""
+
+    parameters: Arrays
+    own: Mapping[str, npt.NDArray[Any]] | None
+
+    def load(self, model: FlatModel, w: Tensor) -> None:
+        """Put them and ``w`` [d] into the model."""
+        model.load(self.parameters)
+        model.load_kept(self.own)
+        model.vector.copy_(w)
+
+
+def measured(test: Objective, rest: Rest, w: Tensor) -> Metrics:
+    """Return loss and accuracy of ``w`` [d] on ``test``."""
+    rest.load(test.model, w)
+    return test.evaluate()
+
+
+def named(models: Mapping[str, Metrics], classifies: bool) -> dict[str, float]:
+    """Return the metrics ``own-loss``, ``own-accuracy`` and so on of models by their names."""
+    losses = {f"{name}-loss": found.loss for name, found in models.items()}
+    accuracies = {f"{name}-accuracy": found.accuracy for name, found in models.items()}
+    return losses | (accuracies if classifies else {})
+
+
+def fine_tuned(
+    problem: Objective,
+    rest: Rest,
+    w: Tensor,
+    training: LocalTraining,
+    rng: np.random.Generator,
+) -> Tensor:
+    """Return ``w`` [d] after one gradient step on one mini-batch of ``problem``.
+
+    The other arrays are those of ``rest``; torch's generators stay as they were.
+    """
+    batch_size = 0 if training.full_batch else training.batch_size
+    rest.load(problem.model, w)
+    problem.model.module.train()
+    with kept_generators([w]):
+        seed_generators(int(rng.integers(2**63)), w.device)
+        problem.gradient(*next(problem.batches(rng, batch_size)))
+    rate = training.rate if training.fine_tune_lr == -1.0 else training.fine_tune_lr
+    return w - rate * (problem.model.gradient + training.ridge * w)

@@ -1,0 +1,131 @@
+"""A client's state, between its rounds: read as the server acknowledged it, and written."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from logging import WARNING
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from flwr.common import log
+from torch import Tensor
+
+from clients.learning.arrays import to_numpy
+from clients.node.state import DamagedState, Fields, Owner, Store, fresh_nonce, peek, settle
+from clients.request import Config, round_of
+
+State: TypeAlias = Any
+"""A named tuple of tensors and numbers: what an algorithm's client keeps for the next round."""
+Look: TypeAlias = Callable[[Store, Owner, int | None], tuple[int, Fields | None]]
+
+
+OWN = "own/"
+"""Before the names of the model's own arrays, among a state's fields."""
+
+
+class Kept(NamedTuple):
+    """What a client keeps: all None, or "", where it keeps nothing."""
+
+    state: State | None = None
+    """The algorithm's state; None for a newcomer."""
+    nonce: str = ""
+    """The name of this state, from its beginning on."""
+    arrays: Mapping[str, npt.NDArray[Any]] | None = None
+    """The model's arrays that are the client's own; None for a newcomer."""
+
+
+@dataclass(frozen=True)
+class Keeper:
+    """Keeps the states, of ``state_type``, of one client of ``algorithm`` in ``store``.
+
+    ``kept`` names the model's arrays that are the client's own, which are part of its state;
+    ``state_type`` is None where there is nothing beside. ``signature`` is the model's. A state that
+    is damaged counts as lost, as its nonce will tell the server; one that is another's is a
+    :class:`clients.StateError`.
+    """
+
+    store: Store | None
+    client_id: int
+    algorithm: str
+    state_type: type | None
+    signature: str
+    kept: tuple[str, ...] = ()
+
+    def settled(self, config: Config, like: Tensor) -> Kept:
+        """Return what is kept of the acknowledged round, and drop what is of others.
+
+        The state's vectors are of the type and on the device of ``like``.
+        """
+        if not self.keeps:
+            return Kept()
+        kept = [int(number) for number in str(config.get("kept-rounds", "")).split()]
+        return self._read(self._found(config, functools.partial(settle, kept_rounds=kept)), like)
+
+    def peeked(self, config: Config, like: Tensor) -> Kept:
+        """As :meth:`settled`, but nothing is dropped."""
+        return self._read(self._found(config, peek), like) if self.keeps else Kept()
+
+    def save(self, config: Config, kept: Kept) -> None:
+        """Keep ``kept`` as that of the request's round."""
+        if not self.keeps:
+            return
+        fields = {} if kept.state is None else to_fields(kept.state)
+        fields |= {OWN + name: array for name, array in (kept.arrays or {}).items()}
+        fields["nonce"] = np.frombuffer(kept.nonce.encode(), np.uint8)
+        self._store.save(self.owner(config), round_of(config), fields)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the client keeps anything."""
+        return self.state_type is not None or bool(self.kept)
+
+    def _read(self, fields: Fields | None, like: Tensor) -> Kept:
+        if fields is None:
+            return Kept(nonce=fresh_nonce())
+        state = from_fields(self.state_type, fields, like) if self.state_type else None
+        arrays = {name: fields[OWN + name] for name in self.kept}
+        return Kept(state, fields["nonce"].tobytes().decode(), arrays)
+
+    def _found(self, config: Config, look: Look) -> Fields | None:
+        try:
+            found = look(self._store, self.owner(config), config.get("acked-round"))[1]
+            fields = self.state_type._fields if self.state_type else ()  # type: ignore[attr-defined]
+            names = {*fields, *(OWN + name for name in self.kept), "nonce"}
+            if found is not None and (missing := names - found.keys()):
+                raise DamagedState(f"the state lacks {sorted(missing)}")
+            return found
+        except DamagedState as error:
+            log(WARNING, "client %d begins anew: %s", self.client_id, error)
+            return None
+
+    @property
+    def _store(self) -> Store:
+        if self.store is None:
+            what = "arrays that do not travel" if self.state_type is None else "state"
+            raise ValueError(f"{self.algorithm} keeps {what} on its clients: give them a store")
+        return self.store
+
+    def owner(self, config: Config) -> Owner:
+        """Return whose the states are that a request is about."""
+        return Owner(self.algorithm, self.signature, str(config.get("run-id", "")))
+
+
+def to_fields(state: State) -> dict[str, npt.NDArray[Any]]:
+    """Return a state's tensors and numbers as named arrays."""
+    return {
+        name: to_numpy(value) if isinstance(value, Tensor) else np.asarray(value)
+        for name, value in state._asdict().items()
+    }
+
+
+def from_fields(state_type: Any, fields: Fields, like: Tensor) -> State:
+    """Return the state of named arrays, its vectors of the type and on the device of ``like``."""
+    values = {
+        name: torch.from_numpy(fields[name]).to(like) if fields[name].ndim else fields[name].item()
+        for name in state_type._fields
+    }
+    return state_type(**values)

@@ -1,0 +1,1 @@
+"""Model, data and solvers, in torch."""

@@ -1,0 +1,308 @@
+"""A torch module whose parameters are one vector."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from clients.learning.arrays import copy_into, numpy_type, to_numpy
+from clients.learning.parts import Patterns, digests, split
+from fl_strategies.core.layout import Layout
+
+T = TypeVar("T")
+
+
+class FlatModel:
+    """A module whose trained parameters are views of one vector, and their gradients of another.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Changed in place: its trained parameters become views of ``vector``. Two names of one tied
+        parameter stay tied.
+    train : str or sequence of str, optional
+        Patterns (:data:`.parts.Patterns`) of the parameters that are trained: "head" for all of the
+        module ``head``, "*lora_*" for adapters; ``requires_grad`` is set accordingly. By default
+        those that have it. The others are frozen: they do not travel, and clients whose frozen
+        arrays differ from the server's are refused.
+    share : str or sequence of str, optional
+        Patterns of the arrays, buffers among them, that travel; by default all but the frozen.
+        Trained parameters and buffers that do not are each client's own: they are trained along,
+        by the local solver, and are part of its state, so that clients need a store. All but the
+        head is FedPer's setting (``share="!head"``), all but batch normalisation FedBN's
+        (``share=all_but(module, nn.BatchNorm2d)``).
+    device : torch.device or str, optional
+        Where the module is moved; by default it stays.
+    dtype : torch.dtype, optional
+        Type its floating-point tensors get; by default they keep theirs. A bfloat16 model travels
+        and is kept as float32, which holds each of its numbers; what comes back is rounded to
+        bfloat16. So clients with bfloat16 and float32 models may share a run, if none is frozen.
+    head : str, optional
+        Name of the submodule whose input are the model's features, for algorithms that look at
+        them; by default the ``nn.Linear`` that a forward pass runs last.
+
+    Attributes
+    ----------
+    vector, gradient : Tensor [d]
+        All trained parameters that travel; their gradients (zero where a batch reached none).
+        Convolution filters lie channels-last in them, as convolutions run faster on.
+    trained, trained_gradient : Tensor [d + l]
+        The same followed by the trained parameters that do not travel.
+    names : list of str
+        The arrays that travel, as in ``module.state_dict()``.
+    buffers : tuple of str
+        Those of them that are not trained: running statistics and counters.
+    kept : tuple of str
+        The arrays, trained or not, that do not travel and are each client's own.
+    layout : fl_strategies.core.layout.Layout
+        Names, shapes and types of the arrays that travel, as they do, which names are one tied
+        parameter, and digests of the frozen arrays.
+    layout_options : dict
+        ``buffers``, ``ties`` and ``frozen`` as every strategy takes them:
+        ``FedADMM(**model.layout_options)``.
+
+    Raises
+    ------
+    ValueError
+        If no parameter is trained and shared, a trained one is not of a floating-point type, or
+        their types differ; for a pattern that matches nothing, or an unknown ``head``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        train: Patterns | None = None,
+        share: Patterns | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        head: str | None = None,
+    ) -> None:
+        self.module = module.to(device=device, dtype=dtype)
+        modules = dict(self.module.named_modules())
+        if head is not None and head not in modules:
+            raise ValueError(f"head must be one of the model's modules {[*modules]}, got {head!r}")
+        self._heads = [
+            submodule
+            for name, submodule in modules.items()
+            if name == head or (head is None and isinstance(submodule, nn.Linear))
+        ]
+        parts = split(self.module, train, share)
+        trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        for name, parameter in trained.items():
+            if not parameter.is_floating_point():
+                raise ValueError(f"parameter {name!r} has type {parameter.dtype}, not a float")
+        if len(types := {str(parameter.dtype) for parameter in trained.values()}) > 1:
+            raise ValueError(f"parameters have types {sorted(types)}: choose one by `dtype`")
+        self._shared = [p for name, p in trained.items() if name in parts.shared]
+        self._parameters = self._shared + [p for n, p in trained.items() if n in parts.local]
+        self.trained = torch.cat([p.detach().reshape(-1) for p in self._parameters])
+        self.trained_gradient = torch.zeros_like(self.trained)
+        d = sum(parameter.numel() for parameter in self._shared)
+        self.vector, self.gradient = self.trained[:d], self.trained_gradient[:d]
+        self._slopes = self._views(self.trained_gradient)
+        for parameter, view in zip(self._parameters, self._views(self.trained), strict=True):
+            view.copy_(parameter.data)
+            parameter.data = view
+        self._attach_gradients()
+        tensors = self.module.state_dict(keep_vars=True)
+        self.names = [name for name in tensors if name in parts.travelling]
+        self.buffers, self.kept = parts.buffers, parts.kept
+        self._all = {name: tensor.detach() for name, tensor in tensors.items()}
+        self._tensors = {name: self._all[name] for name in self.names}
+        self._first = {name: to_numpy(self._all[name]).copy() for name in self.kept}
+        self.layout = Layout(
+            {name: tuple(tensor.shape) for name, tensor in self._tensors.items()},
+            {name: numpy_type(tensor.dtype) for name, tensor in self._tensors.items()},
+            frozenset(self.buffers),
+            tuple(
+                group
+                for parameter in self._shared
+                if len(group := tuple(n for n, t in tensors.items() if t is parameter)) > 1
+            ),
+            digests(self._all, parts.frozen),
+        )
+        self.layout_options = {
+            "buffers": self.buffers,
+            "ties": self.layout.ties,
+            "frozen": self.layout.frozen,
+        }
+
+    @property
+    def at_home(self) -> list[str]:
+        """Names of the arrays that do not travel: the frozen ones and the client's own."""
+        return [*self.layout.frozen, *self.kept]
+
+    @property
+    def signature(self) -> str:
+        """A digest of the layout and of what is each client's own."""
+        own = [(name, self._all[name].shape) for name in self.kept]
+        text = f"{self.layout.signature} {own}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16] if own else self.layout.signature
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the arrays that travel, as tensors on the CPU: for an ``ArrayRecord``.
+
+        As in the module's own ``state_dict``, but bfloat16, which NumPy lacks, is float32.
+        """
+        return {name: torch.from_numpy(to_numpy(t).copy()) for name, t in self._tensors.items()}
+
+    def load(self, arrays: Sequence[npt.NDArray[Any]]) -> Tensor:
+        """Copy ``arrays``, in the order of ``names``, into the model; return its vector [d], new.
+
+        Raises ``ValueError`` for a wrong number of arrays, a wrong shape, tied arrays that differ.
+        """
+        if len(arrays) != len(self.names):
+            raise ValueError(
+                f"the client's model has {len(self.names)} arrays, {len(arrays)} were received"
+            )
+        for name, array in zip(self.names, arrays, strict=True):
+            tensor = self._tensors[name]
+            if tuple(tensor.shape) != tuple(array.shape):
+                raise ValueError(
+                    f"array {name!r} of the client's model has shape {tuple(tensor.shape)},"
+                    f" {tuple(array.shape)} was received"
+                )
+        received = dict(zip(self.names, arrays, strict=True))
+        for other, first in self.layout.copies.items():
+            if not np.array_equal(received[other], received[first], equal_nan=True):
+                raise ValueError(
+                    f"arrays {first!r} and {other!r} are one tied parameter of the client's model,"
+                    " and two that differ were received"
+                )
+        for name, array in received.items():
+            copy_into(self._tensors[name], array)
+        return self.vector.clone()
+
+    def load_kept(self, arrays: Mapping[str, npt.NDArray[Any]] | None) -> None:
+        """Put a client's own arrays into the model; None for those that the module came with."""
+        for name in self.kept:
+            copy_into(self._all[name], (self._first if arrays is None else arrays)[name])
+
+    def kept_arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Return copies of the client's own arrays, by name."""
+        return {name: to_numpy(self._all[name]).copy() for name in self.kept}
+
+    def load_all(
+        self, arrays: Sequence[npt.NDArray[Any]], beside: Sequence[str], algorithm: str
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Load the model; return its vector [d], and by name the vectors that follow ``beside`` it.
+
+        Of these vectors each trained parameter comes once. Raises ``ValueError``, which names the
+        ``algorithm``, for a wrong number of arrays.
+        """
+        own, trained = len(self.names), self.layout.trainable
+        expected = own + len(trained) * len(beside)
+        if len(arrays) != expected:
+            parts = ", ".join(("the model", *beside))
+            raise ValueError(
+                f"{algorithm} takes {expected} arrays for {parts}; {len(arrays)} were"
+                f" received. The client's model does not train {list(self.buffers[:3])}, has"
+                f" the tied parameters {list(self.layout.ties[:3])} and keeps {self.at_home[:3]} at"
+                " home: did the strategy get `**model.layout_options`, and"
+                " ArrayRecord(model.state_dict()) to begin with?"
+            )
+        further, vectors = iter(arrays[own:]), {}
+        for name in beside:
+            received = dict(zip(self.names, arrays[:own], strict=True))
+            received |= {n: next(further) for n in trained}
+            received |= {copy: received[n] for copy, n in self.layout.copies.items()}
+            vectors[name] = self.load(list(received.values()))
+        return self.load(arrays[:own]), vectors
+
+    def all_arrays(self, vector: Tensor, beside: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
+        """Return the model's arrays, as :meth:`arrays`, and those of the vectors ``beside`` it."""
+        arrays = self.arrays(vector)
+        for each in beside:
+            arrays += [to_numpy(view).copy() for view in self._views(each)]
+        return arrays
+
+    def arrays(self, vector: Tensor) -> list[npt.NDArray[Any]]:
+        """Return the model's arrays with the trainable ones out of ``vector`` [d], as copies."""
+        views = dict(zip(self.layout.trainable, self._views(vector), strict=True))
+        views |= {copy: views[first] for copy, first in self.layout.copies.items()}
+        return [to_numpy(views.get(name, self._tensors[name])).copy() for name in self.names]
+
+    def with_features(
+        self, forward: Callable[[Tensor, Tensor], T], x: Tensor, y: Tensor
+    ) -> tuple[T, Tensor]:
+        """Return ``forward(x, y)``, which runs the module on x [n, ...], and the features [n, p].
+
+        They come from that very pass, with its dropout masks, and carry its gradients. Raises
+        ``ValueError`` if it ran no head, or one on another number of rows than n.
+        """
+        seen: list[Tensor] = []
+
+        def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            seen.append(inputs[0])
+
+        hooks = [head.register_forward_pre_hook(note) for head in self._heads]
+        try:
+            result = forward(x, y)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if not seen or len(seen[-1]) != len(x):
+            rows = f"{len(seen[-1])} rows for {len(x)} inputs" if seen else "no nn.Linear that runs"
+            raise ValueError(
+                f"features are the input of the model's last linear layer, and it has {rows}:"
+                " name the module whose input they are by FlatModel(module, head=...)"
+            )
+        return result, seen[-1].flatten(1).to(self.vector.dtype)
+
+    def hessian_product(self, value: Tensor, v: Tensor) -> Tensor:
+        """Return ``v`` [d] times the second derivative of ``value``, a scalar that has a graph."""
+        slopes = torch.autograd.grad(value, self._shared, create_graph=True, materialize_grads=True)
+        along = torch.stack(
+            [(slope * u).sum() for slope, u in zip(slopes, self._views(v), strict=True)]
+        ).sum()
+        pieces = torch.autograd.grad(along, self._shared, materialize_grads=True)
+        product = torch.zeros_like(self.vector)
+        for view, piece in zip(self._views(product), pieces, strict=True):
+            view.copy_(piece)
+        return product
+
+    def clear_gradients(self) -> None:
+        """Forget all gradients, before a backward pass."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def collect_gradients(self) -> None:
+        """Put into the gradients what backward passes made since :meth:`clear_gradients`.
+
+        A parameter that they did not reach has 0. The parameters' gradients are then its views.
+        """
+        slopes = [parameter.grad for parameter in self._parameters]
+        reached = [slope is not None for slope in slopes]
+        if not all(reached):
+            self.trained_gradient.zero_()
+        dense = [s.to_dense() if s.is_sparse else s for s in slopes if s is not None]
+        torch._foreach_copy_([*itertools.compress(self._slopes, reached)], dense)
+        self._attach_gradients()
+
+    def _attach_gradients(self) -> None:
+        for parameter, view in zip(self._parameters, self._slopes, strict=True):
+            parameter.grad = view
+
+    def _views(self, vector: Tensor) -> list[Tensor]:
+        """Return the pieces of ``vector``, [d] or [d + l], in the parameters' shapes.
+
+        Filters lie channels-last in them.
+        """
+        of = self._shared if len(vector) == len(self.vector) else self._parameters
+        views = []
+        pieces = torch.split(vector, [parameter.numel() for parameter in of])
+        for piece, parameter in zip(pieces, of, strict=True):
+            if parameter.dim() == 4:
+                outputs, inputs, height, width = parameter.shape
+                views.append(piece.view(outputs, height, width, inputs).permute(0, 3, 1, 2))
+            else:
+                views.append(piece.view(parameter.shape))
+        return views

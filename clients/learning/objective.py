@@ -1,0 +1,316 @@
+"""A client's loss as a function of one vector, whatever kind of data it is a mean over."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from clients.learning.model import FlatModel
+from clients.learning.replay import without_trace
+from fl_strategies.core.local import LocalTraining
+
+Inputs: TypeAlias = Any
+"""What the module is called with: a tensor, a tuple of them, or a dict of them by argument."""
+Batch: TypeAlias = tuple[Inputs, Tensor]
+"""Inputs and targets of some samples, which are the first dimension of each tensor."""
+Loss: TypeAlias = Callable[[Any, Tensor], Tensor]
+"""``loss(outputs, targets)``: the mean over the samples of a batch, a scalar tensor."""
+Penalty: TypeAlias = Callable[[Tensor], Tensor]
+
+CHUNK = 1000
+"""Samples per forward pass where a whole data set is run through the model."""
+
+
+class NoFixedSamples(ValueError):
+    """What needs the same samples twice was asked of data that are drawn anew each time."""
+
+
+class Metrics(NamedTuple):
+    """Mean loss and share of right answers (NaN where targets are no classes) over samples."""
+
+    loss: float
+    accuracy: float
+
+
+class Objective(abc.ABC):
+    """f(w) = mean loss of a model with parameters w over a client's samples.
+
+    A kind of data says how it is cut into mini-batches. What it cannot do it refuses, with the
+    reason, as a ``ValueError``.
+
+    Parameters
+    ----------
+    model : FlatModel
+        Shared: several problems may use one model, each loads what it needs.
+    loss : callable
+        ``loss(outputs, targets)``, the mean over a batch. Of a module that returns a record with
+        ``logits``, as those of transformers do, the outputs are these.
+    penalty : callable, optional
+        ``penalty(vector)``, a scalar added to the loss (a regulariser of w).
+    autocast : torch.dtype, optional
+        Runs the forward pass in this lower precision (``torch.autocast``); w stays as it is.
+    """
+
+    def __init__(
+        self,
+        model: FlatModel,
+        loss: Loss,
+        *,
+        penalty: Penalty | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self.model, self.loss, self.penalty, self.autocast = model, loss, penalty, autocast
+        self._batch_norms = [
+            module
+            for module in model.module.modules()
+            if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        ]
+
+    # ---- what a kind of data adds -----------------------------------------------------------
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Return the number of samples, by which the client weighs."""
+
+    @property
+    @abc.abstractmethod
+    def classifies(self) -> bool:
+        """Whether targets are classes, so that there is an accuracy."""
+
+    @abc.abstractmethod
+    def batches(self, rng: np.random.Generator, batch_size: int) -> Iterator[Batch]:
+        """Yield one epoch of mini-batches in an order drawn from ``rng``; 0 is one full batch.
+
+        The last batch is as large as what remains, one sample at the least.
+        """
+
+    @abc.abstractmethod
+    def chunks(self) -> Iterator[Batch]:
+        """Yield all samples, in their order, in pieces."""
+
+    @property
+    def whole(self) -> Batch:
+        """All samples as one batch; :class:`NoFixedSamples` where there is no such."""
+        raise NoFixedSamples(
+            f"a {type(self).__name__} has no fixed samples: they are drawn anew each time"
+        )
+
+    def draws(self, rng: np.random.Generator, samples: int) -> Iterator[Batch]:
+        """Yield without end batches of so many samples, drawn with replacement."""
+        raise NoFixedSamples(
+            f"a {type(self).__name__} has no fixed samples, from which some could be drawn"
+        )
+
+    def planned(self, training: LocalTraining) -> int:
+        """Return how many mini-batches ``training`` makes of an epoch."""
+        return training.batches(len(self))
+
+    def most_steps(self, training: LocalTraining) -> float:
+        """Return the most local steps that ``training`` may take."""
+        return training.most_steps(len(self))
+
+    def forward(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mean loss on a batch, without penalty, and the outputs."""
+        if self.autocast is None:
+            outputs = called(self.model.module, inputs)
+        else:
+            with torch.autocast(self.model.vector.device.type, self.autocast):
+                outputs = called(self.model.module, inputs)
+            outputs = outputs.to(self.model.vector.dtype)
+        return self.loss(outputs, targets), outputs
+
+    def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return how many of the outputs are right, as a scalar tensor."""
+        return (outputs.argmax(1) == targets).sum()
+
+    # ---- what all kinds do ------------------------------------------------------------------
+
+    def on(self, inputs: Inputs, targets: Tensor) -> Objective:
+        """Return this loss on other samples: a mini-batch that :meth:`batches` yields."""
+        return OneBatch(self, inputs, targets)
+
+    def gradient(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Put f's gradient on a batch into ``model.gradient``; return loss and outputs, detached.
+
+        A batch of one sample runs BatchNorm layers on their running statistics, since it has no
+        variance of its own. Batches above ``CHUNK`` samples go through in pieces. The module must
+        be in training mode.
+        """
+        self.model.clear_gradients()
+        samples = len(targets)
+        with self._normalising(samples):
+            if samples <= CHUNK:
+                value, outputs = self.forward(inputs, targets)
+                value.backward()  # type: ignore[no-untyped-call]
+                loss, outputs = value.detach(), outputs.detach()
+            else:
+                loss, parts = torch.zeros_like(self.model.vector[0]), []
+                for x, y in even_pieces(inputs, targets):
+                    value, outputs = self.forward(x, y)
+                    value = value * (len(y) / samples)
+                    value.backward()  # type: ignore[no-untyped-call]
+                    loss = loss + value.detach()
+                    parts.append(outputs.detach())
+                outputs = torch.cat(parts)
+        self.model.collect_gradients()
+        if self.penalty is not None:
+            w = self.model.vector.detach().requires_grad_()
+            value = self.penalty(w)
+            self.model.gradient.add_(torch.autograd.grad(value, w)[0])
+            loss = loss + value.detach()
+        return loss, outputs
+
+    def hessian_product(self, inputs: Inputs, targets: Tensor, v: Tensor) -> Tensor:
+        """Return f's Hessian on a batch times ``v`` [d]: exact, by differentiating the gradient.
+
+        As for :meth:`gradient`, the module must be in training mode; batches above ``CHUNK``
+        samples and those of one are treated as there.
+        """
+        model, product = self.model, torch.zeros_like(self.model.vector)
+        recurrent = any(isinstance(module, nn.RNNBase) for module in model.module.modules())
+        for x, y in even_pieces(inputs, targets):
+            # fused attention and cuDNN's recurrent layers have no second derivatives
+            with (
+                self._normalising(len(targets)),
+                sdpa_kernel(SDPBackend.MATH),
+                _without_cudnn() if recurrent else nullcontext(),
+            ):
+                value, _ = self.forward(x, y)
+            product += len(y) / len(targets) * model.hessian_product(value, v)
+        if self.penalty is not None:
+            w = model.vector.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.penalty(w), w, create_graph=True)
+            product += torch.autograd.grad(slope.dot(v), w)[0]
+        return product
+
+    def full_gradient(self) -> Tensor:
+        """Put f's gradient on all samples into ``model.gradient``; return the loss, detached.
+
+        Otherwise without effect: running statistics and torch's generators stay as they were.
+        Raises :class:`NoFixedSamples` where there is no such gradient.
+        """
+        inputs, targets = self.whole
+        with without_trace([self.model.vector], self.model.module):
+            loss, _ = self.gradient(inputs, targets)
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self) -> Metrics:
+        """Return mean loss and accuracy of the present parameters on all samples."""
+        self.model.module.eval()
+        loss, right, samples = 0.0, 0, 0
+        for x, y in self.chunks():
+            value, outputs = self.forward(x, y)
+            loss += float(value) * len(y)
+            samples += len(y)
+            if self.classifies:
+                right += int(self.right(outputs, y))
+        mean = loss / samples
+        if self.penalty is not None:
+            mean += float(self.penalty(self.model.vector))
+        return Metrics(mean, right / samples if self.classifies else math.nan)
+
+    def _normalising(self, samples: int) -> AbstractContextManager[None]:
+        """Let BatchNorm use its running statistics where a batch has but one sample."""
+        if samples > 1 or not self._batch_norms:
+            return nullcontext()
+        return _evaluating(self._batch_norms)
+
+
+class OneBatch(Objective):
+    """The loss of another problem on one batch, which is all there is."""
+
+    def __init__(self, of: Objective, inputs: Inputs, targets: Tensor) -> None:
+        self.model, self.loss, self.penalty, self.autocast = of.model, of.loss, of.penalty, None
+        self._batch_norms = of._batch_norms
+        self._of, self._inputs, self._targets = of, inputs, targets
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    @property
+    def classifies(self) -> bool:
+        return self._of.classifies
+
+    @property
+    def whole(self) -> Batch:
+        return self._inputs, self._targets
+
+    def batches(self, rng: np.random.Generator, batch_size: int) -> Iterator[Batch]:
+        yield self.whole
+
+    def chunks(self) -> Iterator[Batch]:
+        yield self.whole
+
+    def forward(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return self._of.forward(inputs, targets)
+
+    def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self._of.right(outputs, targets)
+
+
+def called(module: nn.Module, inputs: Inputs) -> Any:
+    """Return the outputs of ``module`` on ``inputs``, integers among which it gets as int64."""
+    if isinstance(inputs, Tensor):
+        return module(inputs if inputs.is_floating_point() else inputs.long())
+    if isinstance(inputs, Mapping):
+        outputs = module(**{name: _as_called(value) for name, value in inputs.items()})
+    else:
+        outputs = module(*(_as_called(value) for value in inputs))
+    return getattr(outputs, "logits", outputs)
+
+
+def _as_called(value: Any) -> Any:
+    integer = isinstance(value, Tensor) and value.dtype in (torch.uint8, torch.int16, torch.int32)
+    return value.long() if integer else value
+
+
+def even_pieces(inputs: Inputs, targets: Tensor) -> Iterator[Batch]:
+    """Yield a batch in even pieces of at most ``CHUNK`` samples.
+
+    Even, so that none has one sample, which BatchNorm cannot normalise.
+    """
+    count = math.ceil(len(targets) / CHUNK)
+    parts = targets.tensor_split(count)
+    if isinstance(inputs, Tensor):
+        yield from zip(inputs.tensor_split(count), parts, strict=True)
+        return
+    named = isinstance(inputs, Mapping)
+    split = [value.tensor_split(count) for value in (inputs.values() if named else inputs)]
+    for piece, y in zip(zip(*split, strict=True), parts, strict=True):
+        yield (dict(zip(inputs, piece, strict=True)) if named else piece), y
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Do without cuDNN inside.
+
+    ``torch.backends.cudnn.flags`` would set all its flags, ``deterministic`` too, and fails where
+    the user has set ``fp32_precision``, which it reads by its older name.
+    """
+    before = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before
+
+
+@contextmanager
+def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Have the modules, which train, in evaluation mode inside."""
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.train()

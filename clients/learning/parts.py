@@ -1,0 +1,139 @@
+"""Which of a module's arrays are trained, and which are shared.
+
+Arrays are what ``module.state_dict()`` names: parameters and buffers (running statistics).
+
+- *shared*: trained parameters that travel; they are the vector [d] of all rules. So do buffers.
+- *local*: trained parameters, and buffers, that stay with their client: local training moves them
+  along with the rest, and they are part of the client's state.
+- *frozen*: parameters that are not trained. They stay at home; a digest tells whether all have the
+  same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+from torch import Tensor, nn
+
+from clients.learning.arrays import to_numpy
+
+Patterns: TypeAlias = str | Sequence[str]
+"""Names of arrays: a whole name, that of a module (``"head"`` has all that begins with "head."),
+or either with the shell's wildcards (``"*.lora_*"``). With "!" before it a pattern takes out what
+it matches; where all patterns do, they take it out of everything."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Names of arrays, each in the module's order; of tied parameters all names."""
+
+    shared: tuple[str, ...]
+    local: tuple[str, ...]
+    buffers: tuple[str, ...]
+    local_buffers: tuple[str, ...]
+    frozen: tuple[str, ...]
+
+    @property
+    def travelling(self) -> set[str]:
+        """The arrays that requests and replies hold."""
+        return {*self.shared, *self.buffers}
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The arrays that are a client's own."""
+        return self.local + self.local_buffers
+
+
+def all_but(module: nn.Module, *excluded: type[nn.Module] | str) -> tuple[str, ...]:
+    """Return the patterns of all arrays but those of submodules of these types or names.
+
+    ``FlatModel(net, share=all_but(net, nn.BatchNorm2d))`` shares all but batch normalisation.
+    Raises ``ValueError`` for a type of which the module has none.
+
+    Examples
+    --------
+    >>> all_but(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)), nn.BatchNorm1d)
+    ('!1',)
+    """
+    patterns: list[str] = []
+    for one in excluded:
+        if isinstance(one, str):
+            patterns.append(f"!{one}")
+            continue
+        found = [f"!{name}" for name, part in module.named_modules() if isinstance(part, one)]
+        if not found:
+            raise ValueError(f"the model has no {one.__name__}")
+        patterns += found
+    return tuple(patterns)
+
+
+def split(module: nn.Module, train: Patterns | None, share: Patterns | None) -> Parts:
+    """Return the parts of ``module``, by patterns; ``train`` is set at its parameters.
+
+    Without ``train`` those are trained that ask for gradients, without ``share`` all is shared.
+    """
+    tensors = module.state_dict(keep_vars=True)
+    parameters = {n for n, _ in module.named_parameters(remove_duplicate=False)}
+    if train is not None:
+        chosen = matching(train, [n for n in tensors if n in parameters], "train")
+        trained = {id(tensors[name]) for name in chosen}
+        for parameter in module.parameters():
+            if parameter.requires_grad != (id(parameter) in trained):
+                parameter.requires_grad_(id(parameter) in trained)
+    shared = set(tensors if share is None else matching(share, list(tensors), "share"))
+    shared |= {n for n in tensors if any(tensors[n] is tensors[s] for s in shared)}  # tied names
+
+    def those(which: Callable[[str, Tensor], bool]) -> tuple[str, ...]:
+        return tuple(name for name, tensor in tensors.items() if which(name, tensor))
+
+    parts = Parts(
+        those(lambda n, t: n in parameters and t.requires_grad and n in shared),
+        those(lambda n, t: n in parameters and t.requires_grad and n not in shared),
+        those(lambda n, t: n not in parameters and n in shared),
+        those(lambda n, t: n not in parameters and n not in shared),
+        those(lambda n, t: n in parameters and not t.requires_grad),
+    )
+    if not parts.shared + parts.local:
+        raise ValueError("the model has no trainable parameter")
+    if not parts.shared:
+        raise ValueError(f"the model shares no trainable parameter, of {_few(parts.local)}")
+    return parts
+
+
+def matching(patterns: Patterns, names: Sequence[str], what: str) -> list[str]:
+    """Return which of ``names`` the patterns mean; ``ValueError`` for one that matches none."""
+    given = [patterns] if isinstance(patterns, str) else list(patterns)
+    if not given:
+        raise ValueError(f"{what} needs a pattern at least")
+
+    def found(pattern: str) -> set[str]:
+        pattern = pattern.removeprefix("!")
+        hits = {n for n in names if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")}
+        if not hits:
+            raise ValueError(f"{what}: {pattern!r} matches none of the arrays {_few(names)}")
+        return hits
+
+    into = [found(pattern) for pattern in given if not pattern.startswith("!")]
+    out = [found(pattern) for pattern in given if pattern.startswith("!")]
+    chosen = set().union(*into) if into else set(names)
+    return [name for name in names if name in chosen.difference(*out)]
+
+
+def digests(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, str]:
+    """Return by name a digest of each array's shape, type and values, as they would travel."""
+    found = {}
+    for name in names:
+        array = to_numpy(tensors[name])
+        digest = hashlib.sha256(repr((array.dtype.str, array.shape)).encode())
+        digest.update(array.tobytes())
+        found[name] = digest.hexdigest()[:8]
+    return found
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return f"{list(names[:6])}{more}"

@@ -1,0 +1,126 @@
+"""A model, a loss and tensors as one function of one vector."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from clients.learning.model import FlatModel
+from clients.learning.objective import CHUNK, Batch, Loss, Objective, Penalty
+
+BLOCK = 1 << 20
+"""Bytes of inputs that are gathered at a time on a CPU: about what its cache holds."""
+AHEAD = 1 << 16
+"""Row numbers that are drawn at a time, if they are of several draws."""
+
+
+class Problem(Objective):
+    """f(w) = mean loss of a model with parameters w on ``inputs`` [n, ...], ``targets`` [n, ...].
+
+    Parameters
+    ----------
+    model, loss, penalty, autocast
+        As of :class:`.Objective`.
+    inputs, targets : Tensor
+        Placed on the model's device; floating-point inputs get the model's type. Integer inputs
+        (characters, tokens) are stored as they come and reach the module as int64, which
+        embeddings ask for. Images [n, channels, height, width] are stored channels-last, which
+        convolutions run faster on.
+    rows : Tensor, optional
+        Numbers of the rows that are the client's samples; by default all are. So many clients may
+        share tensors, of which each mini-batch is gathered.
+
+    Raises
+    ------
+    ValueError
+        If there is no sample, or numbers of inputs and targets differ.
+    """
+
+    def __init__(
+        self,
+        model: FlatModel,
+        loss: Loss,
+        inputs: Tensor,
+        targets: Tensor,
+        *,
+        rows: Tensor | None = None,
+        penalty: Penalty | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        if len(inputs) == 0 or len(inputs) != len(targets) or (rows is not None and not len(rows)):
+            chosen = "" if rows is None else f" with {len(rows)} rows"
+            raise ValueError(
+                f"a problem needs as many inputs as targets and at least one,"
+                f" got {len(inputs)} and {len(targets)}{chosen}"
+            )
+        super().__init__(model, loss, penalty=penalty, autocast=autocast)
+        device = model.vector.device
+        dtype = model.vector.dtype if inputs.is_floating_point() else inputs.dtype
+        self.inputs = laid_out(inputs.to(device=device, dtype=dtype))
+        self.targets = targets.to(device=device)
+        self.rows = None if rows is None else rows.to(device)
+
+    def __len__(self) -> int:
+        return len(self.inputs if self.rows is None else self.rows)
+
+    @property
+    def classifies(self) -> bool:
+        return not self.targets.is_floating_point()
+
+    @property
+    def whole(self) -> Batch:
+        if self.rows is None:
+            return self.inputs, self.targets
+        return self._gathered(self.rows)
+
+    def batches(self, rng: np.random.Generator, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        if batch_size == 0 or batch_size >= len(self):
+            yield self.whole
+            return
+        order = torch.from_numpy(rng.permutation(len(self))).to(self.inputs.device)
+        if self.rows is not None:
+            order = self.rows[order]
+        for block in torch.split(order, self._at_once(batch_size)):
+            inputs, targets = self._gathered(block)
+            for start in range(0, len(block), batch_size):
+                yield inputs[start : start + batch_size], targets[start : start + batch_size]
+
+    def draws(self, rng: np.random.Generator, samples: int) -> Iterator[tuple[Tensor, Tensor]]:
+        shape = max(1, min(64, AHEAD // samples)), samples
+        for _ in itertools.count():
+            drawn = torch.from_numpy(rng.integers(len(self), size=shape)).to(self.inputs.device)
+            yield from map(self._gathered, drawn if self.rows is None else self.rows[drawn])
+
+    def chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if self.rows is not None:
+            yield from map(self._gathered, torch.split(self.rows, CHUNK))
+            return
+        yield from zip(
+            torch.split(self.inputs, CHUNK), torch.split(self.targets, CHUNK), strict=True
+        )
+
+    def _at_once(self, batch_size: int) -> int:
+        """Return how many rows to gather at a time: whole batches, all of them on a GPU."""
+        if self.inputs.device.type != "cpu":
+            return len(self)
+        each = self.inputs[0].numel() * self.inputs.element_size() * batch_size
+        return batch_size * max(1, BLOCK // max(each, 1))
+
+    def _gathered(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        if self.inputs.dim() == 4 and self.inputs.shape[1] > 1:  # as they lie in memory
+            inputs = self.inputs.permute(0, 2, 3, 1).index_select(0, rows).permute(0, 3, 1, 2)
+        else:
+            inputs = self.inputs.index_select(0, rows)
+        return inputs, self.targets.index_select(0, rows)
+
+
+def laid_out(inputs: Tensor) -> Tensor:
+    """Return ``inputs`` as a problem stores them: images channels-last."""
+    image = inputs.dim() == 4
+    return inputs.contiguous(
+        memory_format=torch.channels_last if image else torch.contiguous_format
+    )

@@ -1,0 +1,89 @@
+"""Evaluating a batch once more as if it had not happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Generators(NamedTuple):
+    """States of torch's generators, from which dropout draws its masks."""
+
+    cpu: Tensor
+    others: dict[torch.device, Tensor]
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor]) -> Generators:
+        """Return the present states: of the CPU's generator and of those of the tensors' devices.
+
+        A device that is no CPU (``cuda``, ``xpu``, ``mps`` ...) draws from a generator of its own.
+        """
+        devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+        drawing = [(device, module) for device in devices if (module := _draws_from(device))]
+        states = {device: module.get_rng_state(*_which(device)) for device, module in drawing}
+        return cls(torch.get_rng_state(), states)
+
+    def restore(self) -> None:
+        """Put the generators back into these states."""
+        torch.set_rng_state(self.cpu)
+        for device, state in self.others.items():
+            _draws_from(device).set_rng_state(state, *_which(device))
+
+
+def _draws_from(device: torch.device) -> Any:
+    """Return torch's module for the device, None where it has no generator (``meta``)."""
+    module = getattr(torch, device.type, None)
+    return module if hasattr(module, "get_rng_state") else None
+
+
+def _which(device: torch.device) -> tuple[torch.device, ...]:
+    """Return the device as an argument, for modules that know more than one."""
+    return () if device.type == "mps" else (device,)
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Do as ``torch.manual_seed`` for those who compute on ``device``, a CPU or not.
+
+    On a CPU the others are left alone: each that is not yet in use would format the call stack.
+    """
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
+@contextmanager
+def kept_buffers(module: nn.Module | None) -> Iterator[None]:
+    """Undo what is done inside to the module's buffers (running statistics, counters)."""
+    buffers = [] if module is None else list(module.buffers())
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+
+
+@contextmanager
+def kept_generators(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Undo what is done inside to torch's generators: the CPU's and those of the devices."""
+    generators = Generators.of(tensors)
+    try:
+        yield
+    finally:
+        generators.restore()
+
+
+@contextmanager
+def without_trace(tensors: Iterable[Tensor], module: nn.Module | None) -> Iterator[None]:
+    """Undo what is done inside to torch's generators and to the module's buffers.
+
+    ``tensors`` tell the devices whose generators are meant.
+    """
+    with kept_generators(tensors), kept_buffers(module):
+        yield

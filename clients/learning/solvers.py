@@ -1,0 +1,230 @@
+"""Local solvers, written once on the subproblem of ``fl_strategies.core.subproblem``.
+
+A solver steps along the gradient of the subproblem: f's on a mini-batch, plus slope, plus pull. It
+is a ``torch.optim.Optimizer`` over one parameter, the model's vector, so any optimizer works with
+any algorithm. Plain ``sgd`` and ``gd`` take the same steps directly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from clients.learning.delta_sgd import DeltaSGD
+from clients.learning.objective import Objective
+from clients.learning.sps import SPS
+from fl_strategies.core.local import TORCH, LocalTraining, build, torch_solver
+from fl_strategies.core.oracle import Solved
+from fl_strategies.core.subproblem import Subproblem
+
+MakeOptimizer: TypeAlias = Callable[..., Optimizer]
+"""``make([parameter], lr=...)``: an optimizer class, or a function that builds one. If it has
+arguments ``module`` or ``batch_share``, it gets the torch module and batch size / data set size."""
+
+SOLVERS: dict[str, MakeOptimizer] = {
+    **{name: torch_solver(name) for name in TORCH},
+    "delta-sgd": DeltaSGD,
+    "sps": SPS,
+}
+"""Solvers by name; ``gd`` and ``lbfgs`` run on the full batch. Any other name is looked up in
+``torch.optim`` (``"RMSprop"``)."""
+
+GRADIENT_ONLY = ("gd", "sgd", "adam", "adagrad", "delta-sgd")
+"""Solvers that do not look at the loss, so that the subproblem's need not be worked out."""
+
+DESCENT = ("gd", "sgd")
+"""Solvers whose steps are taken directly, where they have no ``solver_params``."""
+
+
+class Descent:
+    """``torch.optim.SGD`` on one vector, to the bit, without its bookkeeping of each step."""
+
+    def __init__(self, vector: Tensor, gradient: Tensor, training: LocalTraining) -> None:
+        self.vector, self.gradient = vector, gradient
+        self.rate, self.decay = training.rate, training.weight_decay
+        self.momentum, self.nesterov = training.momentum, training.nesterov
+        self.velocity: Tensor | None = None
+
+    def step(self, closure: Callable[[], Tensor]) -> None:
+        """Take a step; the gradient is written over."""
+        closure()
+        along = self.gradient
+        if self.decay:
+            along.add_(self.vector, alpha=self.decay)
+        if self.momentum:
+            if self.velocity is None:
+                self.velocity = along.clone()
+            else:
+                self.velocity.mul_(self.momentum).add_(along)
+            ahead = along.add_(self.velocity, alpha=self.momentum) if self.nesterov else None
+            along = self.velocity if ahead is None else ahead
+        self.vector.add_(along, alpha=-self.rate)
+
+
+def make_optimizer(
+    training: LocalTraining, parameters: list[torch.nn.Parameter], **offered: Any
+) -> Optimizer:
+    """Return the optimizer over ``parameters``, given what it takes of ``offered``."""
+    make = training.solver
+    if isinstance(make, str):
+        make = SOLVERS[make] if make in SOLVERS else torch_solver(make)
+    optimizer: Optimizer = build(make, training, parameters, **offered)
+    return optimizer
+
+
+def solve(
+    problem: Objective,
+    start: Tensor,
+    subproblem: Subproblem,
+    training: LocalTraining,
+    rng: np.random.Generator,
+    *,
+    previous: Tensor | None = None,
+) -> Solved:
+    """Return an approximate minimiser [d] of (0), found from ``start`` [d], and what was done.
+
+    With ``previous``, the iterate before ``start``, the first step has their difference for its
+    momentum, and the last two iterates are returned. Loss and accuracy are scalar tensors, which
+    stay on the device. Trained arrays that do not travel are trained along in the model, where they
+    stay; slope, pull, box and extrapolation leave them alone.
+    """
+    model = problem.model
+    model.vector.copy_(start)
+    model.module.train()
+    batch_size = 0 if training.full_batch else training.batch_size
+    optimizer = _optimizer(problem, training, batch_size)
+    needs_loss = training.solver not in GRADIENT_ONLY
+    bent = _bend(problem, subproblem, start, needs_loss)
+    epochs, limit = planned(training, problem.planned(training), rng)
+    keeps_previous = training.extrapolation > 0.0 or previous is not None
+    before = start if previous is None else previous
+    steps = done = 0
+    residual = math.nan
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+    while done < epochs:
+        seen = []
+        for x, y in problem.batches(rng, batch_size):
+            first: list[tuple[Tensor, Tensor]] = []
+
+            def closure(x: Tensor = x, y: Tensor = y, first: list[Any] = first) -> Tensor:
+                loss, outputs = problem.gradient(x, y)
+                first.append((loss, outputs))
+                return bent(loss)
+
+            here = model.vector.clone() if keeps_previous else before
+            if training.extrapolation:
+                model.vector.add_(here - before, alpha=training.extrapolation)
+            optimizer.step(closure)  # type: ignore[arg-type]
+            if training.box:
+                model.vector.clamp_(-training.box, training.box)
+            before = here
+            seen.append((*first[0], y))
+            steps += 1
+            if steps == limit:
+                break
+        done += 1
+        if training.residual >= 0.0:
+            bent(problem.full_gradient())
+            if training.ridge:
+                model.trained_gradient.add_(model.trained, alpha=training.ridge)
+            residual = float(model.trained_gradient.dot(model.trained_gradient))
+            if residual <= training.residual:
+                break
+    last = before if previous is not None else None
+    return Solved(model.vector.clone(), last, steps, done, *measured(problem, seen), residual)
+
+
+def planned(training: LocalTraining, per_epoch: int, rng: np.random.Generator) -> tuple[int, int]:
+    """Return how many epochs to run, and the steps at which to end (0: where the epochs end).
+
+    An epoch has ``per_epoch`` mini-batches.
+    What is random is drawn: first the epochs, then the steps.
+    """
+    epochs, limit = training.epochs, training.steps
+    if training.random_epochs:
+        epochs = int(rng.integers(1, training.epochs, endpoint=True))
+    if training.random_steps:
+        limit = int(rng.integers(1, limit, endpoint=True))
+    if limit:
+        epochs = math.ceil(limit / per_epoch)
+    return epochs, limit
+
+
+def measured(
+    problem: Objective, seen: list[tuple[Tensor, Tensor, Tensor]]
+) -> tuple[Tensor, Tensor | float]:
+    """Return mean loss and accuracy, scalars, over batches of (loss, outputs, targets).
+
+    The accuracy is NaN where targets are no classes.
+    """
+    sizes = [len(y) for _, _, y in seen]
+    losses = precise(torch.stack([loss for loss, _, _ in seen]))
+    if len({*sizes}) == 1:
+        loss = losses.mean()
+    else:
+        loss = losses.dot(losses.new_tensor(sizes)) / sum(sizes)
+    if not problem.classifies:
+        return loss, math.nan
+    outputs, targets = (torch.cat([batch[i] for batch in seen]) for i in (1, 2))
+    return loss, precise(problem.right(outputs, targets)) / sum(sizes)
+
+
+def precise(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` in double precision, or in single where the device has no other."""
+    return tensor.float() if tensor.device.type == "mps" else tensor.double()
+
+
+def _optimizer(problem: Objective, training: LocalTraining, batch_size: int) -> Optimizer | Descent:
+    model = problem.model
+    if training.solver in DESCENT and not training.solver_params:
+        return Descent(model.trained, model.trained_gradient, training)
+    parameter = torch.nn.Parameter(model.trained)
+    parameter.grad = model.trained_gradient
+    share = min(1.0, batch_size / len(problem)) if batch_size else 1.0
+    return make_optimizer(training, [parameter], module=model.module, batch_share=share)
+
+
+def _bend(
+    problem: Objective, subproblem: Subproblem, start: Tensor, needs_loss: bool
+) -> Callable[[Tensor], Tensor]:
+    """Return what turns f's gradient, in place, and its loss into the subproblem's."""
+    model = problem.model
+    slope, pull, centre = subproblem
+    sloped = isinstance(slope, Tensor) or slope != 0.0
+    floor = _floor(subproblem, start) if needs_loss else 0.0
+
+    def bent(loss: Tensor) -> Tensor:
+        if sloped:
+            model.gradient.add_(slope)
+            if needs_loss:
+                loss = loss + (slope * model.vector).sum()
+        if pull:
+            apart = model.vector - centre
+            model.gradient.add_(apart, alpha=pull)
+            if needs_loss:
+                loss = loss + (pull / 2) * apart.dot(apart)
+        return loss - floor if needs_loss else loss
+
+    return bent
+
+
+def _floor(subproblem: Subproblem, start: Tensor) -> Tensor | float:
+    """Return the least value of <a, w> + (r/2) ||w - c||^2.
+
+    Taken off the loss, it makes a lower bound of f one of the subproblem's too, as SPS needs.
+    Without a pull there is no least value, and that at ``start`` stands in.
+    """
+    slope, pull, centre = subproblem
+    if not isinstance(slope, Tensor):
+        return 0.0
+    if not pull:
+        value: Tensor = slope.dot(start)
+        return value
+    least: Tensor = (slope * (centre - slope / (2.0 * pull))).sum()
+    return least

@@ -1,0 +1,211 @@
+"""A model, a loss and a ``torch.utils.data`` Dataset or DataLoader as a function of one vector."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from clients.learning.model import FlatModel
+from clients.learning.objective import CHUNK, Batch, Inputs, Loss, Objective, Penalty
+from fl_strategies.core.local import LocalTraining
+
+T = TypeVar("T")
+
+
+class StreamedProblem(Objective):
+    """f(w) = mean loss over samples that are fetched, and perhaps augmented, for each mini-batch.
+
+    A batch is a tuple or list that ends in the targets, the module being called with what is before
+    them; or a mapping such as a tokenizer makes, of which ``target`` names the targets and the
+    module is called with the rest, by name. Tensors are put on the model's device, floating-point
+    ones in the model's type.
+
+    What fetching draws from the generators of torch, NumPy (the global one) and Python's ``random``
+    (augmentation, shuffling, the seeds of a DataLoader's workers) derives from the client's random
+    stream, and leaves these generators as they were.
+
+    What needs the same samples twice is refused: full gradients (and ``residual``, FedPD's oracle
+    II, SCAFFOLD's option I), draws with replacement, and MOON, which looks at each sample in three
+    models.
+
+    Parameters
+    ----------
+    model, loss, penalty, autocast
+        As of :class:`.Objective`.
+    data : Dataset or DataLoader
+        A map-style Dataset is cut into mini-batches as the local settings say. A DataLoader makes
+        them itself: ``batch-size`` must be its own.
+    samples : int, optional
+        How many samples there are, by which the client weighs; needed where the data do not tell.
+    target : str (default "labels")
+        Key of the targets, where a batch is a mapping.
+    collate : callable, optional
+        Makes a batch of a list of a Dataset's items; by default torch's ``default_collate``.
+
+    Raises
+    ------
+    ValueError
+        For data without samples, or an iterable Dataset that is in no DataLoader.
+    """
+
+    def __init__(
+        self,
+        model: FlatModel,
+        loss: Loss,
+        data: Dataset[Any] | DataLoader[Any],
+        *,
+        samples: int | None = None,
+        target: str = "labels",
+        collate: Callable[[list[Any]], Any] = default_collate,
+        penalty: Penalty | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(model, loss, penalty=penalty, autocast=autocast)
+        if isinstance(data, IterableDataset):
+            raise ValueError("an IterableDataset needs a DataLoader, which makes its mini-batches")
+        self.data, self.target, self.collate = data, target, collate
+        of = data.dataset if isinstance(data, DataLoader) else data
+        if samples is None:
+            if not hasattr(of, "__len__"):
+                raise ValueError(f"samples must be given: a {type(of).__name__} has no length")
+            samples = len(of)
+        if samples < 1:
+            raise ValueError(f"a problem needs a sample at least, got {samples}")
+        self.samples = samples
+        self._classifies: bool | None = None
+
+    def __len__(self) -> int:
+        return self.samples
+
+    @property
+    def classifies(self) -> bool:
+        if self._classifies is None:
+            _, targets = next(self._fetched(0, range(1), 1))
+            self._classifies = not targets.is_floating_point()
+        return self._classifies
+
+    def batches(self, rng: np.random.Generator, batch_size: int) -> Iterator[Batch]:
+        if isinstance(self.data, DataLoader):
+            self._check_size(batch_size)
+            yield from self._fetched(int(rng.integers(2**63)), (), 0)
+            return
+        whole = batch_size == 0 or batch_size >= len(self)
+        order = range(len(self)) if whole else rng.permutation(len(self)).tolist()
+        seed = int(rng.integers(2**63))
+        yield from self._fetched(seed, order, len(self) if whole else batch_size)
+
+    def chunks(self) -> Iterator[Batch]:
+        yield from self._fetched(0, range(len(self)), CHUNK)
+
+    def planned(self, training: LocalTraining) -> int:
+        if not isinstance(self.data, DataLoader):
+            return super().planned(training)
+        self._check_size(0 if training.full_batch else training.batch_size)
+        try:
+            return len(self.data)
+        except TypeError:  # of an iterable Dataset
+            return math.ceil(self.samples / (self.data.batch_size or 1))
+
+    def most_steps(self, training: LocalTraining) -> float:
+        if not isinstance(self.data, DataLoader):
+            return super().most_steps(training)
+        steps = training.steps or training.epochs * self.planned(training)
+        return replace(training, steps=steps, random_steps=False).most_steps(len(self))
+
+    def _check_size(self, batch_size: int) -> None:
+        assert isinstance(self.data, DataLoader)
+        own = self.data.batch_size
+        if batch_size == 0 or (own is not None and batch_size != own):
+            asked = batch_size or "the full batch"
+            raise ValueError(
+                f"a DataLoader makes its own mini-batches: batch_size must be {own}, got {asked}"
+            )
+
+    def _fetched(self, seed: int, order: Sequence[int], batch_size: int) -> Iterator[Batch]:
+        """Yield the batches of an epoch; a DataLoader has an order of its own."""
+        if isinstance(self.data, DataLoader):
+            sampler = getattr(self.data, "sampler", None)
+            generators = (self.data.generator, getattr(sampler, "generator", None))
+            with_own = [g for g in generators if g is not None]
+            randomness, loader = Randomness(seed, with_own), self.data
+            found: Iterator[Any] = randomness.during(lambda: iter(loader))
+        else:
+            data, collate, randomness = self.data, self.collate, Randomness(seed)
+            starts = range(0, len(order), batch_size)
+            found = (
+                collate([data[i] for i in order[start : start + batch_size]]) for start in starts
+            )
+        for number in itertools.count():
+            batch = randomness.during(lambda: next(found, None))
+            if batch is None:
+                if number == 0:
+                    raise ValueError(f"the {type(self.data).__name__} has no samples")
+                return
+            yield self._placed(batch)
+
+    def _placed(self, batch: Any) -> Batch:
+        inputs: Inputs
+        if isinstance(batch, Mapping):
+            if self.target not in batch:
+                raise ValueError(f"a batch has no targets {self.target!r}, but {sorted(batch)}")
+            inputs = {n: self._moved(v) for n, v in batch.items() if n != self.target}
+            return inputs, self._moved(batch[self.target])
+        if not isinstance(batch, tuple | list) or len(batch) < 2:
+            raise ValueError(
+                "a batch must be a mapping, or a tuple or list of inputs and targets, got"
+                f" {type(batch).__name__}"
+            )
+        *inputs, targets = map(self._moved, batch)
+        return (inputs[0] if len(inputs) == 1 else tuple(inputs)), targets
+
+    def _moved(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        like = self.model.vector
+        return value.to(like.device, like.dtype if value.is_floating_point() else value.dtype)
+
+
+class Randomness:
+    """States of the generators that fetching draws from, begun at ``seed``.
+
+    Those of torch on the CPU, NumPy and Python, and of torch's ``generators`` given.
+    """
+
+    def __init__(self, seed: int, generators: Sequence[torch.Generator] = ()) -> None:
+        self.generators = [torch.default_generator, *generators]
+        outside = self._states()
+        for generator in self.generators:
+            generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002 - it is what others' transforms draw from
+        self._inside = self._states()
+        self._restore(outside)
+
+    def during(self, action: Callable[[], T]) -> T:
+        """Return what ``action`` does, drawing from these states, which go on from call to call."""
+        outside = self._states()
+        self._restore(self._inside)
+        try:
+            return action()
+        finally:
+            self._inside = self._states()
+            self._restore(outside)
+
+    def _states(self) -> tuple[Any, ...]:
+        of_torch = [generator.get_state() for generator in self.generators]
+        return of_torch, random.getstate(), np.random.get_state()  # noqa: NPY002
+
+    def _restore(self, states: tuple[Any, ...]) -> None:
+        for generator, state in zip(self.generators, states[0], strict=True):
+            generator.set_state(state)
+        random.setstate(states[1])
+        np.random.set_state(states[2])  # noqa: NPY002

@@ -1,0 +1,234 @@
+"""An engine without Ray or network: a Flower Grid that calls the ClientApp in this process.
+
+``Strategy.start`` and ClientApps run on it unchanged, repeatable to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable
+from logging import WARNING
+from typing import IO, Any
+
+import numpy as np
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common import log
+from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
+from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
+
+from fl_strategies.core.hyperparameters import Scalar
+from fl_strategies.core.randomness import stream
+from fl_strategies.core.reasons import of_exception
+
+STATE_MEMORY = 10**9
+"""Bytes of clients' states that stay in memory."""
+CLIENT_APP_RAISED = 2
+"""Flower's error code for an exception in the ClientApp."""
+
+Fault = Callable[[Message, Message], Message | None]
+"""``fault(request, reply)`` returns the reply that arrives in its stead, or None if none does."""
+
+
+def node_ids(count: int) -> list[int]:
+    """Return the ids of the first ``count`` nodes; a larger ``count`` begins with the same ones."""
+    ids = stream(0, "node-ids").integers(2, 2**64, size=count, dtype=np.uint64)
+    return [int(node) for node in ids]
+
+
+class InProcessGrid(Grid):
+    """A federation of ``num_clients`` nodes, each with its own ``context.state``.
+
+    Parameters
+    ----------
+    client_app : ClientApp
+    num_clients : int >= 1
+        Node ``node_ids(num_clients)[i]`` has ``partition-id`` i and ``num-partitions`` as its node
+        config. Like Flower's, these ids are random 64-bit numbers, half of them above 2^63; unlike
+        Flower's they are the same in every run.
+    run_config : dict, optional
+        What the apps find in ``context.run_config``.
+    fault : callable, optional
+        Decides what becomes of each reply, after the client has done its work.
+    state_memory : int >= 0 (default 10^9)
+        Bytes of arrays in clients' ``context.state`` that are kept in memory. The states beyond go
+        to a temporary file, and are empty in ``contexts`` while their clients do not work. The file
+        has no name: the system removes it however the process ends.
+    """
+
+    def __init__(
+        self,
+        client_app: ClientApp,
+        num_clients: int,
+        *,
+        run_config: dict[str, Scalar] | None = None,
+        fault: Fault | None = None,
+        state_memory: int = STATE_MEMORY,
+    ) -> None:
+        if num_clients < 1:
+            raise ValueError(f"num_clients must be >= 1, got {num_clients}")
+        become_server()
+        if state_memory < 0:
+            raise ValueError(f"state_memory must be >= 0, got {state_memory}")
+        self.client_app, self.fault = client_app, fault
+        self._states = _States(state_memory)
+        self._run: Any = None
+        self._replies: dict[str, Message] = {}
+        self._message_ids = itertools.count(1)
+        self.contexts = {
+            node: Context(
+                run_id=1,
+                node_id=node,
+                node_config={"partition-id": i, "num-partitions": num_clients},
+                state=RecordDict(),
+                run_config=dict(run_config or {}),
+            )
+            for i, node in enumerate(node_ids(num_clients))
+        }
+
+    def set_run(self, run: Any) -> None:
+        """Set the run that this grid serves."""
+        self._run = run
+
+    @property
+    def run(self) -> Any:
+        """The run that was set, if any."""
+        return self._run
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        """Return a new request (Flower's deprecated way of making one)."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the ids of all nodes."""
+        return list(self.contexts)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Have each message answered at once; return the ids to pull the replies by."""
+        ids = []
+        for message in messages:
+            message_id = str(next(self._message_ids))
+            ids.append(message_id)
+            reply = self.answer(message)
+            if reply is not None:
+                self._replies[message_id] = reply
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the replies to these messages that arrived and were not pulled before."""
+        return [self._replies.pop(key) for key in message_ids if key in self._replies]
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Return the replies to ``messages``; nothing is waited for."""
+        return self.pull_messages(self.push_messages(messages))
+
+    def answer(self, message: Message) -> Message | None:
+        """Return what the message's node answers, ``None`` where nothing arrives."""
+        context = self.contexts.get(message.metadata.dst_node_id)
+        if context is None:
+            return None
+        self._states.fetch(context)
+        try:
+            reply = self.client_app(_received(message), context)
+        except Exception as error:
+            reply = Message(Error(CLIENT_APP_RAISED, of_exception(error)), reply_to=message)
+        finally:
+            self._states.keep(context)
+        return reply if self.fault is None else self.fault(message, reply)
+
+
+class _States:
+    """The states of clients that do not work: in memory up to ``limit`` bytes, else in a file."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._kept: dict[int, int] = {}
+        self._file: IO[bytes] | None = None
+        self._stored: dict[int, int] = {}
+        self._rooms: dict[int, tuple[int, int]] = {}
+        self._end = 0
+
+    @property
+    def in_memory(self) -> int:
+        """Bytes of the states in memory."""
+        return sum(self._kept.values())
+
+    def fetch(self, context: Context) -> None:
+        """Give the client its state back, before it works."""
+        self._kept.pop(context.node_id, None)
+        length = self._stored.pop(context.node_id, None)
+        if length is not None:
+            assert self._file is not None
+            self._file.seek(self._rooms[context.node_id][0])
+            message = RecordDictProto.FromString(self._file.read(length))
+            context.state = recorddict_from_proto(message)
+
+    def keep(self, context: Context) -> None:
+        """Keep the client's state where there is room, after it worked."""
+        size = _bytes(context.state)
+        if self.in_memory + size <= self.limit:
+            self._kept[context.node_id] = size
+        else:
+            self._store(context)
+
+    def _store(self, context: Context) -> None:
+        folder = tempfile.gettempdir()
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+            weakref.finalize(self, self._file.close)
+            log(
+                WARNING,
+                "clients' states are larger than %g MB (state-memory): those beyond go to a"
+                " temporary file in %s",
+                self.limit / 1e6,
+                folder,
+            )
+        data = recorddict_to_proto(context.state).SerializeToString()
+        offset, room = self._rooms.get(context.node_id, (0, -1))
+        if len(data) > room:
+            offset, self._end = self._end, self._end + len(data)
+            self._rooms[context.node_id] = (offset, len(data))
+        try:
+            self._file.seek(offset)
+            self._file.write(data)
+            self._file.flush()
+        except OSError as error:
+            raise OSError(
+                f"clients' states do not fit into {folder} (TMPDIR names another directory,"
+                f" state-dir one that stays, state-memory keeps more in memory): {error}"
+            ) from error
+        self._stored[context.node_id] = len(data)
+        context.state = RecordDict()
+
+
+def _bytes(state: RecordDict) -> int:
+    records = state.array_records.values()
+    return sum(len(array.data) for record in records for array in record.values())
+
+
+def _received(message: Message) -> Message:
+    """Return ``message`` with records of its own, as it comes over a wire: mods write into them."""
+    received = copy.copy(message)
+    received.content = RecordDict()
+    for key, record in message.content.items():
+        received.content[key] = type(record)(dict(record))  # type: ignore[arg-type]
+    return received
+
+
+def become_server() -> None:
+    """Let this process make messages as a ServerApp does (Flower's runtime sets this otherwise)."""
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1

@@ -1,0 +1,73 @@
+"""What a request says, as a NumPyClient gets it: arrays, and a config of numbers and texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from fl_strategies.core.randomness import stream
+from fl_strategies.core.schedules import check
+
+Config: TypeAlias = Mapping[str, Any]
+Arrays: TypeAlias = list[npt.NDArray[Any]]
+
+
+class Received(NamedTuple):
+    """The vectors that a request brought."""
+
+    theta: Tensor
+    """The model [d]."""
+    beside: Mapping[str, Tensor] = {}
+    """Further vectors [d], by the names in the client's ``beside``."""
+
+
+def value_of(config: Config, name: str) -> Any:
+    """Return ``config[name]``; raise ``ValueError`` if the request lacks it."""
+    if name not in config:
+        raise ValueError(f"the request lacks {name!r}; it has {sorted(config)}")
+    return config[name]
+
+
+def count(config: Config, name: str) -> int:
+    """Return ``config[name]``; raise ``ValueError`` unless it is a whole number >= 1."""
+    value: int = value_of(config, name)
+    check(name, value, low=1, high=2**53, integer=True)
+    return value
+
+
+def round_of(config: Config) -> int:
+    """Return the number of the communication round, 0 where the request names none."""
+    return int(config.get("server-round", 0))
+
+
+def generator(config: Config, purpose: str, number: int, client: int) -> np.random.Generator:
+    """Return the client's generator of ``purpose`` in the round ``number``.
+
+    It is the same whenever it is asked for, but where the request names no communication round:
+    then none is repeated.
+    """
+    if "server-round" not in config:
+        return np.random.default_rng()
+    return stream(int(config.get("seed", 0)), purpose, number, client)
+
+
+def weight_in_secret(arrays: Sequence[npt.NDArray[Any]], samples: int, config: Config) -> int:
+    """Return a client's weight in a masked sum; ``ValueError`` for what the masks would cut off."""
+    largest = max(float(np.abs(array).max(initial=0.0)) for array in arrays)
+    if not largest <= config["secure-range"]:
+        raise ValueError(
+            "the upload's entries must be at most the clipping_range of SecAggPlusWorkflow,"
+            f" {config['secure-range']:g}, in size, got {largest:g}"
+        )
+    if config["secure-alike"]:
+        return int(config["secure-max-weight"])  # the full weight is rounded least
+    if samples > config["secure-max-weight"]:
+        raise ValueError(
+            "the client's samples must be at most the max_weight of SecAggPlusWorkflow,"
+            f" {config['secure-max-weight']:g}, got {samples}"
+        )
+    return samples

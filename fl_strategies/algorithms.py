@@ -1,0 +1,21 @@
+"""Every algorithm, one line each: registries, tables and the laws in the tests derive from it."""
+
+# isort: off
+from fl_strategies.fedsgd import FedSGD as FedSGD
+from fl_strategies.fedavg import FedAvg as FedAvg
+from fl_strategies.fedprox import FedProx as FedProx
+from fl_strategies.fednova import FedNova as FedNova
+from fl_strategies.scaffold import SCAFFOLD as SCAFFOLD
+from fl_strategies.q_fedavg import QFedAvg as QFedAvg
+from fl_strategies.fedadmm import FedADMM as FedADMM
+from fl_strategies.feddyn import FedDyn as FedDyn
+from fl_strategies.fedpd import FedPD as FedPD
+from fl_strategies.fedbc import FedBC as FedBC
+from fl_strategies.per_fedbc import PerFedBC as PerFedBC
+from fl_strategies.bcd.fedbcd import FedBCD as FedBCD
+from fl_strategies.bcd.fedbcd_i import FedBCDI as FedBCDI
+from fl_strategies.bcd.fedbcd_async import FedBCDAsync as FedBCDAsync
+from fl_strategies.ditto import Ditto as Ditto
+from fl_strategies.moon import MOON as MOON
+from fl_strategies.per_fedavg import PerFedAvg as PerFedAvg
+from fl_strategies.pfedme import PFedMe as PFedMe

@@ -1,0 +1,1 @@
+"""FedBCD and what its variants share."""

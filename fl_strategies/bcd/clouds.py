@@ -1,0 +1,270 @@
+"""Cloud servers and their devices: what the strategies of FedBCD share.
+
+Each client is a device of one of V cloud servers. A round's active devices are, per cloud server,
+those whose requests come first by the virtual clock (``fl_strategies.bcd.latency``), which is as
+good as a draw; the clock also tells how long the round would have lasted (``virtual-seconds``).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import numpy as np
+
+from fl_strategies.bcd.latency import Clock
+from fl_strategies.core.hyperparameters import Schedule, choice, number, option
+from fl_strategies.core.records import Upload, Uploads
+from fl_strategies.core.schedules import at, check, values
+from fl_strategies.core.vectors import Vector
+from fl_strategies.server.strategy import FederatedStrategy
+
+Reduce: TypeAlias = Literal["mean", "sum"]
+Assignment: TypeAlias = Literal["modulo", "blocks"]
+
+
+@dataclass(frozen=True)
+class CloudState:
+    """What the server keeps: each client's cloud server, x^0 [d], virtual seconds gone by."""
+
+    cloud_of: Mapping[int, int]
+    origin: Vector
+    seconds: float = 0.0
+
+    def devices(self, cloud: int, clients: Iterable[int]) -> list[int]:
+        """Return those of ``clients`` that belong to ``cloud``, sorted."""
+        return sorted(client for client in clients if self.cloud_of.get(client) == cloud)
+
+
+class CloudStrategy(FederatedStrategy):
+    """Base of FedBCD's strategies.
+
+    ``fraction_train`` is the share of active devices of each cloud server, at least one of each.
+    Raises ``ValueError`` for a box without the initial model, clients that V does not divide, or a
+    summed step above its bound.
+    """
+
+    clock: ClassVar[Clock] = Clock()
+    """The virtual clock; assign another to a strategy before it starts."""
+    step_per_cloud: ClassVar[bool] = False
+    """Whether a server step goes over one cloud server's devices, not over all."""
+
+    gamma: float | Sequence[float] = option(
+        default=1.0,
+        type_name="float > 0, or a sequence of them by client id",
+        about="Pull of a device's model towards its cloud server's, and its weight there (1 by"
+        " default).",
+    )
+    eta_z: Schedule = number(
+        default=0.5,
+        about='Server step; <= 1 with reduce="mean", and eta_z gamma |Q| <= 1 with "sum".',
+        above=0.0,
+        scheduled=True,
+    )
+    zeta: Schedule = number(
+        default=0.9,
+        about="Extrapolation of the devices' steps; 0 is projected gradient descent.",
+        low=0.0,
+        below=1.0,
+        scheduled=True,
+        sent="extrapolation",
+    )
+    box: float | None = number(
+        default=2.0,
+        about="Devices' models stay in [-box, box]^d; None: no bound.",
+        above=0.0,
+        optional=True,
+    )
+    reduce: Reduce = choice(
+        default="mean",
+        choices=("mean", "sum"),
+        about="Whether a server step takes the mean or the sum over devices, weighted by gamma.",
+    )
+    repeats: int = number(default=1, about="K_z, server steps in a round.", integer=True, low=1)
+    servers: int = number(
+        default=1,
+        about="V, cloud servers; must divide the number of clients of the first round.",
+        integer=True,
+        low=1,
+    )
+    assignment: Assignment = choice(
+        default="modulo",
+        choices=("modulo", "blocks"),
+        about="Whether the p-th client, by id, belongs to cloud server p mod V, or p-th of V equal"
+        " blocks. A client that comes later joins the cloud server with the fewest; with"
+        ' reduce="sum" it does not take part if eta_z gamma |Q| would exceed 1 with it, and the log'
+        " says so.",
+    )
+
+    def __post_init__(self) -> None:
+        gamma = self.gamma
+        numbers = isinstance(gamma, Sequence) and not isinstance(gamma, str) and len(gamma) > 0
+        if not (numbers or isinstance(gamma, int | float)):
+            raise ValueError(f"gamma must be a number > 0 or a sequence of them, got {gamma!r}")
+        self.gammas = (gamma,) if isinstance(gamma, int | float) else tuple(gamma)
+        for value in self.gammas:
+            check("gamma", value, above=0.0)
+        if self.reduce == "mean":
+            check("eta_z", self.eta_z, above=0.0, high=1.0, scheduled=True)
+        super().__post_init__()
+        for name, own in (("box", self.box or 0.0), ("extrapolation", self.zeta)):
+            given = self.local.get(name, 0.0)
+            if given != 0.0 and given != own:
+                raise ValueError(f"{name} of local is this strategy's to set ({own}), got {given}")
+        self._check_step(max(1, self.min_available_nodes))
+        self._left_out: set[int] = set()
+
+    @property
+    def scalar_bounds(self) -> Mapping[str, tuple[float, float]]:
+        return {"work": (1.0, 2.0**53)}
+
+    def first_state(self, theta: Vector) -> CloudState:
+        """Return the state of a server that has met nobody."""
+        return CloudState({}, theta)
+
+    def begin(self, state: Any, theta: Vector) -> Any:
+        far = float(np.abs(theta).max())
+        if self.box is not None and far > self.box:
+            raise ValueError(
+                f"box must hold the initial model, whose largest entry is {far:g}, got {self.box:g}"
+            )
+        return state
+
+    def check_clients(self, clients: int) -> None:
+        if clients % self.servers:
+            raise ValueError(
+                f"servers must divide the number of clients, {clients}, got {self.servers}"
+            )
+        self._check_step(clients)
+
+    def _check_step(self, clients: int) -> None:
+        devices = clients // self.servers if self.step_per_cloud else clients
+        self._check_bound(max(self.gammas) * devices, f"|Q| = {devices} devices")
+
+    def _check_bound(self, weight: float, whose: str) -> None:
+        bound = max(values(self.eta_z)) * weight
+        if self.reduce == "sum" and bound > 1.0 + 1e-9:  # weights are sums, which are rounded
+            raise ValueError(
+                f'eta_z * gamma * |Q| must be <= 1 with reduce="sum", got {bound:g}'
+                f' for {whose}; reduce="mean" has no such bound'
+            )
+
+    def check_one_more(self, state: Any, cloud: int, gamma: float) -> None:
+        """Raise ``ValueError`` if a summed step must not go over one device more of ``cloud``.
+
+        ``gamma`` is that of the device, or the sum of several devices'.
+        """
+        clouds = [cloud] if self.step_per_cloud else range(self.servers)
+        weight = sum(self.weight_of(state, n) for n in clouds)
+        self._check_bound(
+            weight + gamma, f"one device more, beside gammas that add up to {weight:g}"
+        )
+
+    def weight_of(self, state: Any, cloud: int) -> float:
+        """Return the sum of the gammas of all devices of ``cloud``."""
+        return sum(self.gamma_of(client) for client, n in state.cloud_of.items() if n == cloud)
+
+    def gamma_of(self, client: int) -> float:
+        """Return the client's gamma; raise ``ValueError`` if the sequence given ends before it."""
+        if len(self.gammas) > 1 and client >= len(self.gammas):
+            raise ValueError(f"gamma must have a value for client {client}, got {len(self.gammas)}")
+        return self.gammas[client if len(self.gammas) > 1 else 0]
+
+    def tell(self, state: Any, server_round: int, client: int) -> Mapping[str, Any]:
+        return {"box": self.box or 0.0, "gamma": self.gamma_of(client)}
+
+    # ---- devices ------------------------------------------------------------------------------
+
+    def joined(self, state: Any, client: int) -> Any:
+        """Return the state once ``client``, which has its cloud server, is a device of it."""
+        return state
+
+    def meet(self, state: Any, clients: Iterable[int]) -> Any:
+        """Give every client without a cloud server one, but for whom a summed step has no room."""
+        new = sorted(self.nodes.known - state.cloud_of.keys() - self._left_out)
+        if not new:
+            return state
+        first: dict[int, int] = {}
+        if not state.cloud_of:
+            self.check_clients(len(new))
+            size = len(new) // self.servers
+            modulo = self.assignment == "modulo"
+            first = {c: p % self.servers if modulo else p // size for p, c in enumerate(new)}
+        state = replace(state, cloud_of={**state.cloud_of, **first})
+        sizes = [list(state.cloud_of.values()).count(n) for n in range(self.servers)]
+        for client in new:
+            if client not in state.cloud_of:
+                cloud = sizes.index(min(sizes))
+                try:
+                    self.check_one_more(state, cloud, self.gamma_of(client))
+                except ValueError as error:  # no reason to end a run for the others
+                    self._left_out.add(client)
+                    logging.getLogger("flwr").warning(
+                        "client %d does not take part: %s", client, error
+                    )
+                    continue
+                sizes[cloud] += 1
+                state = replace(state, cloud_of={**state.cloud_of, client: cloud})
+            state = self.joined(state, client)
+        return state
+
+    def active(self, server_round: int, cloud: int, clients: Iterable[int]) -> list[int]:
+        """Return the active devices of ``cloud`` among ``clients``: the first to call."""
+        devices = self.state.devices(cloud, clients)
+        return self.first_to_call(server_round, devices, self.active_size(len(devices)))
+
+    def active_size(self, devices: int) -> int:
+        """Return how many of a cloud server's devices are active."""
+        least = math.ceil(self.min_train_nodes / self.servers)
+        return min(devices, max(int(self.fraction_train * devices + 1e-9), least))
+
+    def first_to_call(self, server_round: int, clients: Collection[int], size: int) -> list[int]:
+        """Return the ``size`` clients whose requests arrive first by the virtual clock, sorted."""
+        arrival = {c: self.clock.arrival(self.seed, server_round, c) for c in clients}
+        return sorted(sorted(clients, key=lambda client: arrival[client])[:size])
+
+    def choose(self, server_round: int, nodes: Mapping[int, int]) -> list[int]:
+        clouds = range(self.servers)
+        return sorted(c for n in clouds for c in self.active(server_round, n, nodes))
+
+    # ---- rounds -------------------------------------------------------------------------------
+
+    def weight(self, upload: Upload) -> float:
+        return self.gamma_of(upload.client)
+
+    def end_round(
+        self, before: Any, state: Any, uploads: Uploads, metrics: Mapping[str, Any]
+    ) -> tuple[Any, dict[str, float]]:
+        """Return the state at the end of the round by the virtual clock, void or not."""
+        state = self.ended(state, uploads)
+        return state, {"virtual-seconds": state.seconds}
+
+    def ended(self, state: Any, uploads: Uploads) -> Any:
+        """Return the state with the virtual seconds, from the start of the run, to its end."""
+        work = {client: row["work"] for client, row in self.run.clients.items()}
+        took = self.duration(uploads.round, uploads.asked, work)
+        return replace(state, seconds=state.seconds + took)
+
+    def duration(
+        self, server_round: int, clients: Iterable[int], work: Mapping[int, float]
+    ) -> float:
+        """Return the virtual seconds that the slowest of ``clients`` takes.
+
+        ``work`` is the K of the usable replies; one without counts with K = 1.
+        """
+        times = [
+            self.clock.latency(self.seed, server_round, client, work.get(client, 1.0))
+            for client in clients
+        ]
+        return max(times, default=0.0)
+
+    def step(self, server_round: int) -> dict[str, Any]:
+        """Return the arguments of a server step."""
+        return {
+            "rate": at(self.eta_z, server_round),
+            "reduce": self.reduce,
+            "repeats": self.repeats,
+        }

@@ -1,0 +1,223 @@
+"""FedBCD: every device keeps a model of its own, tied to a global one by a quadratic penalty.
+
+The problem is, over the devices' models x_i in a box X and the global model z,
+
+    min  sum_i f_i(x_i) + (gamma_i/2) ||x_i - z||^2                             (1)
+
+by block coordinate descent: active devices move their x_i, then z moves towards all of them. Round
+with the model z received, for each active device i, K_i ~ U{1..K} times (ASPG):
+
+    e  = x + zeta (x - x_prev)                                                  (2)
+    x+ = Proj_X( e - eta_x ( grad f_i(e) + gamma_i (e - z) ) )                  (3)
+
+and at the server, over ALL devices, those that were not active with their last x_i, K_z times:
+
+    z <- z - eta_z sum_i gamma_i (z - x_i)                              "sum"   (4)
+    z <- z - eta_z (z - sum_i gamma_i x_i / sum_i gamma_i)              "mean"  (5)
+
+x_i, x_prev  device's model [d] and the iterate before it, kept by the device between rounds, so
+             that its momentum goes on; X = [-box, box]^d
+z            global model [d]; a point where (2)-(5) rest is a stationary point of (1)
+K            local epochs (``local={"epochs": 5, "random-epochs": True}``, the paper's experiments),
+             or mini-batches (``{"steps": 5, "random-steps": True}``, its Algorithm 1)
+eta_x        ``lr``; (2)-(3) are the step of the solver ``sgd`` or ``gd``. Another solver takes its
+             own step from e in place of (3)'s gradient step, and is projected alike
+
+The server keeps S = sum_i gamma_i x_i, not every x_i: devices upload x_i+ - x_i, and an upload
+whose reply was lost is undone by its device, so that S stays the sum of the devices' x_i.
+
+- A device that never took part counts with x_i = x^0, the model the run began with. Its first
+  message uploads x_i whole, in whose stead the server takes x^0 out of S. It starts from the z
+  received, as x^0 does not travel again (the paper starts it from x^0; the same in round 1).
+- A device that lost its state cannot subtract what it last sent. It begins anew as one device more,
+  whose x_i is added to S and gamma_i to sum gamma_i; what it was before counts on as a device that
+  is never active again, with its last x_i. So S stays a sum over devices and z between them all,
+  with a bias of one part in their number per loss. ``lost_state="refuse"`` leaves such a one out.
+
+(4) is the paper's; (5), the default, is its authors' code, and is (4) with eta_z / sum gamma_i. (4)
+needs eta_z gamma |Q| <= 1 (Assumption 4), with |Q| all devices here, as the paper's synchronous
+form is that of one server. It is checked again when a device is added or begins anew: one for which
+there is no room takes no part, or its reply is left out as with ``lost_state="refuse"``.
+
+Other deviations of the authors' code, each an option: a penalty gamma ||x - z||^2 with gamma = 2,
+which under (5) is gamma = 4 here; K counts mini-batches; heavy ball 0.9 with weight decay 1e-4 in
+place of (2); no box: ``FedBCD.authors_rule``, ``authors_local``.
+
+Reference: Wu, Scaglione, Wai, Karakoc, Hreinsson, Ma, "Federated Block Coordinate Descent Scheme
+for Learning Global and Personalized Models", AAAI 2021, Algorithm 1 and eqs. 4-5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+from fl_strategies.bcd.clouds import CloudState, CloudStrategy, Reduce
+from fl_strategies.core.hyperparameters import Scalar
+from fl_strategies.core.oracle import Oracle, Solved, Step
+from fl_strategies.core.records import BadReply, Upload, Uploads
+from fl_strategies.core.subproblem import Subproblem
+from fl_strategies.core.vectors import Vector
+from fl_strategies.server.algorithm import Card
+
+
+class State(NamedTuple):
+    """What a device keeps: x, the iterate before it, and whether the server's sum holds x (1)."""
+
+    x: Vector
+    previous: Vector
+    booked: float
+
+
+class Sum(NamedTuple):
+    """What a server keeps of its devices: S = sum_i gamma_i x_i [d], and sum_i gamma_i."""
+
+    total: Vector = 0.0
+    weight: float = 0.0
+
+
+def first_state(z: Vector) -> State:
+    """Return the state of a device that has never taken part, or that lost its state."""
+    return State(x=z, previous=z, booked=0.0)
+
+
+def work(solved: Solved, by_steps: bool) -> Any:
+    """Return K, what a solve counts as: its mini-batch steps, or its epochs."""
+    return solved.steps if by_steps else solved.epochs
+
+
+def client_rule(
+    state: State, z: Vector, oracle: Oracle, *, gamma: float, by_steps: bool = False
+) -> Step:
+    """Return the device's next state, by (2)-(3), and its upload: x+ - x, or x+ if not booked."""
+    pulled = Subproblem(pull=gamma, centre=z)
+    solved = oracle.solve(state.x, pulled, previous=state.previous)
+    scalars = {"work": work(solved, by_steps), "fresh": 1 - state.booked}
+    upload = solved.w - state.booked * state.x
+    return Step(upload, State(solved.w, solved.previous, 1.0), scalars, solved)
+
+
+def booked(book: Sum, change: Vector, *, gamma: float, devices: int = 0) -> Sum:
+    """Return the sum with a device's ``change``, and with ``devices`` more of its gamma."""
+    return Sum(book.total + gamma * change, book.weight + devices * gamma)
+
+
+def mean(zs: Sequence[Vector]) -> Vector:
+    """Return the mean of the servers' models."""
+    return sum(zs[1:], zs[0]) / len(zs)
+
+
+def server_rule(
+    zs: Sequence[Vector], books: Sequence[Sum], *, rate: float, reduce: Reduce, repeats: int = 1
+) -> list[Vector]:
+    """Return the servers' models after ``repeats`` steps, each by (4) or (5) from their mean."""
+    for _ in range(repeats):
+        w = mean(zs)
+        apart = [book.weight * w - book.total for book in books]
+        by = [1.0 if reduce == "sum" else book.weight for book in books]
+        zs = [w - rate * (a / b) for a, b in zip(apart, by, strict=True)]
+    return list(zs)
+
+
+@dataclass(frozen=True)
+class ServerState(CloudState):
+    """What the server keeps beside: each cloud server's sum."""
+
+    books: tuple[Sum, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "books", tuple(Sum(*book) for book in self.books))
+
+
+Kept = TypeVar("Kept", bound=ServerState)
+
+
+class BookedStrategy(CloudStrategy):
+    """A strategy whose cloud servers keep the sums of all their devices' last models."""
+
+    books_changes = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._anew: dict[int, float] = {}
+
+    @property
+    def scalar_bounds(self) -> Mapping[str, tuple[float, float]]:
+        return {**super().scalar_bounds, "fresh": (0.0, 1.0)}
+
+    def first_state(self, theta: Vector) -> ServerState:
+        return ServerState({}, theta, books=(Sum(),) * self.servers)
+
+    def joined(self, state: Any, client: int) -> Any:
+        gamma, books = self.gamma_of(client), list(state.books)
+        cloud = state.cloud_of[client]
+        books[cloud] = booked(books[cloud], state.origin, gamma=gamma, devices=1)
+        return replace(state, books=tuple(books))
+
+    def weight_of(self, state: ServerState, cloud: int) -> float:
+        weight: float = state.books[cloud].weight
+        return weight
+
+    def meet(self, state: Any, clients: Iterable[int]) -> Any:
+        self._anew = {}
+        return super().meet(state, clients)
+
+    def accept(self, upload: Upload) -> Upload:
+        if not upload.newcomer and upload.scalars["fresh"] > 0.0:
+            cloud, gamma = self.state.cloud_of[upload.client], self.gamma_of(upload.client)
+            among = [cloud] if self.step_per_cloud else list(self._anew)
+            begun = sum(self._anew.get(n, 0.0) for n in among)
+            try:
+                self.check_one_more(self.state, cloud, begun + gamma)
+            except ValueError as error:
+                raise BadReply(f"it begins anew beside what it was: {error}") from None
+            self._anew[cloud] = self._anew.get(cloud, 0.0) + gamma
+        return upload
+
+    def with_uploads(self, state: Kept, uploads: Iterable[Upload]) -> Kept:
+        """Return the state with the uploads taken into the cloud servers' sums."""
+        books = list(state.books)
+        for upload in uploads:
+            vector, fresh = upload.vector, upload.scalars["fresh"] > 0.0
+            cloud, gamma = state.cloud_of[upload.client], self.gamma_of(upload.client)
+            change = vector - state.origin if fresh and upload.newcomer else vector
+            again = int(fresh and not upload.newcomer)
+            books[cloud] = booked(books[cloud], change, gamma=gamma, devices=again)
+        return replace(state, books=tuple(books))
+
+    def sent(self, client: int) -> Vector:
+        """Return the model [d] that ``client`` got in this round."""
+        return self.theta
+
+    def reference(self, upload: Upload) -> Vector | float:
+        fresh = upload.scalars["fresh"] > 0.0  # which uploads its model whole
+        return self.sent(upload.client) if fresh else 0.0
+
+
+class FedBCD(BookedStrategy):
+    """FedBCD's server half, sync-cloud; see the module's docstring for the rule."""
+
+    algorithm = "fedbcd"
+    card = Card(
+        "FedBCD",
+        "personalized models tied to cloud servers by a penalty",
+        keeps="model, last iterate",
+        paper="Wu et al., AAAI 2021",
+    )
+    authors_rule: ClassVar[Mapping[str, Any]] = {"gamma": 4.0, "zeta": 0.0, "box": None}
+    authors_local: ClassVar[Mapping[str, Scalar]] = {
+        "momentum": 0.9,
+        "weight-decay": 1e-4,
+        "steps": 5,
+        "random-steps": True,
+    }
+
+    def aggregate(
+        self, state: ServerState, theta: Vector, uploads: Uploads
+    ) -> tuple[Vector, ServerState]:
+        state = self.with_uploads(state, uploads)
+        total = sum(book.total for book in state.books)
+        everyone = Sum(total, sum(book.weight for book in state.books))
+        (z,) = server_rule([theta], [everyone], **self.step(uploads.round))
+        return z, state

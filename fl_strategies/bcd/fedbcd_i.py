@@ -1,0 +1,174 @@
+"""FedBCD-I: FedBCD whose devices train on their own data offline, and are pulled on contact.
+
+Of the available devices only some are active, that is in contact. An available device trains on f_i
+alone, K_i ~ U{1..K} times (ASPG), in at most ``offline_rounds`` rounds without contact:
+
+    e  = x + zeta (x - x_prev);   x+ = Proj_X( e - eta_x grad f_i(e) )           (1)
+
+An active device then receives z and is pulled towards it, K_i times with that round's K_i,
+
+    x+ = Proj_X( x - gamma_i (x - z) )                                          (2)
+
+and uploads x. The server's step goes over the active devices alone, K_z times:
+
+    z <- z - eta_z sum_{i active} gamma_i (z - x_i)                     "sum"   (3)
+    z <- z - eta_z (z - sum gamma_i x_i / sum gamma_i)                  "mean"  (4)
+
+x, x_prev   device's model [d] and the iterate before it, kept by the device; a newcomer's is the z
+            received. After (2) x_prev is the iterate before the last pull, as Algorithm 2 has it
+gamma_i     pull in (0, 1], the paper's 0.2; K is as in ``fl_strategies.bcd.fedbcd``
+
+Nothing is exchanged offline, so a device does that work inside its next message: the server draws
+who is available and says in how many rounds that was since the last contact, this round's among
+them and ``offline_rounds`` at most. That is the same to the number and costs no message. A round
+that is void did not happen; a device asked in vain counts as available without contact.
+
+A device that lost its state begins anew from the z it receives, and nothing else is changed.
+
+Deviations of the authors' code: its cap lets one round more through; K counts mini-batches.
+
+Reference: Wu et al., "Federated Block Coordinate Descent Scheme for Learning Global and
+Personalized Models", AAAI 2021, Algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from fl_strategies.bcd.clouds import CloudState, CloudStrategy
+from fl_strategies.bcd.fedbcd import Sum, booked, server_rule, work
+from fl_strategies.core.columns import clip, repeated
+from fl_strategies.core.hyperparameters import number, option
+from fl_strategies.core.oracle import Oracle, Solved, Step
+from fl_strategies.core.randomness import draw, stream
+from fl_strategies.core.records import Uploads
+from fl_strategies.core.schedules import check
+from fl_strategies.core.subproblem import Subproblem
+from fl_strategies.core.vectors import Vector
+from fl_strategies.server.algorithm import Card
+
+
+class State(NamedTuple):
+    """What a device keeps: x and the iterate before it."""
+
+    x: Vector
+    previous: Vector
+
+
+def first_state(z: Vector) -> State:
+    """Return the state of a device that has never taken part."""
+    return State(x=z, previous=z)
+
+
+def train(state: State, oracle: Oracle, *, rounds: int) -> tuple[Solved, int, int]:
+    """Return what the last of ``rounds`` >= 1 rounds of (1) came to; steps, epochs of all."""
+
+    def one_round(last: Solved, steps: int, epochs: int) -> tuple[Solved, int, int]:
+        last = oracle.solve(last.w, Subproblem(), previous=last.previous)
+        return last, steps + last.steps, epochs + last.epochs
+
+    return repeated(rounds, one_round, Solved(state.x, state.previous, epochs=0), 0, 0)
+
+
+def pull(state: State, z: Vector, *, gamma: float, times: int, box: float | None) -> State:
+    """Return the state after (2), ``times`` times."""
+
+    def once(x: Vector, previous: Vector) -> State:
+        pulled = x - gamma * (x - z)
+        return State(pulled if box is None else clip(pulled, -box, box), x)
+
+    return State(*repeated(times, once, *state))
+
+
+def client_rule(
+    state: State,
+    z: Vector,
+    oracle: Oracle,
+    *,
+    gamma: float,
+    rounds: int,
+    box: float | None = None,
+    by_steps: bool = False,
+) -> Step:
+    """Return the device's next state and its upload x, by (1) in ``rounds`` rounds and by (2)."""
+    last, steps, epochs = train(state, oracle, rounds=rounds)
+    times = work(last, by_steps)
+    state = pull(State(last.w, last.previous), z, gamma=gamma, times=times, box=box)
+    solved = last._replace(steps=steps, epochs=epochs)
+    return Step(state.x, state, {"work": times}, solved)
+
+
+@dataclass(frozen=True)
+class ServerState(CloudState):
+    """What the server keeps beside: in how many rounds a device was available since contact."""
+
+    offline: Mapping[int, int] = field(default_factory=dict)
+
+
+class FedBCDI(CloudStrategy):
+    """FedBCD-I's server half; see the module's docstring for the rule and every symbol."""
+
+    algorithm = "fedbcd-i"
+    client_module = "clients.fedbcd"
+    card = Card(
+        "FedBCD-I",
+        "devices also train while out of contact",
+        keeps="model, last iterate",
+        paper="Wu et al., AAAI 2021",
+    )
+    gamma: float = option(
+        default=0.2, type_name="float in (0, 1], or a sequence of them by client id", about="Pull."
+    )
+    fraction_available: float = number(
+        default=0.8,
+        about="Share of each cloud server's connected devices that are available in a round; the"
+        " active ones (`fraction_train` of all) are among them, and are all if the share is"
+        " smaller.",
+        above=0.0,
+        high=1.0,
+    )
+    offline_rounds: int = number(
+        default=4,
+        about="Rounds that a device trains for at most between two contacts.",
+        integer=True,
+        low=1,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for gamma in self.gammas:
+            check("gamma", gamma, above=0.0, high=1.0)
+        self.available: set[int] = set()
+
+    def first_state(self, theta: Vector) -> ServerState:
+        return ServerState({}, theta)
+
+    def tell(self, state: ServerState, server_round: int, client: int) -> Mapping[str, Any]:
+        rounds = min(state.offline.get(client, 0) + 1, self.offline_rounds)
+        return {**super().tell(state, server_round, client), "offline-rounds": rounds}
+
+    def choose(self, server_round: int, nodes: Mapping[int, int]) -> list[int]:
+        self.available = set()
+        return super().choose(server_round, nodes)
+
+    def active(self, server_round: int, cloud: int, clients: Iterable[int]) -> list[int]:
+        devices = self.state.devices(cloud, clients)
+        size = self.active_size(len(devices))
+        many = max(size, int(self.fraction_available * len(devices) + 1e-9))
+        available = draw(stream(self.seed, "available", server_round, cloud), devices)[:many]
+        self.available |= set(available)
+        return self.first_to_call(server_round, available, size)
+
+    def aggregate(
+        self, state: ServerState, theta: Vector, uploads: Uploads
+    ) -> tuple[Vector, ServerState]:
+        book = Sum()
+        for upload in uploads:
+            gamma = self.gamma_of(upload.client)
+            book = booked(book, upload.vector, gamma=gamma, devices=1)
+        (z,) = server_rule([theta], [book], **self.step(uploads.round))
+        waited = {client: state.offline.get(client, 0) + 1 for client in self.available}
+        met = {upload.client: 0 for upload in uploads}
+        return z, replace(state, offline={**state.offline, **waited, **met})

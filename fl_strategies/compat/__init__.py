@@ -1,0 +1,1 @@
+"""What legacy parts of Flower need; loaded where it is used."""

@@ -1,0 +1,420 @@
+"""Our strategies on a legacy Flower server: ``ServerApp(server_fn=...)`` with :func:`as_legacy`.
+
+    def server_fn(context):
+        strategy = as_legacy(FedADMM(rho=0.1, min_available_nodes=10), initial_arrays)
+        return ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=20))
+
+A legacy server calls a strategy step by step, with ``FitIns`` for requests and ``FitRes`` for
+replies. The adapter turns these into the messages of Flower's Message API and back, so that the
+strategy itself, and the model it comes to, are the same. What clients send is decoded and checked
+as messages are: a malformed result is one reply left out, a client whose properties cannot be read
+is known by its node's id.
+
+- Legacy nodes do not say how many there are: set ``min_available_nodes`` to their number.
+- ``num_rounds`` of ``ServerConfig`` counts rounds of messages; those of FedPD are its exchanges.
+- Flower's secure aggregation exists on legacy servers alone. The server learns the weighted mean of
+  the uploads and none of them, which is enough for strategies whose ``averages`` is not "".
+- A callback that ends the run cannot end the server, which then asks nobody any more.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.common import (
+    Code,
+    EvaluateIns,
+    EvaluateRes,
+    FitIns,
+    FitRes,
+    GetParametersIns,
+    GetPropertiesIns,
+    Parameters,
+    ndarrays_to_parameters,
+)
+from flwr.server.client_manager import ClientManager
+from flwr.server.client_proxy import ClientProxy
+from flwr.server.strategy import Strategy
+from flwr.server.workflow import SecAggPlusWorkflow
+from flwr.serverapp import Grid
+
+from fl_strategies.core.records import BadReply, Upload
+from fl_strategies.core.schedules import check
+from fl_strategies.server.replies import one_line
+from fl_strategies.server.strategy import EvaluateFn, FederatedStrategy
+from fl_strategies.server.wire import decode
+
+Failure: TypeAlias = tuple[ClientProxy, Any] | BaseException
+FAILED = 1
+"""Error code of a result whose status is not OK, or which no message can hold."""
+A_DAY = 86400
+"""Seconds that Flower's own server waits for its first client."""
+NUMPY = "numpy.ndarray"
+"""Flower's name for tensors that are NumPy files."""
+
+
+def as_legacy(
+    strategy: FederatedStrategy,
+    initial_arrays: ArrayRecord | None = None,
+    *,
+    num_rounds: int = 0,
+    evaluate_fn: EvaluateFn | None = None,
+    secure: SecAggPlusWorkflow | None = None,
+) -> Strategy:
+    """Return ``strategy`` as a ``flwr.server.strategy.Strategy``.
+
+    Parameters
+    ----------
+    strategy : FederatedStrategy
+        Any of ours but asynchronous FedBCD.
+    initial_arrays : ArrayRecord, optional
+        The initial model, as for ``strategy.start``. Without it clients are asked for their own
+        (``get_parameters``), one after another until one gives a model that the strategy can start
+        from; the arrays are then called "0", "1", ...
+    num_rounds : int (default 0: not known)
+        What callbacks find in ``RoundInfo.num_rounds``.
+    evaluate_fn : callable, optional
+        ``evaluate_fn(server_round, arrays)`` as for ``strategy.start``. The loss that the legacy
+        history wants is its metric ``test-loss`` or ``loss``; NaN if it has neither.
+    secure : SecAggPlusWorkflow, optional
+        The workflow that runs the rounds, whose clients have ``secaggplus_mod``. They refuse to
+        send what its ranges would cut off, and weigh alike where the rule has equal weights. A
+        round with an unusable reply is void, as it cannot be taken out of the sum.
+
+    Raises
+    ------
+    ValueError
+        For a strategy that does not wait for a round's replies or has checkpoints, and what
+        ``start`` raises; with ``secure`` for one whose rule needs more than a mean, or has buffers.
+    """
+    if strategy.checkpoints is not None:
+        raise ValueError(
+            "checkpoints need Strategy.start: a legacy server counts its rounds itself, from 1"
+        )
+    if type(strategy).train_round is not FederatedStrategy.train_round:
+        raise ValueError(
+            f"{type(strategy).__name__} has no legacy form: it does not wait for the replies of a"
+            " round, and a legacy server does"
+        )
+    if secure is not None:
+        _check_secure(strategy, secure)
+    return _LegacyStrategy(strategy, initial_arrays, num_rounds, evaluate_fn, secure)
+
+
+def _check_secure(strategy: FederatedStrategy, secure: SecAggPlusWorkflow) -> None:
+    check("max_weight", secure.max_weight, low=1.0)
+    name = type(strategy).__name__
+    if not strategy.composition.averages:
+        raise ValueError(
+            f"{name} does not go with secure aggregation: the server learns the mean of all uploads"
+            " alone, and its rule needs more; FedAvg, FedProx, SCAFFOLD, FedADMM, FedDyn do with it"
+        )
+    if strategy.buffers:
+        raise ValueError(
+            f"buffers {list(strategy.buffers)} do not go with secure aggregation, which treats all"
+            " arrays as trained: use a model without, GroupNorm for BatchNorm"
+        )
+
+
+class _LegacyStrategy(Strategy):
+    def __init__(
+        self,
+        strategy: FederatedStrategy,
+        initial_arrays: ArrayRecord | None,
+        num_rounds: int,
+        evaluate_fn: EvaluateFn | None,
+        secure: SecAggPlusWorkflow | None,
+    ) -> None:
+        self.strategy, self.num_rounds, self.evaluate_fn = strategy, num_rounds, evaluate_fn
+        self.secure = secure
+        strategy.composition.legacy = True
+        strategy.composition.masked = secure is not None
+        self._arrays = ArrayRecord()
+        self._requests: dict[int, Message] = {}
+        self._stopped = False
+        if initial_arrays is not None:
+            self._open(initial_arrays)
+
+    def _open(self, arrays: ArrayRecord) -> None:
+        self.strategy.open(arrays, self.num_rounds)
+        self._arrays = arrays
+
+    def initialize_parameters(self, client_manager: ClientManager) -> Parameters | None:
+        if not self._arrays:
+            self._open_with_a_clients(client_manager)
+        return to_parameters(self._arrays)
+
+    def _open_with_a_clients(self, manager: ClientManager) -> None:
+        """Begin with the first client's model that can be begun with."""
+        if not manager.num_available():  # Flower looks for clients now, else in 5 seconds
+            manager.wait_for(1, A_DAY)
+        reasons = []
+        for cid, proxy in manager.all().items():
+            try:
+                given = proxy.get_parameters(
+                    GetParametersIns({}), self.strategy.nodes.patience, None
+                )
+                _check_status(given)
+                self._open(_initial(given.parameters))
+            except Exception as error:
+                reasons.append(f"node {cid}: {one_line(str(error))}")
+            else:
+                return
+        raise ValueError(f"no client gave an initial model: {'; '.join(reasons[:20])}")
+
+    def configure_fit(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, FitIns]]:
+        if self._stopped:
+            return []
+        self._take(parameters)
+        network = cast(Grid, _Network(client_manager))
+        messages = self.strategy.configure_train(
+            server_round, self._arrays, self._secure_config(), network
+        )
+        instructions = self._instructions(messages, client_manager, FitIns)
+        if self.secure is not None:
+            most = self.secure.modulus_range // self.secure.quantization_range - 1
+            if len(instructions) > most:
+                raise ValueError(
+                    f"secure aggregation can sum at most {most} uploads (modulus_range over"
+                    f" quantization_range), got {len(instructions)} clients"
+                )
+        return instructions
+
+    def aggregate_fit(
+        self,
+        server_round: int,
+        results: list[tuple[ClientProxy, FitRes]],
+        failures: Sequence[Failure],
+    ) -> tuple[Parameters | None, dict[str, Any]]:
+        if len(results) > 1:
+            self._check_masks([result for _, result in results])
+        trained = functools.partial(_trained, masked=self.strategy.composition.masked)
+        arrays, metrics = self.strategy.aggregate_train(
+            server_round, self._replies(results, failures, trained)
+        )
+        if arrays is None:
+            return None, dict(metrics or {})
+        self._arrays = arrays
+        return to_parameters(arrays), dict(metrics or {})
+
+    def evaluate(
+        self, server_round: int, parameters: Parameters
+    ) -> tuple[float, dict[str, Any]] | None:
+        self._take(parameters)
+        if self.evaluate_fn is None or self._stopped:
+            return None
+        metrics = self.evaluate_fn(server_round, self._arrays)
+        if metrics is None:
+            return None
+        self.strategy.result.evaluate_metrics_serverapp[server_round] = metrics
+        loss = metrics.get("test-loss", metrics.get("loss", float("nan")))
+        return cast(float, loss), dict(metrics)
+
+    def configure_evaluate(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, EvaluateIns]]:
+        if self._stopped:
+            return []
+        network = cast(Grid, _Network(client_manager))
+        messages = self.strategy.configure_evaluate(
+            server_round, self._arrays, ConfigRecord(), network
+        )
+        instructions = self._instructions(messages, client_manager, EvaluateIns)
+        if not instructions:  # then the server does not call aggregate_evaluate
+            self._end(server_round)
+        return instructions
+
+    def aggregate_evaluate(
+        self,
+        server_round: int,
+        results: list[tuple[ClientProxy, EvaluateRes]],
+        failures: Sequence[Failure],
+    ) -> tuple[float | None, dict[str, Any]]:
+        metrics = dict(
+            self.strategy.aggregate_evaluate(
+                server_round, self._replies(results, failures, _evaluated)
+            )
+            or {}
+        )
+        self._end(server_round)
+        return cast("float | None", metrics.get("eval-loss")), metrics
+
+    def _end(self, server_round: int) -> None:
+        self._stopped = self.strategy.close_round(server_round, self._arrays)
+
+    def _take(self, parameters: Parameters) -> None:
+        """Go on with the server's model: a wrapper may have added noise to ours."""
+        given = zip(self._arrays, parameters.tensors, strict=True)
+        self._arrays = ArrayRecord({n: Array(decode(_undecoded(data))) for n, data in given})
+
+    # ---- secure aggregation -------------------------------------------------------------------
+
+    def _secure_config(self) -> ConfigRecord:
+        if self.secure is None:
+            return ConfigRecord()
+        return ConfigRecord(
+            {
+                "secure-range": float(self.secure.clipping_range),
+                "secure-max-weight": float(self.secure.max_weight),
+                "secure-alike": self.strategy.weight(Upload(0, np.zeros(0), 2, {})) == 1.0,
+            }
+        )
+
+    def _check_masks(self, results: Sequence[FitRes]) -> None:
+        """Raise unless replies are masked if and only if they should be.
+
+        The workflow gives each of them the mean for its parameters, as one object.
+        """
+        masked = all(result.parameters is results[0].parameters for result in results)
+        if masked and self.secure is None:
+            raise ValueError(
+                "the round ran under secure aggregation, of which clients and strategy know"
+                " nothing: give as_legacy the workflow as `secure`"
+            )
+        if self.secure is not None and not masked:
+            raise ValueError(
+                "replies came without masks: run the rounds by"
+                " DefaultWorkflow(fit_workflow=...) of the workflow that as_legacy was given as"
+                " `secure`, or give it none"
+            )
+
+    # ---- messages as instructions, results as replies -----------------------------------------
+
+    def _instructions(
+        self, messages: Iterable[Message], manager: ClientManager, kind: Callable[..., Any]
+    ) -> list[tuple[ClientProxy, Any]]:
+        """Return an instruction for each message whose client is still connected."""
+        proxies = _proxies(manager)
+        self._requests = {m.metadata.dst_node_id: m for m in messages}
+        return [
+            (
+                proxies[node],
+                kind(
+                    to_parameters(next(iter(message.content.array_records.values()))),
+                    dict(next(iter(message.content.config_records.values()))),
+                ),
+            )
+            for node, message in self._requests.items()
+            if node in proxies
+        ]
+
+    def _replies(
+        self,
+        results: Iterable[tuple[ClientProxy, Any]],
+        failures: Iterable[Failure],
+        content: Callable[[Message, Any], RecordDict],
+    ) -> list[Message]:
+        """Return the replies; a failure that is an exception names no client and is a lost one."""
+        answers = [*results, *(f for f in failures if not isinstance(f, BaseException))]
+        return [
+            _reply(request, result, content)
+            for proxy, result in answers
+            if (request := self._requests.get(node_of(proxy.cid))) is not None
+        ]
+
+
+class _Network:
+    """What ``Nodes`` needs of a Grid: the ids of the connected clients, and a query to each."""
+
+    def __init__(self, manager: ClientManager) -> None:
+        self._manager = manager
+
+    def get_node_ids(self) -> list[int]:
+        return list(_proxies(self._manager))
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float) -> list[Message]:
+        proxies = _proxies(self._manager)
+        return [
+            _reply(message, proxies[node], functools.partial(_properties, timeout=timeout))
+            for message in messages
+            if (node := message.metadata.dst_node_id) in proxies
+        ]
+
+
+def node_of(cid: str) -> int:
+    """Return the node's id as a number: ``cid`` itself, or 64 bits of its hash if it is none."""
+    if cid.isascii() and cid.isdecimal() and int(cid) < 2**64:
+        return int(cid)
+    return int.from_bytes(hashlib.sha256(cid.encode()).digest()[:8], "big")
+
+
+def _proxies(manager: ClientManager) -> dict[int, ClientProxy]:
+    return {node_of(cid): proxy for cid, proxy in manager.all().items()}
+
+
+def to_parameters(arrays: ArrayRecord) -> Parameters:
+    """Return the record's arrays, without their names, in its order."""
+    return ndarrays_to_parameters([array.numpy() for array in arrays.values()])
+
+
+def _undecoded(data: object) -> Array:
+    if not isinstance(data, bytes):
+        raise BadReply(f"a tensor is a {type(data).__name__}, expected bytes")
+    return Array("", (), NUMPY, data)
+
+
+def _initial(parameters: Parameters) -> ArrayRecord:
+    """Return a client's model, decoded; raise ``BadReply`` unless it is one of finite numbers."""
+    arrays = [decode(_undecoded(data)) for data in parameters.tensors]
+    if not arrays or not all(np.isfinite(array).all() for array in arrays):
+        raise BadReply("it has no arrays, or numbers that are not finite")
+    return ArrayRecord({str(i): Array(array) for i, array in enumerate(arrays)})
+
+
+def _reply(request: Message, result: Any, content: Callable[[Message, Any], RecordDict]) -> Message:
+    """Return ``content(request, result)`` as a reply; an error if that cannot be made."""
+    try:
+        return Message(content(request, result), reply_to=request)
+    except BadReply as error:
+        reason = str(error)
+    except Exception as error:  # a client has made it raise
+        reason = f"{type(error).__name__}: {error}"
+    return Message(Error(FAILED, one_line(reason)), reply_to=request)
+
+
+def _check_status(result: Any) -> None:
+    if result.status.code != Code.OK:
+        raise BadReply(result.status.message)
+
+
+def _trained(request: Message, result: FitRes, *, masked: bool = False) -> RecordDict:
+    _check_status(result)
+    sent = next(iter(request.content.array_records.values()))
+    tensors = result.parameters.tensors
+    if len(tensors) != len(sent):
+        raise BadReply(f"it has {len(tensors)} arrays, expected {len(sent)}")
+    # still bytes: the strategy decodes them, as those of messages
+    arrays = {name: _undecoded(data) for name, data in zip(sent, tensors, strict=True)}
+    if masked:  # the mean of float32 arrays comes as float64
+        arrays = {n: Array(decode(a).astype(sent[n].dtype)) for n, a in arrays.items()}
+    record = ArrayRecord(arrays)
+    return RecordDict({"arrays": record, **_metrics(result, {})})
+
+
+def _evaluated(request: Message, result: EvaluateRes) -> RecordDict:
+    _check_status(result)
+    return RecordDict(_metrics(result, {"eval-loss": result.loss}))
+
+
+def _properties(request: Message, proxy: ClientProxy, *, timeout: float) -> RecordDict:
+    found = proxy.get_properties(GetPropertiesIns({}), timeout, None)
+    _check_status(found)
+    return RecordDict({"client": ConfigRecord(cast(Any, found.properties))})
+
+
+def _metrics(result: FitRes | EvaluateRes, own: dict[str, float]) -> dict[str, Any]:
+    """Return the result's metrics as records; its number of examples and ``own`` prevail."""
+    metrics = result.metrics
+    words: dict[str, Any] = {n: v for n, v in metrics.items() if isinstance(v, str | bytes | bool)}
+    numbers: dict[str, Any] = {n: v for n, v in metrics.items() if n not in words}
+    return {
+        "metrics": MetricRecord({**numbers, **own, "num-examples": result.num_examples}),
+        "config": ConfigRecord(words),
+    }

@@ -1,0 +1,1 @@
+"""The maths and records: no Flower, no torch."""

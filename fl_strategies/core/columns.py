@@ -1,0 +1,77 @@
+"""One client or a stack of them: numbers beside vectors.
+
+Rules run on the vector ``[d]`` of one client, beside which its numbers are plain numbers, and on a
+stack ``[clients, d]``, beside which a number that differs from client to client is a column
+``[clients, 1]`` in double precision. So a rule that is written elementwise gives each client of a
+stack what it would give that client alone. What is not elementwise is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from fl_strategies.core.vectors import Vector
+
+T = TypeVar("T")
+
+
+def square_norm(v: Vector) -> Any:
+    """Return ||v||^2: a number in double precision, or a column for a stack."""
+    total = (v**2).sum(-1)
+    return total[..., None] if total.ndim else float(total)
+
+
+def clip(number: Any, low: Any, high: Any) -> Any:
+    """Return ``number`` within [low, high]; for a vector or column, bounds may be columns too."""
+    if hasattr(number, "clip"):
+        return number.clip(min=low).clip(max=high)
+    return min(max(number, low), high)
+
+
+def for_each(number: float, v: Vector) -> Any:
+    """Return ``number``, as a column of as many if ``v`` is a stack."""
+    if v.ndim == 1:
+        return number
+    column = 0.0 * v[..., :1]
+    return number + (column.double() if hasattr(column, "double") else column.astype(np.float64))
+
+
+def is_nought(number: Any) -> bool:
+    """Return whether ``number`` is 0 for all clients: a plain 0, not a column."""
+    return not getattr(number, "ndim", 0) and number == 0
+
+
+def choose(which: Any, yes: Any, no: Any) -> Any:
+    """Return ``yes`` for the clients for which ``which``, a bool or a column of them, holds.
+
+    ``yes`` and ``no`` are vectors, numbers, columns, or tuples of these.
+    """
+    if isinstance(which, bool) or yes is no:
+        return yes if which is not False else no
+    if isinstance(yes, tuple):
+        parts = [choose(which, y, n) for y, n in zip(yes, no, strict=True)]
+        return type(yes)(*parts) if hasattr(yes, "_fields") else tuple(parts)
+    if isinstance(which, np.ndarray):
+        return np.where(which, yes, no)
+    if hasattr(yes, "where"):  # torch's, which is not imported here
+        return yes.where(which, no)
+    return no.where(~which, yes) if hasattr(no, "where") else which.double() * (yes - no) + no
+
+
+def repeated(times: Any, step: Callable[..., T], *start: Any) -> T:
+    """Return ``step(*step(*start))`` and so on, ``times`` times: ``start`` if that is 0.
+
+    ``step`` takes and returns a tuple. ``times`` is a whole number >= 0, or a column of them: then
+    each client's part stands once that client has done its steps.
+    """
+    state: Any = start
+    if not getattr(times, "ndim", 0):
+        for _ in range(int(times)):
+            state = step(*state)
+        return state  # type: ignore[no-any-return]
+    for number in range(int(times.max())):
+        state = choose(times > number, step(*state), state)
+    return state  # type: ignore[no-any-return]

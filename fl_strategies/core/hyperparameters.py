@@ -1,0 +1,201 @@
+"""Hyperparameters and options, each declared once.
+
+A declaration says what a value may be, what it is by default, whether it may change from round to
+round, whether clients are told it, and what it means. The constructor checks by it, requests and
+clients check by it, and documentation is made of it:
+
+    class FedProx(FederatedStrategy):
+        mu: Schedule = number(
+            default=0.01, about="Pull towards the global model.", low=0.0, sent="proximal-mu"
+        )
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeAlias, dataclass_transform
+
+from fl_strategies.core.schedules import Schedule as Schedule
+from fl_strategies.core.schedules import check, one_of
+from fl_strategies.core.schedules import values as all_values
+
+Scalar: TypeAlias = bool | int | float | str
+
+
+@dataclass(frozen=True)
+class Hyperparameter:
+    """What is known of one hyperparameter or option.
+
+    ``kind`` is float, int, bool, str or object; numbers are within ``bounds`` (``above``, ``low``,
+    ``high``, ``below``), may be schedules where ``scheduled``, and ``words`` may stand in their
+    place. ``sent`` is its name in requests, "" where clients are not told.
+    """
+
+    default: Any
+    about: str
+    kind: type
+    bounds: Mapping[str, float] = field(default_factory=dict)
+    scheduled: bool = False
+    words: tuple[str, ...] = ()
+    optional: bool = False
+    sent: str = ""
+    type_name: str = ""
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise ``ValueError`` unless ``name`` may have this ``value``."""
+        if self.optional and value is None:
+            return
+        if self.kind is str:
+            one_of(name, value, self.words)
+        elif self.kind is bool:
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be bool, got {value!r}")
+        elif self.kind is object and value is None:
+            raise ValueError(f"{name} must be {self.type_name}, got None")
+        elif self.kind in (float, int) and not (isinstance(value, str) and value in self.words):
+            integer = self.kind is int
+            try:
+                check(name, value, integer=integer, scheduled=self.scheduled, **self.bounds)
+            except ValueError as error:
+                words = f", or one of {list(self.words)}" if self.words else ""
+                raise ValueError(f"{error}{words}") from None
+
+    @property
+    def range(self) -> str:
+        """In words, what values there may be."""
+        if self.type_name:
+            return self.type_name
+        if self.kind is str:
+            return " or ".join(f'"{word}"' for word in self.words)
+        text = self.kind.__name__
+        if self.scheduled:
+            text = f"{text} or {{first round: {text}}}"
+        signs = {"above": ">", "low": ">=", "high": "<=", "below": "<"}
+        limits = [f"{signs[n]} {bound:g}" for n, bound in self.bounds.items()]
+        text = ", ".join([text, " and ".join(limits)]) if limits else text
+        return " or ".join([text, *(f'"{word}"' for word in self.words)])
+
+    def documented(self, name: str) -> str:
+        """Return its entry of a docstring's "Parameters"."""
+        default = f'"{self.default}"' if isinstance(self.default, str) else self.default
+        ends = ", optional" if self.default is None else f" (default {default})"
+        about = textwrap.fill(self.about, 92, initial_indent=" " * 4, subsequent_indent=" " * 4)
+        return f"{name} : {self.range}{ends}\n{about}"
+
+
+def number(
+    *,
+    default: Any,
+    about: str,
+    integer: bool = False,
+    scheduled: bool = False,
+    words: Sequence[str] = (),
+    optional: bool = False,
+    sent: str = "",
+    **bounds: float,
+) -> Any:
+    """Declare a number within ``bounds``: ``above`` <, ``low`` <=, ``high`` >=, ``below`` >."""
+    kind = int if integer else float
+    return Hyperparameter(
+        default, about, kind, bounds, scheduled, tuple(words), optional or default is None, sent
+    )
+
+
+def choice(*, default: str | None, choices: Sequence[str], about: str, sent: str = "") -> Any:
+    """Declare one word of ``choices``; None, where that is the default, for absent."""
+    return Hyperparameter(
+        default, about, str, words=tuple(choices), optional=default is None, sent=sent
+    )
+
+
+def flag(*, default: bool, about: str, sent: str = "") -> Any:
+    """Declare something that is true or false."""
+    return Hyperparameter(default, about, bool, sent=sent)
+
+
+def option(*, default: Any, type_name: str, about: str) -> Any:
+    """Declare what no range describes; ``type_name`` is what its documentation says it is."""
+    return Hyperparameter(default, about, object, type_name=type_name, optional=default is None)
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(number, choice, flag, option))
+class Declared:
+    """Takes keyword arguments as declared in the class and its bases; ``__post_init__`` follows.
+
+    Raises ``ValueError`` for a value outside its range and ``TypeError`` for an unknown name.
+    """
+
+    declarations: ClassVar[Mapping[str, Hyperparameter]] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        own = {n: d for n, d in vars(cls).items() if isinstance(d, Hyperparameter)}
+        inherited: dict[str, Hyperparameter] = {}
+        for base in reversed(cls.__bases__):
+            inherited |= getattr(base, "declarations", {})
+        cls.declarations = inherited | own
+        cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=d.default)
+                for name, d in cls.declarations.items()
+            ]
+        )
+        if own:
+            entries = "\n".join(d.documented(name) for name, d in own.items())
+            text = inspect.cleandoc(cls.__doc__ or "")
+            cls.__doc__ = f"{text}\n\nParameters\n----------\n{entries}\n"
+
+    def __init__(self, **given: Any) -> None:
+        if unknown := given.keys() - self.declarations.keys():
+            raise TypeError(self.unknown_names(sorted(unknown)))
+        for name, declaration in self.declarations.items():
+            value = given.get(name, declaration.default)
+            declaration.check(name, value)
+            setattr(self, name, value)
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        """Check what concerns several values, and set up what derives from them."""
+
+    @classmethod
+    def unknown_names(cls, names: Iterable[str]) -> str:
+        """Return in words that the class has no arguments of these names, and which it has."""
+        known = [*cls.declarations]
+        said = []
+        for name in names:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            said.append(f"{name!r} (did you mean {near[0]!r}?)" if near else repr(name))
+        return f"{cls.__name__} has no argument {', '.join(said)}; it has {known}"
+
+
+def told(
+    declarations: Mapping[str, Hyperparameter], values: Callable[[str], Any]
+) -> dict[str, Any]:
+    """Return by their names in requests the values of those that clients are told.
+
+    What is absent (None) is not sent.
+    """
+    return {
+        d.sent: value
+        for name, d in declarations.items()
+        if d.sent and (value := values(name)) is not None
+    }
+
+
+def check_request(declarations: Mapping[str, Hyperparameter], request: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for a hyperparameter that a request tells and that is out of its range.
+
+    What is missing a client finds where it needs it.
+    """
+    for declaration in declarations.values():
+        if declaration.sent in request:
+            declaration.check(declaration.sent, request[declaration.sent])
+
+
+def largest(value: Schedule) -> float:
+    """Return the largest number that a schedule ever has."""
+    return max(all_values(value))

@@ -1,0 +1,237 @@
+"""One vector for all trainable arrays of a model, and back, by name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names, shapes and types of the arrays of a model that travel.
+
+    Duals, tracking and averages by algorithm touch the trainable arrays only, which form one vector
+    in R^d. ``buffers`` (running statistics, counters), which are not trained, have rules of their
+    own. ``ties`` are groups of names of one parameter each: it travels under all of them and counts
+    once, under the first. ``frozen`` holds digests, by name, of arrays that nobody trains and that
+    stay at home: all must have the same.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, np.dtype[Any]]
+    buffers: frozenset[str]
+    ties: tuple[tuple[str, ...], ...] = ()
+    frozen: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        arrays: Arrays,
+        buffers: Iterable[str] = (),
+        ties: Iterable[Iterable[str]] = (),
+        frozen: Mapping[str, str] | None = None,
+    ) -> Layout:
+        """Describe ``arrays``; raise ``ValueError`` for an array that cannot be trained or tied."""
+        buffers = frozenset(buffers)
+        if unknown := sorted(buffers - arrays.keys()):
+            raise ValueError(f"buffers {unknown} are not among the model's arrays {list(arrays)}")
+        for name, array in arrays.items():
+            if name not in buffers and not np.issubdtype(array.dtype, np.floating):
+                raise ValueError(
+                    f"array {name!r} has type {array.dtype}: only floating-point arrays can be"
+                    " trained; name it in `buffers` if it is not a parameter"
+                )
+            if not np.isfinite(array).all():
+                raise ValueError(f"array {name!r} of the initial model is not finite")
+        if buffers >= arrays.keys():
+            raise ValueError("the model has no trainable array")
+        return cls(
+            {name: array.shape for name, array in arrays.items()},
+            {name: array.dtype for name, array in arrays.items()},
+            buffers,
+            _in_order(arrays, buffers, ties),
+            dict(frozen or {}),
+        )
+
+    @cached_property
+    def trainable(self) -> list[str]:
+        """Names of the trainable arrays, in the model's order, each tied parameter once."""
+        return [n for n in self.shapes if n not in self.buffers and n not in self.copies]
+
+    @cached_property
+    def copies(self) -> dict[str, str]:
+        """By each further name of a tied parameter, the name under which it counts."""
+        return {copy: first for first, *others in self.ties for copy in others}
+
+    @cached_property
+    def signature(self) -> str:
+        """A digest that two models share when their arrays agree in name, shape and type.
+
+        Their frozen arrays then agree in value as well.
+        """
+        text = repr(
+            [(n, s, str(self.dtypes[n]), n in self.buffers) for n, s in self.shapes.items()]
+            + [*self.ties]
+            + [*sorted(self.frozen.items())]
+        )
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @cached_property
+    def roles(self) -> str:
+        """What arrays do not show of a layout: which are not trained and which are tied.
+
+        By their places among the arrays, as arrays may travel without names.
+        """
+        place = {name: number for number, name in enumerate(self.shapes)}
+        ties = [[place[name] for name in group] for group in self.ties]
+        untrained = [number for name, number in place.items() if name in self.buffers]
+        frozen = {"frozen": self.frozen_digest} if self.frozen else {}
+        return json.dumps({"untrained": untrained, "tied": ties, **frozen}, separators=(",", ":"))
+
+    @cached_property
+    def frozen_digests(self) -> str:
+        """The digests of the frozen arrays, by the order of their names."""
+        return " ".join(digest for _, digest in sorted(self.frozen.items()))
+
+    @cached_property
+    def frozen_digest(self) -> str:
+        """One digest of all frozen arrays, "" if there is none."""
+        text = repr(sorted(self.frozen.items()))
+        return hashlib.sha256(text.encode()).hexdigest()[:16] if self.frozen else ""
+
+    def difference(self, roles: str) -> str:
+        """Return by name how a model with these :attr:`roles` differs from this one, "" if not.
+        Raises ``ValueError`` for a text that is no ``roles``.
+        """
+        if roles == self.roles:
+            return ""
+        names = list(self.shapes)
+        try:
+            told = json.loads(roles)
+            untrained = {names[_place(number)] for number in told["untrained"]}
+            ties = tuple(tuple(names[_place(n)] for n in group) for group in told["tied"])
+            frozen_digest = str(told.get("frozen", ""))
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+            raise ValueError(f"no roles of {len(names)} arrays: {roles[:100]!r}") from None
+        said = []
+        if trains := [name for name in names if name in self.buffers - untrained]:
+            said.append(
+                f"it trains {_few(trains)}, which the strategy takes for buffers: leave these out"
+                " of `buffers`"
+            )
+        if frozen := [name for name in names if name in untrained - self.buffers]:
+            said.append(
+                f"it does not train {_few(frozen)}, which the strategy does: name these in"
+                " `buffers`"
+            )
+        if set(ties) != set(self.ties):
+            said.append(
+                f"it has the tied parameters {_few(ties)}, the strategy {_few(self.ties)}: declare"
+                " them by `ties`"
+            )
+        if frozen_digest and not self.frozen:
+            said.append("it has frozen arrays, which the strategy was not told: name `frozen`")
+        elif frozen_digest != self.frozen_digest:
+            said.append(f"its frozen arrays are not the strategy's, {_few([*self.frozen])}")
+        return "; ".join(said) and f"{'; '.join(said)} (`**model.layout_options` of FlatModel)"
+
+    def beside(self, names: Sequence[str]) -> Layout:
+        """Return the layout of this model followed by further vectors [d], one for each name.
+
+        The arrays of the vector ``c`` are ``c/array``, shaped like the model's trainable ones. In
+        that layout :meth:`pack` returns the model's vector with the others after it.
+        """
+        further = {f"{name}/{array}": array for name in names for array in self.trainable}
+        return Layout(
+            self.shapes | {key: self.shapes[array] for key, array in further.items()},
+            self.dtypes | {key: self.dtypes[array] for key, array in further.items()},
+            self.buffers,
+            self.ties,
+        )
+
+    def pack(self, arrays: Arrays) -> npt.NDArray[Any]:
+        """Return the trainable arrays as one new vector ``[d]``, in float64 for exact sums."""
+        return np.concatenate([np.ravel(arrays[n]) for n in self.trainable], dtype=np.float64)
+
+    def unpack(self, vector: npt.NDArray[Any], buffers: Arrays) -> dict[str, npt.NDArray[Any]]:
+        """Return all arrays of the model: the trainable ones out of ``vector``, and ``buffers``."""
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        start = 0
+        for name, shape in self.shapes.items():
+            if name in self.buffers:
+                arrays[name] = buffers[name]
+            elif name in self.copies:
+                arrays[name] = arrays[self.copies[name]]
+            else:
+                stop = start + int(np.prod(shape))
+                part = vector[start:stop].reshape(shape)
+                arrays[name] = np.asarray(part, dtype=self.dtypes[name])
+                start = stop
+        return arrays
+
+
+def _in_order(
+    arrays: Arrays, buffers: frozenset[str], ties: Iterable[Iterable[str]]
+) -> tuple[tuple[str, ...], ...]:
+    """Return ``ties`` with names and groups in the model's order; raise for what is no tie."""
+    place = {name: number for number, name in enumerate(arrays)}
+    groups = [list(group) for group in ties]
+    tied = [name for group in groups for name in group]
+    if unknown := sorted(set(tied) - arrays.keys()):
+        raise ValueError(f"ties: {unknown} are not among the model's arrays {list(arrays)}")
+    if untrained := sorted(buffers & set(tied)):
+        raise ValueError(f"ties: {untrained} are among `buffers`, and only trained arrays are tied")
+    if len(set(tied)) < len(tied) or any(len(group) < 2 for group in groups):
+        raise ValueError(f"ties: each group needs two names or more, each name once, got {groups}")
+    for first, *others in groups:
+        for name in others:
+            same = arrays[name].dtype == arrays[first].dtype
+            if not (same and np.array_equal(arrays[name], arrays[first])):
+                raise ValueError(f"ties: arrays {first!r} and {name!r} of the initial model differ")
+    return tuple(
+        sorted((tuple(sorted(g, key=place.__getitem__)) for g in groups), key=lambda g: place[g[0]])
+    )
+
+
+def _place(number: object) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise ValueError(number)
+    return number
+
+
+def _few(names: Sequence[object]) -> str:
+    """Return the first of ``names`` as text, and how many there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{list(names[:3])}{more}"
+
+
+class BufferMean:
+    """Merges clients' buffers: floats averaged by examples, integers and booleans by maximum."""
+
+    def __init__(self) -> None:
+        self._merged: dict[str, npt.NDArray[Any]] = {}
+        self._examples = 0.0
+
+    def add(self, buffers: Arrays, num_examples: float) -> None:
+        """Take in the buffers of a client with ``num_examples`` training examples."""
+        self._examples += num_examples
+        share = num_examples / self._examples
+        for name, new in buffers.items():
+            old = self._merged.get(name, new)
+            if np.issubdtype(new.dtype, np.floating):
+                self._merged[name] = np.asarray(old + share * (new - old), new.dtype)
+            else:
+                self._merged[name] = np.asarray(np.maximum(old, new))
+
+    def value(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the merged buffers."""
+        return dict(self._merged)

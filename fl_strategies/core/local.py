@@ -1,0 +1,304 @@
+"""How clients train: the settings of ``local``, their defaults and ranges, the same on both sides.
+
+A strategy checks them when it is built and a client when a request brings them, by this one record:
+what one side refuses, so does the other, in the same words. Torch is loaded for that only where a
+solver is torch's and has options, or is known by the name of its class.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from fl_strategies import delta_sgd, sps
+from fl_strategies.core.params import parse_params
+from fl_strategies.core.schedules import at, check, check_flag, one_of
+
+OURS: dict[str, type] = {"delta-sgd": delta_sgd.Options, "sps": sps.Options}
+"""The records of options of the solvers that are not torch's."""
+
+TORCH: dict[str, str] = {
+    "gd": "SGD",
+    "sgd": "SGD",
+    "adam": "Adam",
+    "adagrad": "Adagrad",
+    "lbfgs": "LBFGS",
+}
+"""Classes of ``torch.optim`` that have names of ours; ``gd`` and ``lbfgs`` run on the full batch,
+the latter with the line search "strong_wolfe"."""
+
+TAKES: dict[str, tuple[str, ...]] = {
+    "gd": ("momentum", "nesterov", "weight_decay"),
+    "sgd": ("momentum", "nesterov", "weight_decay"),
+    "adam": ("weight_decay",),
+    "adagrad": ("weight_decay",),
+    "lbfgs": (),
+}
+"""Which of the settings that are handed to the optimizer each of ``TORCH`` takes."""
+
+FULL_BATCH = ("gd", "lbfgs")
+DECOUPLED = ("AdamW", "Muon", "Adafactor")
+"""Classes of ``torch.optim`` whose weight decay shrinks w beside the step: it is no term of f_i."""
+
+RATES: dict[str, float] = {name: record().lr for name, record in OURS.items()}
+"""Learning rates where none is given; ``RATE`` for all other solvers."""
+RATE = 0.1
+
+HANDED_ON = ("momentum", "nesterov", "weight_decay")
+OFFERED = ("module", "batch_share")
+"""Arguments that an optimizer gets if it has them: the torch module, batch / data set size."""
+
+FINE_TUNE = ("", "train", "test-batch")
+"""What ``fine_tune`` may be."""
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """How a client solves its subproblem. Each field can be set from the server (kebab-case).
+
+    Parameters
+    ----------
+    solver : str or callable (default "sgd")
+        A name in ``clients.SOLVERS``, a class name in ``torch.optim``, or, on a client only,
+        ``make([parameter], lr=...)``.
+    lr : float > 0, optional
+        Learning rate; by default 0.2 for "delta-sgd", 1 for "sps" and 0.1 for all others
+        (:attr:`rate`). What the solver makes of it: eta_0 in "delta-sgd", the step size that a
+        round's first may grow from in "sps".
+    solver_params : str (default "")
+        Further arguments of the solver, as text: "gamma=2 delta=0.1".
+    epochs : int >= 1 (default 1)
+        Passes over the client's examples.
+    random_epochs : bool (default False)
+        Draw the number of epochs from U{1, ..., ``epochs``} by the client's own stream.
+    steps : int >= 0 (default 0: by epochs)
+        Mini-batch steps to take instead of epochs.
+    random_steps : bool (default False)
+        Draw the number of steps from U{1, ..., ``steps``} by the client's own stream.
+    batch_size : int >= 0 (default 32; 0: the full batch)
+        Examples in a mini-batch.
+    momentum : float >= 0 (default 0)
+        Handed to the optimizer, which must know it where it is not 0.
+    nesterov : bool (default False)
+        Nesterov's momentum; needs a momentum.
+    weight_decay : float >= 0 (default 0)
+        The term (weight_decay/2) ||w||^2 of f_i, handed to the optimizer like ``momentum``.
+    extrapolation : float >= 0 (default 0)
+        Each step is taken at e = w + extrapolation (w - w_previous) in place of w.
+    box : float >= 0 (default 0: no bound)
+        Each step ends with the projection onto [-box, box]^d. With ``sgd`` and an extrapolation
+        this is FedBCD's ASPG (accelerated stochastic projected gradient).
+    residual : float >= 0 or -1 (default -1: not measured)
+        Stop after the first epoch that ends with a squared norm of the subproblem's full gradient
+        of at most this; ``residual`` is then reported. 0 only measures.
+    fine_tune : "", "train" or "test-batch" (default "": not)
+        Measure models also after one gradient step on one mini-batch of the client's training
+        examples, or of the very examples that they are then tested on: the latter only to reproduce
+        tables that were made so (FedBC-FineTune and Per-FedAvg in FedBC's Table 3).
+    fine_tune_lr : float >= 0 or -1 (default -1: ``lr``)
+        Rate of that step.
+
+    Raises
+    ------
+    ValueError
+        For a field outside its range, an unknown solver, an option that the solver lacks, and
+        ``random_steps`` without ``steps``.
+    """
+
+    solver: str | Callable[..., Any] = "sgd"
+    lr: float | None = None
+    solver_params: str = ""
+    epochs: int = 1
+    random_epochs: bool = False
+    steps: int = 0
+    random_steps: bool = False
+    batch_size: int = 32
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    extrapolation: float = 0.0
+    box: float = 0.0
+    residual: float = -1.0
+    fine_tune: str = ""
+    fine_tune_lr: float = -1.0
+
+    def __post_init__(self) -> None:
+        check("lr", self.rate, above=0.0)
+        check("epochs", self.epochs, low=1)
+        check("steps", self.steps, low=0)
+        check("batch_size", self.batch_size, low=0)
+        check("momentum", self.momentum, low=0.0)
+        check("weight_decay", self.weight_decay, low=0.0)
+        check("extrapolation", self.extrapolation, low=0.0)
+        check("box", self.box, low=0.0)
+        if self.fine_tune_lr != -1.0:
+            check("fine_tune_lr", self.fine_tune_lr, low=0.0)
+        one_of("fine_tune", self.fine_tune, FINE_TUNE)
+        if self.residual != -1.0:
+            check("residual", self.residual, low=0.0)
+        for name in ("random_epochs", "random_steps", "nesterov"):
+            check_flag(name, getattr(self, name))
+        kinds = {"epochs": int, "steps": int, "batch_size": int, "solver_params": str}
+        for name, kind in kinds.items():
+            if not isinstance(value := getattr(self, name), kind):
+                raise ValueError(f"{name} must be {kind.__name__}, got {value!r}")
+        if self.random_steps and not self.steps:
+            raise ValueError(f"random_steps needs steps >= 1, got {self.steps}")
+        if self.nesterov and not self.momentum:
+            raise ValueError(f"nesterov needs a momentum > 0, got {self.momentum}")
+        self._check_solver()
+
+    @property
+    def rate(self) -> float:
+        """The learning rate: ``lr``, or the solver's own where none is given."""
+        if self.lr is not None:
+            return self.lr
+        return RATES.get(self.solver, RATE) if isinstance(self.solver, str) else RATE
+
+    @property
+    def full_batch(self) -> bool:
+        """Whether each step is on all examples."""
+        return self.batch_size == 0 or self.solver in FULL_BATCH
+
+    @property
+    def ridge(self) -> float:
+        """The r of f_i's term (r/2) ||w||^2: ``weight_decay``, unless the solver decouples it."""
+        options = parse_params(self.solver_params)
+        decoupled = self.solver in DECOUPLED or options.get("decoupled_weight_decay", False)
+        return 0.0 if decoupled else self.weight_decay
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields by the names that they have in requests."""
+        return {kebab: getattr(self, name) for kebab, name in _names().items()}
+
+    @property
+    def handed_on(self) -> dict[str, Any]:
+        """The settings that the optimizer gets where they are not 0, and its options."""
+        found = {name: value for name in HANDED_ON if (value := getattr(self, name))}
+        return found | parse_params(self.solver_params)
+
+    def batches(self, examples: int) -> int:
+        """Return the number of mini-batches in an epoch of so many examples."""
+        return 1 if self.full_batch else math.ceil(examples / self.batch_size)
+
+    def most_steps(self, examples: int) -> float:
+        """Return the most steps that this may take; one of ``max_iter`` iterations is so many."""
+        iterations = parse_params(self.solver_params).get("max_iter", 1)
+        each = iterations if isinstance(iterations, int | float) else 1
+        return (self.steps or self.epochs * self.batches(examples)) * max(each, 1)
+
+    def updated(self, config: Mapping[str, Any]) -> LocalTraining:
+        """Return these settings with those that ``config`` (kebab-case keys) sets."""
+        found = [(name, config[kebab]) for kebab, name in _names().items() if kebab in config]
+        for name, value in found:
+            if not isinstance(value, bool | int | float | str) and not callable(value):
+                raise ValueError(f"{name} must be one number or text, got {value!r}")
+        # types as well: 1, 1.0 and True are one key of the cache, and not one setting
+        return _updated(self, tuple((name, type(value), value) for name, value in found))
+
+    def _check_solver(self) -> None:
+        solver, params = self.solver, parse_params(self.solver_params)
+        named = solver if isinstance(solver, str) else ""
+        make: Callable[..., Any] | None = None
+        if named in OURS:
+            accepted: tuple[str, ...] = ()
+            options = tuple(field.name for field in fields(OURS[named]))
+        elif named in TORCH and not params:
+            accepted, options = TAKES[named], ()
+        else:
+            make = solver if callable(solver) else torch_solver(solver)
+            accepted = options = _arguments(make)[1:]
+        wanted = {name for name in HANDED_ON if getattr(self, name)}
+        if unknown := sorted(wanted - set(accepted)):
+            raise ValueError(f"solver {solver!r} has no {', '.join(unknown)}")
+        free = [name for name in options if name not in ("lr", *HANDED_ON, *OFFERED)]
+        if unknown := sorted(params.keys() - set(free)):
+            raise ValueError(f"solver {solver!r} has no option {unknown}; it has {free}")
+        if named in OURS:
+            OURS[named](lr=self.rate, **params)
+        elif make is not None:
+            self._check_optimizer(make)
+
+    def _check_optimizer(self, make: Callable[..., Any]) -> None:
+        """Have torch check the options, which it does when it builds an optimizer."""
+        import torch
+
+        try:
+            build(make, self, [torch.nn.Parameter(torch.zeros(1))], module=None, batch_share=1.0)
+        except TypeError as error:
+            raise ValueError(
+                f"solver {self.solver!r} cannot be built with {self.handed_on}: {error}"
+            ) from error
+
+
+def build(
+    make: Callable[..., Any], training: LocalTraining, parameters: Any, **offered: Any
+) -> Any:
+    """Return the optimizer that ``make`` builds, given what it takes of ``offered``."""
+    taken = {name: value for name, value in offered.items() if name in _arguments(make)[1:]}
+    return make(parameters, lr=training.rate, **training.handed_on, **taken)
+
+
+def torch_solver(name: str) -> Callable[..., Any]:
+    """Return torch's optimizer of that name, ours or its own; ``ValueError`` if there is none."""
+    from torch import optim
+
+    if name == "lbfgs":
+        return functools.partial(optim.LBFGS, line_search_fn="strong_wolfe")
+    found = getattr(optim, TORCH.get(name, name), None) if isinstance(name, str) else None
+    if isinstance(found, type) and issubclass(found, optim.Optimizer) and found != optim.Optimizer:
+        return found
+    known = [*TORCH, *OURS, "any class of torch.optim"]
+    raise ValueError(f"unknown solver {name!r}; known: {known}")
+
+
+def check_local(local: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for settings that a client would refuse, in any round of a schedule.
+
+    A client may have a solver of its own: where none is named, its options cannot be judged.
+    """
+    if unknown := sorted(local.keys() - _names().keys()):
+        raise ValueError(f"unknown local settings {unknown}; known: {sorted(_names())}")
+    firsts = {0}
+    for name, setting in local.items():
+        if isinstance(setting, Mapping):
+            check(name, setting, scheduled=True)
+            firsts |= setting.keys()
+    for first in sorted(firsts):
+        now = {
+            name: at(setting, first) if isinstance(setting, Mapping) else setting
+            for name, setting in local.items()
+        }
+        if callable(now.get("solver")):
+            raise ValueError(f"solver must be a name, which can be sent, got {now['solver']!r}")
+        if "solver" not in now and isinstance(options := now.get("solver-params"), str):
+            parse_params(options)
+            del now["solver-params"]
+        default_training().updated(now)
+
+
+@functools.cache
+def default_training() -> LocalTraining:
+    """Return ``LocalTraining()``, which is the same for all."""
+    return LocalTraining()
+
+
+@functools.cache
+def _names() -> dict[str, str]:
+    """Return the fields' names by those that they have in requests."""
+    return {field.name.replace("_", "-"): field.name for field in fields(LocalTraining)}
+
+
+@functools.lru_cache(maxsize=64)
+def _updated(training: LocalTraining, found: tuple[tuple[str, type, Any], ...]) -> LocalTraining:
+    return replace(training, **{name: value for name, _, value in found})
+
+
+@functools.lru_cache(maxsize=64)
+def _arguments(make: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(make).parameters)

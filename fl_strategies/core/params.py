@@ -1,0 +1,54 @@
+"""Settings written as text, as they stand in a run-config and travel to clients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def parse_params(text: str) -> dict[str, Any]:
+    """Return ``{"rho": 0.01, "eta": {0: 1.0, 60: 0.5}}`` from ``"rho=0.01 eta=0:1.0;60:0.5"``.
+
+    Raises ``ValueError`` for an item that is not ``name=value``, or a schedule that is none.
+
+    Examples
+    --------
+    >>> parse_params("rho=0.01 eta=0:1.0;60:0.5 weights=uniform")
+    {'rho': 0.01, 'eta': {0: 1.0, 60: 0.5}, 'weights': 'uniform'}
+    """
+    params = {}
+    for item in text.split():
+        name, sign, value = item.partition("=")
+        if not (name and sign and value):
+            raise ValueError(f"a hyperparameter is given as name=value, got {item!r}")
+        params[name.replace("-", "_")] = _value(value)
+    return params
+
+
+def format_params(params: Mapping[str, Any]) -> str:
+    """Return the text that :func:`parse_params` reads back."""
+    texts = []
+    for name, value in params.items():
+        if isinstance(value, Mapping):
+            value = ";".join(f"{first}:{number}" for first, number in value.items())
+        texts.append(f"{name}={value}")
+    return " ".join(texts)
+
+
+def _value(text: str) -> Any:
+    if ":" in text:
+        try:
+            pairs = (part.partition(":") for part in text.split(";"))
+            return {int(first): float(number) for first, _, number in pairs}
+        except ValueError:
+            raise ValueError(f"a schedule is given as 0:1.0;60:0.5, got {text!r}") from None
+    if text in ("None", "none"):
+        return None
+    if text in ("True", "true", "False", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,112 @@
+"""Hyperparameters that may change from round to round: a number, or ``{first round: number}``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+Schedule: TypeAlias = float | Mapping[int, float]
+"""A number, or ``{first round: number}``."""
+
+
+def at(value: Schedule, server_round: int) -> float:
+    """Return the value in force in ``server_round`` (1, 2, ...).
+
+    Examples
+    --------
+    >>> at({0: 1.0, 60: 0.5}, 59), at({0: 1.0, 60: 0.5}, 60), at(0.1, 7)
+    (1.0, 0.5, 0.1)
+    """
+    if not isinstance(value, Mapping):
+        return value
+    return value[max(first for first in value if first <= server_round)]
+
+
+def values(value: Schedule) -> list[float]:
+    """Return all numbers that ``value`` ever is."""
+    return list(value.values()) if isinstance(value, Mapping) else [value]
+
+
+def check(
+    name: str,
+    value: Schedule,
+    *,
+    above: float = -math.inf,
+    low: float = -math.inf,
+    high: float = math.inf,
+    below: float = math.inf,
+    integer: bool = False,
+    scheduled: bool = False,
+) -> None:
+    """Raise ``ValueError`` unless the value is a finite number within the bounds.
+
+    That is > ``above``, >= ``low``, <= ``high``, < ``below``; ``integer`` asks for a whole number.
+    ``scheduled`` allows a schedule, all of whose values must be such numbers.
+    """
+    if isinstance(value, Mapping) and scheduled:
+        if strange := [first for first in value if type(first) is not int]:
+            raise ValueError(f"{name}: a schedule's rounds are integers, got {strange}")
+        if 0 not in value or min(value) < 0:
+            raise ValueError(f"{name}: a schedule starts at round 0, got rounds {sorted(value)}")
+    bounds = [
+        f"{sign} {bound:g}"
+        for sign, bound in ((">", above), (">=", low), ("<=", high), ("<", below))
+        if math.isfinite(bound)
+    ]
+    found: Sequence[Any] = values(value) if scheduled else [value]
+    for one in found:
+        kind = int if integer else int | float
+        number = isinstance(one, kind) and not isinstance(one, bool)
+        if not (number and _finite(one) and above < one < below and low <= one <= high):
+            what = "an integer " * integer + (" and ".join(bounds) or "finite")
+            raise ValueError(f"{name} must be {what}, got {one!r}")
+
+
+def _finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        return False
+
+
+def step_decay(value: float, rounds: int) -> dict[int, float]:
+    """Return ``value``, a tenth of it from 50 % and a hundredth from 75 % of ``rounds`` on.
+
+    The learning-rate decay of the Delta-SGD paper (its Section 4).
+
+    Examples
+    --------
+    >>> step_decay(1.0, rounds=100)
+    {0: 1.0, 51: 0.1, 76: 0.01}
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds must be >= 1, got {rounds}")
+    half, three_quarters = -(-rounds // 2), -(-3 * rounds // 4)
+    return {0: value, half + 1: value / 10, three_quarters + 1: value / 100}
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise ``ValueError`` unless ``value`` is true or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be bool, got {value!r}")
+
+
+def one_of(name: str, value: object, choices: Sequence[object]) -> None:
+    """Raise ``ValueError`` unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}")
+
+
+def all_among(
+    settings: Mapping[str, object], allowed: Mapping[str, Sequence[object]], why: str
+) -> None:
+    """Raise ``ValueError``, which ends in ``why``, unless each setting has an allowed value.
+
+    What ``settings`` leaves open, or ``allowed`` does not name, is not looked at.
+    """
+    for name, choices in allowed.items():
+        if name in settings and settings[name] not in choices:
+            raise ValueError(
+                f"{name} must be one of {list(choices)}, got {settings[name]!r}: {why}"
+            )

@@ -1,0 +1,34 @@
+"""The one small problem behind every algorithm here.
+
+A client approximately solves
+
+    min_w  f(w) + <a, w> + (r/2) ||w - c||^2,                                   (0)
+
+with gradient  g(w) + a + r (w - c). What an algorithm *is* on the client are its choices of the
+slope ``a``, the pull ``r`` and the centre ``c``; how the problem is solved is the solver's affair.
+
+Vectors are NumPy arrays or torch tensors, ``[d]`` for one client or ``[clients, d]`` for a stack of
+them: rules are written elementwise and never write into what they are given
+(``fl_strategies.core.columns``).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from fl_strategies.core.vectors import Vector
+
+
+class Subproblem(NamedTuple):
+    """Slope ``a``, pull ``r >= 0`` and centre ``c`` of (0); the defaults leave f alone.
+
+    In a stack the pull is one number for all clients, or a column ``[clients, 1]``.
+    """
+
+    slope: Vector | float = 0.0
+    pull: Any = 0.0
+    centre: Vector | float = 0.0
+
+    def gradient(self, w: Vector, g: Vector) -> Vector:
+        """Return the gradient of (0) at ``w``, where f has the gradient ``g``."""
+        return g + self.slope + self.pull * (w - self.centre)

@@ -1,0 +1,195 @@
+"""Sums of clients' vectors, exact in float64, in one pass over what came.
+
+An upload arrives as arrays of the model's type. Its vector [d] is these arrays as they lie, and is
+written out in float64 only where a rule asks for that; sums go block by block through the cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+Vector: TypeAlias = Any
+"""``numpy.ndarray`` or ``torch.Tensor``, ``[d]`` or ``[clients, d]``."""
+
+BLOCK = 1 << 15
+"""Numbers of a block: in float64 two of them fit a core's cache."""
+AT_ONCE = 32
+"""Vectors of a sum that are held at a time."""
+MANY = 1 << 20
+"""Numbers from which on a sum is shared by threads."""
+THREADS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+
+
+class Pieces(NDArrayOperatorsMixin):
+    """A vector [d] in pieces, as they came: NumPy takes it for one array in float64."""
+
+    def __init__(self, pieces: Sequence[npt.NDArray[Any]]) -> None:
+        self.pieces = [np.ravel(piece) for piece in pieces]
+
+    @property
+    def shape(self) -> tuple[int]:
+        """(d,)"""
+        return (sum(len(piece) for piece in self.pieces),)
+
+    ndim = 1
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.__array__()[key]
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what an array in float64 has by this name: ``sum``, ``copy``, ``dtype`` ..."""
+        if name.startswith("_") or name == "pieces":
+            raise AttributeError(name)
+        return getattr(self.__array__(), name)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        return np.concatenate(self.pieces, dtype=dtype or np.float64)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        plain = [np.asarray(v) if isinstance(v, Pieces) else v for v in inputs]
+        return getattr(ufunc, method)(*plain, **options)
+
+
+def weighted_sum(weighted: Iterable[tuple[Vector, Any]]) -> tuple[Vector, Any]:
+    """Return sum_i weight_i v_i and sum_i weight_i over ``(v_i, weight_i)``, in their order.
+
+    Vectors of NumPy are summed in float64. Of nothing both are 0.
+    """
+    pairs = iter(weighted)
+    total: Vector = 0.0
+    weights: Any = 0.0
+    while some := list(islice(pairs, AT_ONCE)):
+        weights = sum((weight for _, weight in some), weights)
+        if _long(some):
+            total = _in_blocks(some, total)
+        else:
+            for vector, weight in some:
+                total = total + weight * vector
+    return total, weights
+
+
+def weighted_mean(weighted: Iterable[tuple[Vector, Any]]) -> Vector:
+    """Return sum_i weight_i v_i / sum_i weight_i over ``(v_i, weight_i)``.
+
+    Raises ``ValueError`` when there is nothing to average or the weights sum to zero.
+    """
+    pairs = iter(weighted)
+    first = list(islice(pairs, AT_ONCE + 1))
+    if len(first) <= AT_ONCE and first and _long(first):
+        weights = sum((weight for _, weight in first), 0.0)
+        if weights != 0.0:
+            return _in_blocks(first, divisor=weights)
+    total, weights = weighted_sum(chain(first, pairs))
+    if isinstance(weights, float) and weights == 0.0:
+        raise ValueError("a mean needs at least one vector with a positive weight")
+    return total / weights
+
+
+def _long(pairs: Sequence[tuple[Vector, Any]]) -> bool:
+    """Whether these are vectors of NumPy, with numbers for weights, that fill blocks."""
+    return all(
+        isinstance(v, np.ndarray | Pieces) and v.ndim == 1 and np.ndim(w) == 0 for v, w in pairs
+    ) and (len(pairs[0][0]) >= BLOCK)
+
+
+def _in_blocks(
+    pairs: Sequence[tuple[Vector, float]], before: Any = 0.0, divisor: float = 1.0
+) -> npt.NDArray[np.float64]:
+    """Return ``before`` and the weighted vectors added up, over ``divisor``."""
+    total = np.empty(len(pairs[0][0]))
+    tasks = []
+    for begin, group in _aligned(pairs):
+        size = len(group[0][0])
+        for start in range(0, size, BLOCK):
+            stop = min(start + BLOCK, size)
+            parts = [(vector[start:stop], weight) for vector, weight in group]
+            tasks.append((slice(begin + start, begin + stop), parts))
+
+    def add(tasks: Iterable[tuple[slice, list[tuple[npt.NDArray[Any], float]]]]) -> None:
+        scaled = np.empty(BLOCK)
+        for place, parts in tasks:
+            block = total[place]
+            block[:] = before[place] if isinstance(before, np.ndarray) else before
+            product = scaled[: len(block)]
+            for part, weight in parts:
+                np.copyto(product, part)  # a cast by itself is faster than one inside a product
+                if weight != 1.0:
+                    np.multiply(product, weight, out=product)
+                np.add(block, product, out=block)
+            if divisor != 1.0:
+                np.divide(block, divisor, out=block)
+
+    _shared_out(add, tasks, len(total) * len(pairs))
+    return total
+
+
+def _aligned(
+    pairs: Sequence[tuple[Vector, float]],
+) -> Iterator[tuple[int, list[tuple[npt.NDArray[Any], float]]]]:
+    """Yield the pieces of all vectors that lie beside each other, and where they begin."""
+    sizes = next(([len(p) for p in v.pieces] for v, _ in pairs if isinstance(v, Pieces)), None)
+    begin = 0
+    for number, size in enumerate(sizes or [len(pairs[0][0])]):
+        yield (
+            begin,
+            [
+                (v.pieces[number] if isinstance(v, Pieces) else v[begin : begin + size], w)
+                for v, w in pairs
+            ],
+        )
+        begin += size
+
+
+def finite(array: npt.NDArray[Any]) -> bool:
+    """Return whether all numbers of ``array`` are finite."""
+    if not np.issubdtype(array.dtype, np.floating):
+        return True
+    if array.size < MANY:
+        return _finite(array)
+    found: list[bool] = []
+    flat = array.reshape(-1)
+    parts = [flat[start : start + MANY] for start in range(0, len(flat), MANY)]
+    _shared_out(lambda some: found.extend(map(_finite, some)), parts, array.size)
+    return all(found)
+
+
+def _finite(array: npt.NDArray[Any]) -> bool:
+    with np.errstate(over="ignore", invalid="ignore"):
+        # no finite sum has a part that is not; one that overflowed may be of finite parts
+        return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())
+
+
+def _shared_out(work: Callable[[list[Any]], None], tasks: Sequence[Any], numbers: int) -> None:
+    """Do ``work`` on the tasks, by threads if there is enough of it."""
+    if numbers < MANY or THREADS == 1:
+        work(list(tasks))
+        return
+    settings = np.geterr()
+
+    def quietly(some: list[Any]) -> None:
+        with np.errstate(**settings):  # which threads do not take over
+            work(some)
+
+    for _ in _pool().map(quietly, [list(tasks[n::THREADS]) for n in range(THREADS)]):
+        pass
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(THREADS, "fl-strategies-sum")
+
+
+if hasattr(os, "register_at_fork"):  # a forked process has none of its parent's threads
+    os.register_at_fork(after_in_child=_pool.cache_clear)

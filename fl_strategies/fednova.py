@@ -1,0 +1,136 @@
+"""FedNova: clients that took more local steps do not count for more.
+
+Where clients take different numbers of local steps, FedAvg minimises another mean of the losses
+than the one by samples: those with more steps weigh more. FedNova divides each client's change by
+what its steps add up to. Round with theta, for each client i of S:
+
+    w_i    = theta after tau_i steps of gradient descent, with momentum or a pull    (1)
+    a_i    = the sum of the weights with which (1) adds its gradients                (2)
+    theta <- theta - (sum_i p_i a_i) sum_i p_i (theta - w_i)/a_i                     (3)
+
+p_i     n_i / sum_{j in S} n_j, with n_i the samples of client i
+a_i     "normalizer", reported by the client: of plain steps tau_i; with momentum mu_m
+        sum_{j=1..tau_i} (1 - mu_m^j)/(1 - mu_m), with Nesterov's mu_m^(j+1) in place of mu_m^j;
+        with the pull mu sum_{k=0..tau_i-1} (1 - lr mu)^k
+mu      pull of local steps towards theta, as in FedProx, >= 0
+
+Clients keep nothing. With equal a_i (3) is FedAvg by samples. Where they differ, and as lr -> 0,
+theta comes to the minimiser of the mean loss by samples, which FedAvg does not.
+
+(2) is known for ``sgd`` and ``gd`` alone; other solvers, extrapolation and a box are refused, and
+so is momentum together with a pull. ``clipping_norm`` also bounds the change of the global model,
+as an a that is made up would scale those of all clients.
+
+Reference: Wang, Liu, Liang, Joshi, Poor, "Tackling the Objective Inconsistency Problem in
+Heterogeneous Federated Optimization", NeurIPS 2020, eq. 13 and Section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fl_strategies.core.clipping import clip
+from fl_strategies.core.columns import choose, is_nought, repeated
+from fl_strategies.core.hyperparameters import Schedule, largest, number
+from fl_strategies.core.oracle import Oracle, Step
+from fl_strategies.core.plain import PLAIN, check_plain_steps
+from fl_strategies.core.records import Upload, Uploads
+from fl_strategies.core.subproblem import Subproblem
+from fl_strategies.core.vectors import Vector, weighted_sum
+from fl_strategies.server.algorithm import Card, State
+from fl_strategies.server.strategy import FederatedStrategy
+
+NORMALIZER = "normalizer"
+STEPS = {name: values for name, values in PLAIN.items() if name not in ("momentum", "nesterov")}
+
+
+def normalizer(
+    steps: Any, *, momentum: float = 0.0, nesterov: bool = False, pull: float = 0.0
+) -> Any:
+    """Return a of (2) after ``steps`` steps; ``pull`` is lr mu."""
+    first = 2 if nesterov else 1
+    missing = momentum**first * (1.0 - momentum**steps) / (1.0 - momentum)
+    free = (steps - missing) / (1.0 - momentum)
+    if is_nought(pull):
+        return free
+    # term by term, as a closed form loses all digits of a small pull
+    base = 1.0 - pull
+    powers = repeated(steps, lambda a, power: (a + power, power * base), 0.0 * base, base**0)[0]
+    return choose(pull == 0.0, free, powers)
+
+
+def client_rule(
+    theta: Vector,
+    oracle: Oracle,
+    *,
+    rate: float,
+    mu: float = 0.0,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+) -> Step:
+    """Return the client's upload w by (1) and, as a scalar, a by (2); ``rate`` is lr."""
+    solved = oracle.solve(
+        theta, Subproblem() if is_nought(mu) else Subproblem(pull=mu, centre=theta)
+    )
+    a = normalizer(solved.steps, momentum=momentum, nesterov=nesterov, pull=rate * mu)
+    return Step(solved.w, scalars={NORMALIZER: a}, solved=solved)
+
+
+def server_rule(theta: Vector, uploads: Iterable[tuple[Vector, float, float]]) -> Vector:
+    """Return the next model by (3), from each client's (w_i, n_i, a_i)."""
+    found = list(uploads)
+    samples = sum(n for _, n, _ in found)
+    tau = sum(n / samples * a for _, n, a in found)
+    moved, weight = weighted_sum((w, n / samples / a) for w, n, a in found)
+    return theta - tau * (weight * theta - moved)
+
+
+def check_steps(settings: Mapping[str, Any], mu: float) -> None:
+    """Raise ``ValueError`` for local settings whose a is not known."""
+    check_plain_steps(settings, "FedNova needs to know what its steps add up to", STEPS)
+    if mu and largest(settings.get("momentum", 0.0)):
+        raise ValueError(
+            f"mu must be 0 with momentum ({settings['momentum']}), of which together FedNova's a is"
+            f" not known, got {mu}"
+        )
+
+
+class FedNova(FederatedStrategy):
+    """FedNova's server half; see the module's docstring for the rule and every symbol.
+
+    Raises ``ValueError`` for a ``local`` of other steps than (1).
+    """
+
+    algorithm = "fednova"
+    card = Card(
+        "FedNova",
+        "clients with more local steps do not count for more",
+        keeps="nothing",
+        paper="Wang et al., NeurIPS 2020",
+    )
+    mu: Schedule = number(
+        default=0.0,
+        about="Pull of local steps towards the global model.",
+        low=0.0,
+        scheduled=True,
+        sent="mu",
+    )
+
+    def __post_init__(self) -> None:
+        check_steps(self.local or {}, largest(self.mu))
+        super().__post_init__()
+
+    @property
+    def scalar_bounds(self) -> Mapping[str, tuple[float, float]]:
+        return {NORMALIZER: (1e-12, 2.0**53)}
+
+    def weight(self, upload: Upload) -> float:
+        return upload.num_examples / upload.scalars[NORMALIZER]
+
+    def aggregate(self, state: State, theta: Vector, uploads: Uploads) -> tuple[Vector, State]:
+        found = ((up.vector, up.num_examples, up.scalars[NORMALIZER]) for up in uploads)
+        model = server_rule(theta, found)
+        if self.clipping_norm is not None:  # a client's a scales the changes of all
+            model = theta + clip(model - theta, self.clipping_norm)
+        return model, state

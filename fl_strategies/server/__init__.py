@@ -1,0 +1,1 @@
+"""The server half: the only part of the package that uses Flower."""

@@ -1,0 +1,69 @@
+"""The bound on how far one upload moves the model (``clipping_norm``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fl_strategies.core.clipping import clip, norm
+from fl_strategies.core.layout import Arrays, Layout
+from fl_strategies.core.records import BadReply, Reply, Upload
+from fl_strategies.core.vectors import Vector
+
+
+@dataclass
+class NormBound:
+    """Scales uploads down to ``bound``, or leaves out what must not be scaled.
+
+    ``reference(upload)`` is from where a change is measured, [d] or 0. ``books_changes`` says that
+    a change is also booked by its client, which a scaled one would not be.
+    """
+
+    bound: float
+    reference: Callable[[Upload], Vector | float]
+    books_changes: bool
+    model: Arrays
+
+    def ask(self, client: int) -> dict[str, Any]:
+        """Clients need not know."""
+        return {}
+
+    def check(self, reply: Reply, upload: Upload) -> Upload:
+        """Return ``upload`` within the bound: the same, to the bit, if it is.
+
+        Raises :class:`BadReply` for one beyond it that cannot be scaled.
+        """
+        change = upload.vector - self.reference(upload)
+        parts = dict(upload.beside)
+        if self.books_changes:
+            parts["update"] = change
+        for name, vector in parts.items():
+            if not (size := norm(np.asarray(vector))) <= self.bound:
+                raise BadReply(
+                    f"the norm of its {name} is {size:g}, at most {self.bound:g}"
+                    " (clipping_norm) is taken"
+                )
+        if not self.books_changes and norm(change) > self.bound:
+            upload = upload._replace(vector=self.reference(upload) + clip(change, self.bound))
+        return upload._replace(buffers=self._clipped(upload.buffers))
+
+    def _clipped(self, buffers: Arrays) -> Arrays:
+        before = {
+            name: self.model[name]
+            for name, array in buffers.items()
+            if np.issubdtype(array.dtype, np.floating)
+        }
+        if not before:
+            return buffers
+        layout = Layout.of(before)
+        start = layout.pack(before)
+        change = layout.pack(buffers) - start
+        if norm(change) <= self.bound:
+            return buffers
+        return {**buffers, **layout.unpack(start + clip(change, self.bound), {})}
+
+    def settle(self, used: Sequence[Upload]) -> None:
+        """Nothing to keep."""

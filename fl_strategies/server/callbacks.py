@@ -1,0 +1,177 @@
+"""Callbacks for the end of a round.
+
+Any function of a :class:`RoundInfo` is one; returning ``True`` stops the run after that round. What
+one raises ends the run as well, when the others have seen the round too and it has its checkpoint;
+a run that is resumed goes on with the next. One with a method ``recall(rows)`` is told, when a run
+is resumed, the metrics of the rounds before it, by round.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from safetensors.numpy import save
+
+from fl_strategies.core.files import DamagedFile, read_lines, write_atomically
+
+if TYPE_CHECKING:
+    from flwr.app import ArrayRecord
+
+
+@dataclass(frozen=True)
+class RoundInfo:
+    """What a person may want to know at the end of a round.
+
+    ``metrics`` holds the round's numbers: training (``train-loss`` ...), clients' evaluation
+    (``eval-accuracy`` ...), the server's (``test-accuracy`` ...), bytes, clients and seconds. What
+    clients report under a name that is not theirs is called ``client-...`` (``names``).
+    ``clients`` holds, by client id, the numbers of each reply that was used: ``examples``,
+    ``data-share`` and ``weight-share`` (of the round's examples, and in the next model) of those
+    that trained, and what they measured.
+    """
+
+    server_round: int
+    num_rounds: int
+    arrays: ArrayRecord
+    metrics: Mapping[str, float]
+    clients: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+
+
+Callback: TypeAlias = Callable[[RoundInfo], bool | None]
+Rows: TypeAlias = Mapping[int, Mapping[str, float]]
+
+
+class _Lines:
+    """A file of JSON lines, begun anew by the first that is written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._mode = Path(path), "w"
+        if not self.path.parent.is_dir():
+            raise ValueError(f"{self.path.parent} is no directory to write {self.path.name} in")
+
+    def recall(self, rows: Rows) -> None:
+        """Keep the lines of the rounds before; raise :class:`DamagedFile` if one is damaged."""
+        try:
+            found = read_lines(self.path) if self.path.exists() else []
+        except DamagedFile as fault:
+            raise DamagedFile(f"{fault}; the run goes on without it if it is moved away") from None
+        before = [row for row in found if row["round"] <= max(rows, default=0)]
+        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in before).encode())
+        self._mode = "a"
+
+    def append(self, server_round: int, rows: Iterable[Mapping[str, float]]) -> None:
+        """Write the round's rows out at once, in one piece."""
+        lines = [
+            json.dumps({"round": server_round, **{n: finite(v) for n, v in row.items()}}) + "\n"
+            for row in rows
+        ]
+        with self.path.open(self._mode) as file:
+            file.write("".join(lines))
+        self._mode = "a"
+
+
+class History(_Lines):
+    """Appends one JSON line a round to ``path``: ``RoundInfo.metrics``; null is "not finite"."""
+
+    def __call__(self, info: RoundInfo) -> None:
+        self.append(info.server_round, [_without("round", info.metrics)])
+
+
+class ClientHistory(_Lines):
+    """Appends one JSON line per client and round to ``path``: ``RoundInfo.clients``."""
+
+    def __call__(self, info: RoundInfo) -> None:
+        rows = [
+            {"client": client, **_without("client", _without("round", row))}
+            for client, row in sorted(info.clients.items())
+        ]
+        self.append(info.server_round, rows)
+
+
+class BestModel:
+    """Keeps the model of the best round in ``path`` (safetensors), by a metric.
+
+    ``best`` and ``best_round`` tell what it holds; NaN is never the best. Raises ``KeyError`` when
+    a round lacks ``metric``.
+    """
+
+    def __init__(self, path: Path, metric: str = "test-accuracy", *, smaller: bool = False) -> None:
+        self.path, self.metric, self.smaller = Path(path), metric, smaller
+        self.best: float | None = None
+        self.best_round = 0
+
+    def __call__(self, info: RoundInfo) -> None:
+        if self._better(info.server_round, info.metrics):
+            write_atomically(self.path, model_bytes(info.arrays))
+
+    def recall(self, rows: Rows) -> None:
+        """Take note of the best of the rounds before; its model is in the file already."""
+        for server_round, metrics in rows.items():
+            self._better(server_round, metrics)
+
+    def _better(self, server_round: int, metrics: Mapping[str, float]) -> bool:
+        value, best = metrics[self.metric], self.best
+        if math.isnan(value):
+            return False
+        better = best is None or (value < best if self.smaller else value > best)
+        if better:
+            self.best, self.best_round = value, server_round
+        return better
+
+
+class EarlyStop:
+    """Stops at ``target``, or after ``patience`` rounds in which ``metric`` did not improve.
+
+    Raises ``KeyError`` when a round lacks ``metric``.
+    """
+
+    def __init__(
+        self,
+        metric: str = "test-accuracy",
+        *,
+        target: float | None = None,
+        patience: int | None = None,
+        smaller: bool = False,
+    ) -> None:
+        if target is None and patience is None:
+            raise ValueError("EarlyStop needs a target, a patience, or both")
+        if patience is not None and patience < 1:
+            raise ValueError(f"patience must be >= 1, got {patience}")
+        self.metric, self.patience, self.sign = metric, patience, -1.0 if smaller else 1.0
+        self.target = target
+        self._best = -float("inf")
+        self._stale = 0
+
+    def __call__(self, info: RoundInfo) -> bool:
+        return self._ends(info.metrics)
+
+    def recall(self, rows: Rows) -> None:
+        """Count the rounds before; a run that ended there is not gone on with."""
+        for metrics in rows.values():
+            self._ends(metrics)
+
+    def _ends(self, metrics: Mapping[str, float]) -> bool:
+        value = self.sign * metrics[self.metric]
+        self._stale = 0 if value > self._best else self._stale + 1
+        self._best = max(self._best, value)
+        reached = self.target is not None and value >= self.sign * self.target
+        return reached or (self.patience is not None and self._stale >= self.patience)
+
+
+def _without(name: str, row: Mapping[str, float]) -> dict[str, float]:
+    return {n: value for n, value in row.items() if n != name}
+
+
+def finite(value: float) -> float | None:
+    """Return ``value``, or None where it is not finite: JSON has no such numbers."""
+    return value if math.isfinite(value) else None
+
+
+def model_bytes(arrays: ArrayRecord) -> bytes:
+    """Return a model as the bytes of a safetensors file."""
+    return save({name: array.numpy() for name, array in arrays.items()})

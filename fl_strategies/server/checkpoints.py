@@ -1,0 +1,232 @@
+"""Checkpoints of a run's server half, from which ``start(resume=True)`` goes on.
+
+A checkpoint is one safetensors file with a checksum, written whole or not at all: the model, the
+algorithm's server state (its record, field by field), the ledger, the run's id and its history, and
+the version of this format: another is refused. There is no random state, as every stream derives
+from the seed and the round. The directory is locked while a run lasts.
+
+Clients keep a state of their own, which a killed run leaves some rounds ahead of the last
+checkpoint. So each request names the rounds (``kept-rounds``) whose version of it some checkpoint
+would go back to, and the client keeps these: as many more than one as there are checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from logging import WARNING
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from flwr.common import log
+
+from fl_strategies.core.files import DamagedFile, FolderLock, load_arrays, save_arrays
+from fl_strategies.core.schedules import check
+
+PREFIX, SUFFIX = "round-", ".safetensors"
+RUN = frozenset(
+    {"algorithm", "seed", "model", "run-id", "rounds-before", "round", "stopped", "clients",
+     "metrics", "history", "devices"}
+)  # fmt: skip
+"""What ``Checkpoint.run`` holds."""
+VERSION = 2
+"""Of the format: 1 had the strategy's attributes in place of records."""
+
+
+class Checkpoint(NamedTuple):
+    """What a file holds: the model's arrays by name, the server state, the ledger, the run so far.
+
+    ``state`` are the fields of the algorithm's record by name, of an algorithm without one none.
+    """
+
+    model: dict[str, npt.NDArray[Any]]
+    state: dict[str, Any]
+    ledger: Mapping[str, Mapping[int, Any]]
+    run: dict[str, Any]
+
+
+class Checkpoints:
+    """Where checkpoints lie, how often they are made and which are kept.
+
+    Parameters
+    ----------
+    directory : path
+        Of one run; made when that begins.
+    every : int >= 1 (default 1)
+        Rounds from one to the next.
+    keep : int >= 1 (default 2)
+        How many of the last are kept.
+    best : str, optional
+        A metric of ``RoundInfo.metrics``: the checkpoint in which it was best is kept as well.
+    smaller : bool (default False)
+        Whether a smaller value of it is better.
+
+    Raises
+    ------
+    ValueError
+        For a number outside its range.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        every: int = 1,
+        keep: int = 2,
+        best: str | None = None,
+        smaller: bool = False,
+    ) -> None:
+        check("every", every, low=1, integer=True)
+        check("keep", keep, low=1, integer=True)
+        self.directory, self.every, self.keep = Path(directory), every, keep
+        self.best, self.smaller = best, smaller
+        self._held: dict[int, tuple[dict[int, int], float]] = {}
+        self._lock = FolderLock(self.directory)
+
+    def path(self, number: int) -> Path:
+        """Return the file of the checkpoint after round ``number``."""
+        return self.directory / f"{PREFIX}{number:08d}{SUFFIX}"
+
+    def rounds(self) -> list[int]:
+        """Return the rounds after which there are checkpoints, ascending."""
+        return sorted(self._found()[0])
+
+    def _found(self) -> tuple[dict[int, Path], list[Path]]:
+        """Return the checkpoints by round, and what else has a name that begins like theirs."""
+        checkpoints, strays = {}, []
+        for path in sorted(self.directory.glob(f"{PREFIX}*")):
+            number = path.name[len(PREFIX) :].removesuffix(SUFFIX)
+            if number.isdecimal() and self.path(int(number)) == path:
+                checkpoints[int(number)] = path
+            else:
+                strays.append(path)
+        return checkpoints, strays
+
+    def take(self) -> str:
+        """Lock the directory; return the id of the run that held it last, "" if none did.
+
+        What lies there and is no checkpoint is left alone, with a line in the log. Raises
+        ``ValueError`` if another run holds it, or something that is no file has a checkpoint's
+        name.
+        """
+        run = self._lock.take()
+        found, strays = self._found()
+        if wrong := [str(path) for path in found.values() if not path.is_file()]:
+            raise ValueError(f"{', '.join(wrong)}: no file, but in a checkpoint's place; remove it")
+        for path in strays:
+            log(WARNING, "%r is no checkpoint and is left alone", str(path))
+        return run
+
+    def sign(self, run: str) -> None:
+        """Write down the id of the run whose directory this is."""
+        self._lock.sign(run)
+
+    def release(self) -> None:
+        """Unlock the directory."""
+        self._lock.release()
+
+    def begin(self) -> None:
+        """Raise ``ValueError`` if a new run would mix its checkpoints with those of another."""
+        if found := self.rounds():
+            raise ValueError(
+                f"{self.directory} holds checkpoints of rounds {found}: go on from them with"
+                " resume, or choose another directory"
+            )
+        self._held = {}
+
+    def save(self, number: int, checkpoint: Checkpoint) -> None:
+        """Write the checkpoint after round ``number``, then drop those that are not kept."""
+        arrays = {f"model/{name}": array for name, array in checkpoint.model.items()}
+        kept = {
+            "state": _pack(checkpoint.state, arrays),
+            "ledger": _pack(checkpoint.ledger, arrays),
+            "run": checkpoint.run,
+        }
+        about = json.dumps({"version": VERSION, "names": list(checkpoint.model), **kept})
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        save_arrays(self.path(number), arrays, about)
+        self._hold(number, checkpoint)
+        for old in self._dropped():
+            del self._held[old]
+            self.path(old).unlink(missing_ok=True)
+
+    def last(self) -> Checkpoint | None:
+        """Return the last checkpoint that is not damaged; None if there never was one.
+
+        Raises ``ValueError`` if all are damaged.
+        """
+        for leftover in self.directory.glob(f".{PREFIX}*"):
+            if leftover.is_file():
+                leftover.unlink()
+        found, self._held = None, {}
+        for number in self.rounds():
+            try:
+                found = self._load(number)
+            except DamagedFile as fault:
+                log(WARNING, "%s; it is not used", fault)
+        if found is None and self.rounds():
+            raise ValueError(f"every checkpoint in {self.directory} is damaged: {self.rounds()}")
+        return found
+
+    def kept_rounds(self, client: int) -> list[int]:
+        """Return the rounds of ``client``'s states that the checkpoints would go back to."""
+        return sorted({acked[client] for acked, _ in self._held.values() if client in acked})
+
+    def _load(self, number: int) -> Checkpoint:
+        arrays, text = load_arrays(self.path(number))
+        try:
+            about = json.loads(text)
+            older = "version" not in about and "rounds-before" in about["run"]
+            version = 1 if older else about["version"]
+            model = {name: arrays[f"model/{name}"] for name in about["names"]}
+            if version == VERSION:
+                state, ledger = (_unpack(about[name], arrays) for name in ("state", "ledger"))
+                found = Checkpoint(model, state, ledger, about["run"])
+                if missing := sorted(RUN - found.run.keys()):
+                    raise ValueError(f"it lacks {missing}")
+                self._hold(number, found)
+        except Exception as error:  # whatever a text made up by somebody makes its reader raise
+            raise DamagedFile(f"{self.path(number)} is damaged: {error!r}") from None
+        if version != VERSION:
+            raise ValueError(
+                f"{self.path(number)} has version {version!r} of the format, and this version of"
+                f" fl_strategies reads {VERSION}: go on with the version that wrote it"
+            )
+        return found
+
+    def _hold(self, number: int, checkpoint: Checkpoint) -> None:
+        value = checkpoint.run["metrics"].get(self.best, math.nan)
+        acked = dict(checkpoint.ledger["acked"])  # the ledger goes on with its own
+        self._held[number] = (acked, -value if self.smaller else value)
+
+    def _dropped(self) -> list[int]:
+        kept = set(sorted(self._held)[-self.keep :])
+        if rated := {n: value for n, (_, value) in self._held.items() if not math.isnan(value)}:
+            kept.add(max(rated, key=lambda number: (rated[number], -number)))
+        return [number for number in self._held if number not in kept]
+
+
+def _pack(value: Any, arrays: dict[str, npt.NDArray[Any]]) -> Any:
+    """Return ``value`` as JSON can have it, its arrays put among ``arrays``."""
+    if isinstance(value, np.ndarray):
+        name = f"state/{len(arrays)}"
+        arrays[name] = value
+        return {"array": name}
+    if isinstance(value, Mapping):
+        return {"map": [[key, _pack(item, arrays)] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        return [_pack(item, arrays) for item in value]
+    return value
+
+
+def _unpack(value: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
+    if isinstance(value, dict) and "array" in value:
+        return arrays[value["array"]]
+    if isinstance(value, dict):
+        return {key: _unpack(item, arrays) for key, item in value["map"]}
+    if isinstance(value, list):
+        return [_unpack(item, arrays) for item in value]
+    return value

@@ -1,0 +1,189 @@
+"""What clients are asked: the model, what they are told, and who of them.
+
+Every request is a message of its own: what the caller passed in is never written to.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from logging import DEBUG
+from typing import Any, Protocol
+
+import numpy as np
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    RecordDict,
+)
+from flwr.common import log
+from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
+
+from fl_strategies.core.hyperparameters import Scalar, told
+from fl_strategies.core.layout import Arrays, Layout
+from fl_strategies.core.local import check_local
+from fl_strategies.core.randomness import draw, stream
+from fl_strategies.core.records import NOTHING, Reply, Upload
+from fl_strategies.core.schedules import at
+from fl_strategies.core.vectors import Vector
+from fl_strategies.server.algorithm import Algorithm
+from fl_strategies.server.bounds import NormBound
+from fl_strategies.server.composition import Composition
+from fl_strategies.server.identity import Identity
+from fl_strategies.server.options import Options
+from fl_strategies.server.replies import (
+    Asked,
+    Patience,
+)
+from fl_strategies.server.wire import decode
+
+
+class Part(Protocol):
+    """Something that has a say in a round beside the algorithm."""
+
+    def ask(self, client: int) -> Mapping[str, Any]:
+        """Return what to add to the request to ``client``."""
+
+    def check(self, reply: Reply, upload: Upload) -> Upload:
+        """Return the upload as it is taken; raise :class:`BadReply` if it is not."""
+
+    def settle(self, used: Sequence[Upload]) -> None:
+        """Take note of the uploads of a round that stands."""
+
+
+class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its default
+    """The half of a round that goes out."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        flowers = inspect.signature(FlowerFedAvg).parameters
+        given = {name: getattr(self, name) for name in Options.declarations if name in flowers}
+        # Flower warns of 0, which is no mistake
+        FlowerFedAvg.__init__(self, **given | {"fraction_evaluate": 1.0})
+        vars(self).update(given)
+        self.buffers = tuple(self.buffers)
+        self.frozen = dict(self.frozen)
+        self.ties = tuple(tuple(group) for group in self.ties)
+        self.local = dict(self.local or {})
+        check_local(self.local)
+        self.callbacks = tuple(self.callbacks)
+        name = type(self).__name__
+        trust = self.unnamed or ("to implement it" if self.assume_algorithm else "")
+        self.identity = Identity(name, self.algorithm, trust)
+        self.composition = Composition(name, self.averages)
+        self.patience = Patience(self.max_unusable_rounds)
+        self.faults: dict[int | None, str] = {}
+        """Why replies of the last phase were left out, by client."""
+        self.layout: Layout | None = None
+        self._wire: Layout | None = None
+        self._model: Arrays = NOTHING
+        self._checks: list[Part] = []
+        self._asked = Asked({}, 0, 0.0)
+        self._said_taken = False
+
+    @property
+    def asked(self) -> list[int]:
+        """The clients asked in the present phase of the round, ascending."""
+        return sorted(self._asked.clients.values())
+
+    @property
+    def parts(self) -> list[Part]:
+        """What has a say in a round beside the algorithm, in the order in which it is asked."""
+        return [self.identity, *self._checks, self.ledger]
+
+    def read_model(self, arrays: ArrayRecord) -> None:
+        """Take ``arrays`` for the global model of the round."""
+        self._model = {name: decode(array) for name, array in arrays.items()}
+        if self.layout is None:
+            self.layout = Layout.of(self._model, self.buffers, self.ties, self.frozen)
+            self._wire = self.layout.beside(self.beside)
+            self.identity.layout = self.composition.layout = self.layout
+            self.composition.wire = self._wire
+        self.theta = self.layout.pack(self._model)
+        self._checks = [self.composition]
+        if (bound := self.clipping_norm) is not None:
+            limit = NormBound(bound, self.reference, self.books_changes, self._model)
+            self._checks.append(limit)
+
+    def model_record(self, vector: Vector, buffers: Arrays = NOTHING) -> ArrayRecord:
+        """Return the model with its trainable arrays out of ``vector`` [d], and its ``buffers``."""
+        assert self.layout is not None
+        model = self.layout.unpack(vector, {**self._model, **buffers})
+        return ArrayRecord({name: Array(array) for name, array in model.items()})
+
+    def choose(self, server_round: int, nodes: Mapping[int, int]) -> list[int]:
+        """Return which of the connected clients train in the round, ascending."""
+        return self.sample("sample", server_round, nodes, self.fraction_train, self.min_train_nodes)
+
+    def sample(
+        self, purpose: str, server_round: int, nodes: Iterable[int], fraction: float, least: int
+    ) -> list[int]:
+        """Return a share of the connected clients, ascending, by the stream of ``purpose``."""
+        clients = sorted(nodes)
+        # 1e-9 keeps 0.29 of 100 at 29, whatever the rounding of the product
+        size = max(int(fraction * len(clients) + 1e-9), least)
+        log(DEBUG, "%s: %d of %d clients", purpose, size, len(clients))
+        return sorted(draw(stream(self.seed, purpose, server_round), clients, size))
+
+    def request(self, server_round: int, client: int) -> dict[str, Scalar]:
+        """Return the config that ``client`` is sent in ``server_round``."""
+        own = told(type(self).declarations, lambda name: getattr(self, name))
+        state = self.first_state(self.theta) if self.state is None else self.state
+        values = {**self.local, **own, **self.tell(state, server_round, client)}
+        request: dict[str, Scalar] = {
+            name: at(value, server_round) if isinstance(value, Mapping) else value
+            for name, value in values.items()
+        }
+        request |= {"run-id": self.run.id, "server-round": server_round, "seed": self.seed}
+        for part in self.parts:
+            request |= part.ask(client)
+        return request
+
+    def requests(
+        self,
+        server_round: int,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        nodes: Mapping[int, int],
+        chosen: Sequence[int],
+        message_type: str,
+    ) -> list[Message]:
+        """Return a message for each client ``chosen``, and take note of who is asked."""
+        if self.beside and message_type == MessageType.TRAIN:
+            arrays = self._with_vectors(arrays)
+        size = sum(len(array.data) for array in arrays.values())
+        clients = {nodes[client]: client for client in chosen}
+        self._asked = Asked(clients, size * len(chosen), time.monotonic())
+        messages = [
+            Message(
+                RecordDict(
+                    {
+                        self.arrayrecord_key: arrays,
+                        self.configrecord_key: ConfigRecord(
+                            {**config, **self.request(server_round, client)}
+                        ),
+                    }
+                ),
+                dst_node_id=node,
+                message_type=message_type,
+            )
+            for node, client in clients.items()
+        ]
+        # tell() may look at who is asked
+        self._asked = replace(
+            self._asked, requests={m.metadata.dst_node_id: m.metadata for m in messages}
+        )
+        return messages
+
+    def _with_vectors(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Return ``arrays`` followed by those of the vectors that travel beside the model."""
+        assert self._wire is not None
+        vectors = self.vectors(self.state)
+        all_of_them = [self.theta, *(vectors[name] for name in self.beside)]
+        found = self._wire.unpack(np.concatenate(all_of_them), self._model)
+        return ArrayRecord({name: Array(array) for name, array in found.items()} | dict(arrays))

@@ -1,0 +1,271 @@
+"""One communication round, from requests to the next global model.
+
+- ``nodes``: who is connected, by stable client ids, among which a generator seeded with (seed,
+  round) samples, so that a seed fixes who takes part;
+- ``wire`` and ``replies``: a reply is decoded and checked once; a bad one is left out, with a line;
+- ``identity``, ``composition``, ``bounds`` and the ledger (``core.ledger``) are parts of one
+  protocol (``requests.Part``): what they add to a request, what they check in an upload, what they
+  settle after a round that stands;
+- a round with fewer than ``min_replies`` usable replies, or whose model is not finite, is void:
+  what it came to is thrown away, and model, server state and ledger stay as they were.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from logging import WARNING
+from typing import Any
+
+import numpy as np
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.common import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+
+from fl_strategies.core.layout import BufferMean
+from fl_strategies.core.names import in_evaluation, in_training
+from fl_strategies.core.records import BadReply, Reply, Upload, Uploads
+from fl_strategies.core.vectors import Pieces, finite
+from fl_strategies.server.algorithm import State
+from fl_strategies.server.options import MetricsAggregation
+from fl_strategies.server.replies import (
+    Asked,
+    Naming,
+    Sifted,
+    by_client,
+    device_of,
+    renamed,
+    sift,
+    spread,
+    taken_names,
+)
+from fl_strategies.server.requests import Requests
+from fl_strategies.server.wire import decode_model, opened
+
+
+class Round(Requests):
+    """The part of a strategy that Flower's ``Strategy.start``, its wrappers and servers call."""
+
+    @property
+    def result(self) -> Result:
+        """Flower's record of the run."""
+        return self.run.result
+
+    def open(self, initial_arrays: ArrayRecord, num_rounds: int) -> None:
+        """Begin a run: take the initial model, and forget the result of the last."""
+        self.run.open(initial_arrays, num_rounds)
+        self.layout = None
+        self.read_model(initial_arrays)
+        first = self.first_state(self.theta) if self.state is None else self.state
+        self.state = self.begin(first, self.theta)
+        self._said_taken = False
+        self.composition.opened = True
+
+    # ---- training -----------------------------------------------------------------------------
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return the requests to the clients sampled for this round."""
+        if server_round == 1:
+            self.composition.wrapped = False
+            if not self.composition.opened:
+                watched = bool(self.callbacks or self.checkpoints)
+                self.composition.wrap([*self.buffers], watched=watched)
+                self.run.close()
+                self.open(arrays, 0)
+                self.composition.opened = False
+        self.run.round = server_round
+        self.read_model(arrays)
+        self.composition.begin_round(config, self.theta)
+        nodes = self.nodes.wait(grid, max(self.min_available_nodes, self.min_train_nodes))
+        self.state = self.meet(self.state, nodes)
+        number = self.run.number
+        chosen = self.choose(number, nodes)
+        if len(chosen) < self.min_replies:
+            raise ValueError(
+                f"min_replies is {self.min_replies}, but only {len(chosen)} clients are asked"
+            )
+        return self.requests(number, arrays, config, nodes, chosen, MessageType.TRAIN)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Return the next model and the round's metrics; no model when the round is void."""
+        run, number = self.run, self.run.rounds_before + server_round
+        sifted = sift(replies, self._asked, self._taken)
+        good = [reply for reply, _ in sifted.good.values()]
+        metrics = self._phase(sifted, good, self.train_metrics_aggr_fn, in_training)
+        self.patience.settle(len(good), sifted.unusable, len(self.nodes.known))
+        self.identity.warn(good, self.local)
+        run.clients = by_client(good, "examples", in_training, {})
+        run.devices |= {reply.client: kind for reply in good if (kind := device_of(reply))}
+        taken = [upload for _, upload in sifted.good.values()]
+        uploads = Uploads(taken, number, self.population, self.asked)
+        void, arrays, before = self._void_for(uploads), None, self.state
+        if not void:
+            arrays, state = self._next_model(uploads)
+            void = "" if arrays else "the aggregated model is not finite"
+        if void:
+            self.say(server_round, f"is void: {void}; model and state unchanged")
+        else:
+            self.state = state
+            for part in self.parts:
+                part.settle(taken)
+            self._tell_shares(server_round, uploads, metrics)
+        self.state, further = self.end_round(before, self.state, uploads, metrics)
+        metrics.update({**further, "seconds": time.monotonic() - self._asked.started})
+        self.result.train_metrics_clientapp[server_round] = metrics
+        return arrays, metrics
+
+    def _taken(self, client: int, content: RecordDict) -> tuple[Reply, Upload]:
+        """Return a reply and its upload as the rule takes it, given what is booked of its client.
+
+        Raises :class:`BadReply` for one that cannot be used.
+        """
+        reply, upload = self.read(client, content)
+        return reply, self.accept(self.ledger.check(reply, upload))
+
+    def read(self, client: int, content: RecordDict) -> tuple[Reply, Upload]:
+        """Return a reply and its upload; raise :class:`BadReply` for what no client may send."""
+        assert self.layout is not None
+        assert self._wire is not None
+        layout, wire = self.layout, self._wire
+        number = self._asked.rounds.get(client, self.run.number)
+        key, names = self.weighted_by_key, layout.trainable
+        reply = opened(
+            client,
+            number,
+            content,
+            key,
+            len(wire.shapes),
+            bounds=self.scalar_bounds,
+            admit=self.identity.admit,
+        )
+        if len(content.array_records) != 1:
+            raise BadReply(f"{len(content.array_records)} ArrayRecords, expected one")
+        arrays = decode_model(next(iter(content.array_records.values())), wire)
+        reply = replace(reply, arrays=arrays)
+        upload = Upload(
+            client,
+            Pieces([arrays[name] for name in names]),
+            reply.num_examples,
+            reply.numbers,
+            {v: Pieces([arrays[f"{v}/{name}"] for name in names]) for v in self.beside},
+            {name: arrays[name] for name in layout.buffers},
+            round=number,
+        )
+        for part in self._checks:
+            upload = part.check(reply, upload)
+        return reply, upload
+
+    def _void_for(self, uploads: Uploads) -> str:
+        """Return why the round is void, "" if it is not."""
+        if len(uploads) < (needed := self.replies_needed()):
+            return f"{len(uploads)} usable replies, at least {needed} needed"
+        if self.faults and self.composition.exact:
+            return (
+                f"{len(self.faults)} unusable replies cannot be taken out of a masked sum, nor the"
+                " noise of a wrapper be made for fewer"
+            )
+        return ""
+
+    def _next_model(self, uploads: Uploads) -> tuple[ArrayRecord | None, State]:
+        """Return the next model, None where it is not finite, and the server state with it."""
+        assert self.layout is not None
+        merged = BufferMean()
+        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is found just below
+            for upload in uploads:
+                merged.add(upload.buffers, upload.num_examples)
+            vector, state = self.aggregate(self.state, self.theta, uploads)
+            model = self.layout.unpack(np.asarray(vector), merged.value())
+        if not all(finite(array) for array in model.values()):
+            return None, self.state
+        return ArrayRecord({name: Array(array) for name, array in model.items()}), state
+
+    def _tell_shares(self, server_round: int, uploads: Uploads, metrics: MetricRecord) -> None:
+        """Note each client's share of the samples and of the next model."""
+        weights = {upload.client: self.weight(upload) for upload in uploads}
+        rows = self.run.clients
+        total, examples = sum(weights.values()), sum(row["examples"] for row in rows.values())
+        for client, row in rows.items():
+            row["weight-share"] = weights[client] / total if total else 1 / len(uploads)
+            row["data-share"] = row["examples"] / examples
+        by_size = sorted(rows.values(), key=lambda row: row["examples"])
+        if unequal := self.composition.unequal([row["weight-share"] for row in by_size]):
+            self.say(server_round, unequal)
+        for name in ("weight-share", "data-share"):
+            metrics[f"{name}-smallest"] = by_size[0][name]
+            metrics[f"{name}-largest"] = by_size[-1][name]
+
+    def say(self, server_round: int, what: str) -> None:
+        """Warn of something in a round."""
+        log(WARNING, "round %d %s", server_round, what)
+
+    # ---- evaluation ---------------------------------------------------------------------------
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return the requests to the clients sampled to evaluate; none if the fraction is 0."""
+        if self.fraction_evaluate == 0.0:
+            self._asked = Asked({}, 0, time.monotonic())
+            return []
+        nodes = self.nodes.wait(grid, max(self.min_available_nodes, self.min_evaluate_nodes))
+        number = self.run.rounds_before + server_round
+        chosen = self.sample(
+            "evaluate", number, nodes, self.fraction_evaluate, self.min_evaluate_nodes
+        )
+        return self.requests(number, arrays, config, nodes, chosen, MessageType.EVALUATE)
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Return the clients' evaluation: weighted means, and the spread over clients."""
+        if not self._asked.clients:
+            return None
+        assert self._wire is not None
+        key, arrays = self.weighted_by_key, len(self._wire.shapes)
+        number = self.run.rounds_before + server_round
+        sifted = sift(
+            replies, self._asked, lambda c, content: opened(c, number, content, key, arrays)
+        )
+        good = list(sifted.good.values())
+        aggregation = self.evaluate_metrics_aggr_fn
+        metrics = self._phase(sifted, good, aggregation, in_evaluation, "eval-")
+        self.run.clients = by_client(good, "eval-examples", in_evaluation, self.run.clients)
+        self.result.evaluate_metrics_clientapp[server_round] = metrics
+        return metrics
+
+    # ---- both ---------------------------------------------------------------------------------
+
+    def _phase(
+        self,
+        sifted: Sifted[Any],
+        good: Sequence[Reply],
+        aggregation: MetricsAggregation | None,
+        called: Naming,
+        phase: str = "",
+    ) -> MetricRecord:
+        """Return the phase's numbers: the clients' and how many replies there were."""
+        self.faults = sifted.faults
+        if not self._said_taken and (taken := taken_names(good, called)):
+            self._said_taken = True
+            log(WARNING, "clients use names of the server's, and get others: %.300r", taken)
+        found: Mapping[str, Any] = {}
+        if good and aggregation is None:
+            found = spread(good, called)
+        elif good and aggregation is not None:
+            contents = [reply.content for reply in good]
+            found = renamed(aggregation(contents, self.weighted_by_key), called)
+        return MetricRecord({**found, **{f"{phase}{n}": v for n, v in sifted.counts.items()}})

@@ -1,0 +1,171 @@
+"""A run so far: its id, its rounds, its numbers, and what a checkpoint holds of them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from logging import INFO, WARNING
+from typing import Any
+
+from flwr.app import Array, ArrayRecord, MetricRecord
+from flwr.common import log
+from flwr.serverapp.strategy import Result
+
+from fl_strategies.core.ledger import Ledger
+from fl_strategies.core.names import FOREIGN, SERVER, SPREAD
+from fl_strategies.server.callbacks import Callback, RoundInfo
+from fl_strategies.server.checkpoints import Checkpoint, Checkpoints
+from fl_strategies.server.replies import one_line
+
+
+@dataclass
+class Run:
+    """One run, which several calls of ``start`` may go on with.
+
+    ``round`` counts communication rounds in the present call, ``rounds_before`` those of the calls
+    before; ``devices`` are, by client, the kind of device that it last said it trained on.
+    """
+
+    algorithm: str
+    id: str = ""
+    rounds_before: int = 0
+    round: int = 0
+    num_rounds: int = 0
+    result: Result = field(default_factory=Result)
+    devices: dict[int, str] = field(default_factory=dict)
+    clients: dict[int, dict[str, float]] = field(default_factory=dict)
+    """The numbers of each client in the present round."""
+    tested: set[str] = field(default_factory=set)
+    """Names under which the server's own tests have reported."""
+
+    def __post_init__(self) -> None:
+        self.id = self.id or f"{self.algorithm}-{secrets.token_hex(8)}"
+
+    @property
+    def number(self) -> int:
+        """The number of the present communication round, 1, 2, ... through all calls."""
+        return self.rounds_before + self.round
+
+    def open(self, arrays: ArrayRecord, num_rounds: int) -> None:
+        """Begin a call: forget the result of the last."""
+        self.num_rounds, self.result, self.tested = num_rounds, Result(arrays=arrays), set()
+
+    def close(self) -> None:
+        """End a call."""
+        self.rounds_before += self.round
+        self.round = 0
+
+    # ---- a round's numbers --------------------------------------------------------------------
+
+    def metrics(self, server_round: int) -> dict[str, float]:
+        """Return the round's numbers, each side's under its own names."""
+        tests = self.result.evaluate_metrics_serverapp
+        self.tested |= tests.get(0, {}).keys() | tests.get(server_round, {}).keys()
+        trained, evaluated, tested = (
+            {n: v for n, v in phase.get(server_round, {}).items() if not isinstance(v, list)}
+            for phase in self.phases
+        )
+        clients = {**trained, **evaluated}
+        own = {name: clients.pop(name) for name in list(clients) if name in SERVER}
+        theirs = {f"{FOREIGN}{n}" if n in self.tested else n: v for n, v in clients.items()}
+        return {**theirs, **tested, **own}
+
+    @property
+    def phases(self) -> list[dict[int, MetricRecord]]:
+        """The numbers by round: clients' training and evaluation, and the server's tests."""
+        return [
+            self.result.train_metrics_clientapp,
+            self.result.evaluate_metrics_clientapp,
+            self.result.evaluate_metrics_serverapp,
+        ]
+
+    def tell(
+        self, server_round: int, arrays: ArrayRecord, callbacks: Sequence[Callback]
+    ) -> tuple[bool, list[Exception]]:
+        """Log the round and call back; return whether a callback ends the run, and their errors."""
+        self.result.arrays = arrays
+        metrics = self.metrics(server_round)
+        told = [
+            f"{one_line(n)}={value:.6g}" for n, value in metrics.items() if not n.endswith(SPREAD)
+        ]
+        log(INFO, "round=%d algorithm=%s %s", server_round, self.algorithm, " ".join(told))
+        info = RoundInfo(server_round, self.num_rounds, arrays, metrics, self.clients)
+        stopped, errors = False, list[Exception]()
+        for callback in callbacks:
+            try:
+                stopped |= callback(info) is True
+            except Exception as error:
+                errors.append(error)
+        for other in errors[1:]:
+            log(WARNING, "another callback raised %s", one_line(f"{type(other).__name__}: {other}"))
+        return stopped, errors
+
+    # ---- checkpoints --------------------------------------------------------------------------
+
+    def checkpoint(
+        self,
+        server_round: int,
+        identity: Mapping[str, Any],
+        state: Any,
+        ledger: Ledger,
+        known: set[int],
+        *,
+        stopped: bool,
+    ) -> Checkpoint:
+        """Return what a checkpoint after ``server_round`` holds."""
+        run = {
+            **identity,
+            "rounds-before": self.rounds_before,
+            "round": server_round,
+            "run-id": self.id,
+            "stopped": stopped,
+            "clients": sorted(known),
+            "devices": sorted(self.devices.items()),
+            "metrics": self.metrics(server_round),
+            "history": [
+                [[number, dict(record)] for number, record in phase.items()]
+                for phase in self.phases
+            ],
+        }
+        model = {name: array.numpy() for name, array in self.result.arrays.items()}
+        return Checkpoint(model, fields_of(state), ledger.record, run)
+
+    def restore(self, run: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+        """Go back to where a checkpoint was made."""
+        self.id, self.devices = run["run-id"], dict(run["devices"])
+        self.rounds_before, self.round = run["rounds-before"], run["round"]
+        self.result.arrays = ArrayRecord({name: Array(array) for name, array in model.items()})
+        for phase, rows in zip(self.phases, run["history"], strict=True):
+            phase.update({number: MetricRecord(row) for number, row in rows})
+
+    def claim(self, checkpoints: Checkpoints, before: str) -> None:
+        """Make the locked directory this run's, which was that of run ``before``."""
+        if not self.rounds_before:
+            checkpoints.begin()
+        elif before != self.id:
+            raise ValueError(f"{checkpoints.directory} is now of run {before}, not {self.id}")
+        checkpoints.sign(self.id)
+
+
+def fields_of(state: Any) -> dict[str, Any]:
+    """Return a server state's fields by name; those of no state, None, are none."""
+    if state is None:
+        return {}
+    if is_dataclass(state):
+        return {f.name: getattr(state, f.name) for f in fields(state)}
+    found: dict[str, Any] = state._asdict()
+    return found
+
+
+def restored(state: Any, saved: Mapping[str, Any], where: object) -> Any:
+    """Return a record like ``state`` with the fields that a checkpoint ``saved``.
+
+    Raises ``ValueError``, which names ``where`` it was, if they are another record's.
+    """
+    ours = fields_of(state)
+    if ours.keys() != saved.keys():
+        raise ValueError(
+            f"{where} holds {sorted(saved)} of the server, and this version keeps {sorted(ours)}"
+        )
+    return state if state is None else type(state)(**saved)

@@ -1,0 +1,176 @@
+"""The base of all strategies: a run of communication rounds, with callbacks and checkpoints.
+
+An algorithm declares its hyperparameters and adds :meth:`FederatedStrategy.aggregate`, its server
+rule; ``algorithm`` holds the other hooks, ``round`` what lies between it and Flower. This package,
+``fl_strategies.server``, is the only one that uses Flower, but for the legacy adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from logging import INFO
+from typing import TypeAlias
+
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    MetricRecord,
+)
+from flwr.common import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+
+from fl_strategies.core.hyperparameters import Scalar
+from fl_strategies.core.reasons import said_once
+from fl_strategies.server.round import Round
+from fl_strategies.server.run import restored
+
+EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+class FederatedStrategy(Round):
+    """Base of all strategies. Raises ``ValueError`` before anything is sent, for an argument
+    outside its range, and ``TypeError`` for one that the strategy does not have.
+    """
+
+    @said_once()
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: EvaluateFn | None = None,
+        *,
+        resume: bool = False,
+    ) -> Result:
+        """Run ``num_rounds`` rounds, as Flower's ``Strategy.start``, with callbacks.
+
+        Called again, it goes on: clients keep their state, and rounds count on for schedules,
+        streams and acknowledgement (callbacks and results count from 1 in each call).
+
+        ``resume`` goes on from the last of ``checkpoints``, in a new process after the old one was
+        killed, to the result that the run would have come to; with no checkpoint yet, it begins.
+        ``num_rounds`` counts those before as well. Clients must still have their states
+        (``clients.DirectoryStore``). A callback with a method ``recall`` is handed the metrics of
+        the rounds before, by round. Callbacks see each round once; those after the last
+        checkpoint, which a killed run lost, come again. The run's id goes on as well, which
+        clients' states carry: a strategy made anew without ``resume`` is another run.
+
+        Raises ``ValueError`` for a model with arrays that cannot be trained, a config that sets
+        what the strategy itself sends, and checkpoints that are another run's, or in use by one.
+        """
+        self.open(initial_arrays, num_rounds)
+        run = self.run
+        declared = {d.sent for d in type(self).declarations.values() if d.sent}
+        ours = self.request(1, 0).keys() | declared
+        for name, config in (("train_config", train_config), ("evaluate_config", evaluate_config)):
+            if clash := sorted(ours & set(config or ())):
+                raise ValueError(f"{name} must not set {clash}: the strategy does")
+        try:
+            stopped = self._take_checkpoints(resume=resume)
+            run.num_rounds = self.exchanges_in(num_rounds)
+            arrays = run.result.arrays
+            said = f"{self.algorithm}: {run.num_rounds} rounds, from round {run.round + 1}"
+            log(INFO, "%s; run %s", said, run.id)
+            if run.round == 0:
+                self._evaluate(0, arrays, evaluate_fn)
+            while run.round < run.num_rounds and not stopped:
+                number = run.round = run.round + 1
+                new = self.train_round(
+                    number, arrays, grid, timeout, train_config or ConfigRecord()
+                )
+                arrays = arrays if new is None else new
+                asked = self.configure_evaluate(
+                    number, arrays, evaluate_config or ConfigRecord(), grid
+                )
+                self.aggregate_evaluate(number, grid.send_and_receive(asked, timeout=timeout))
+                self._evaluate(number, arrays, evaluate_fn)
+                stopped = self.close_round(number, arrays)
+            if stopped:
+                log(INFO, "a callback ended the run after round %d", run.round)
+        finally:
+            if self.checkpoints:
+                self.checkpoints.release()
+            run.close()
+            self.composition.opened = False
+        return run.result
+
+    def train_round(
+        self,
+        server_round: int,
+        arrays: ArrayRecord,
+        grid: Grid,
+        timeout: float,
+        config: ConfigRecord,
+    ) -> ArrayRecord | None:
+        """Have clients train, and return the next model; None when the round is void."""
+        requests = self.configure_train(server_round, arrays, config, grid)
+        replies = grid.send_and_receive(requests, timeout=timeout)
+        return self.aggregate_train(server_round, replies)[0]
+
+    def _evaluate(self, number: int, arrays: ArrayRecord, evaluate_fn: EvaluateFn | None) -> None:
+        metrics = evaluate_fn(number, arrays) if evaluate_fn else None
+        if metrics is not None:
+            self.result.evaluate_metrics_serverapp[number] = metrics
+
+    def close_round(self, server_round: int, arrays: ArrayRecord) -> bool:
+        """End a round: callbacks, checkpoint; return whether a callback ends the run.
+
+        What a callback raises is raised when all have seen the round and it has its checkpoint:
+        a run that is resumed goes on after it.
+        """
+        stopped, errors = self.run.tell(server_round, arrays, self.callbacks)
+        last = stopped or errors or server_round == self.run.num_rounds
+        if self.checkpoints and (last or server_round % self.checkpoints.every == 0):
+            found = self.run.checkpoint(
+                server_round,
+                self._named,
+                self.state,
+                self.ledger,
+                self.nodes.known,
+                stopped=stopped,
+            )
+            self.checkpoints.save(self.run.rounds_before + server_round, found)
+        if errors:
+            raise errors[0]
+        return stopped
+
+    @property
+    def _named(self) -> dict[str, Scalar]:
+        """What a checkpoint and the run that goes on from it must have in common."""
+        assert self.layout is not None
+        model = self.layout.signature
+        return {"algorithm": self.algorithm, "seed": self.seed, "model": model}
+
+    def _take_checkpoints(self, *, resume: bool) -> bool:
+        """Lock the checkpoints, go back to the last if asked to; return whether it ended there."""
+        if self.checkpoints is None:
+            if resume:
+                raise ValueError("resume needs checkpoints: give the strategy some")
+            return False
+        before = self.checkpoints.take()
+        found = self.checkpoints.last() if resume else None
+        if found is None:
+            # killed before its first, clients may have states of it
+            if resume and before.rpartition("-")[0] == self.algorithm:
+                self.run.id = before
+            self.run.claim(self.checkpoints, before)
+            return False
+        where, saved = self.checkpoints.directory, found.run
+        if other := {n: saved[n] for n, ours in self._named.items() if saved[n] != ours}:
+            raise ValueError(
+                f"{where} is of a run with {other}, not { {n: self._named[n] for n in other} }"
+            )
+        self.state = restored(self.state, found.state, where)
+        self.ledger.restore(found.ledger)
+        self.run.restore(saved, found.model)
+        self.nodes.known |= set(saved["clients"])
+        self.checkpoints.sign(self.run.id)
+        rows = {number: self.run.metrics(number) for number in range(1, self.run.round + 1)}
+        for callback in self.callbacks:
+            if recall := getattr(callback, "recall", None):
+                recall(rows)
+        return bool(saved["stopped"])

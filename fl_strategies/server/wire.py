@@ -1,0 +1,176 @@
+"""What comes over the wire, decoded without trust."""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fl_strategies.core.records import NOTHING, BadReply, Reply
+from fl_strategies.core.vectors import finite
+
+if TYPE_CHECKING:
+    from flwr.app import Array, RecordDict
+
+    from fl_strategies.core.layout import Layout
+
+MAX_HEADER = 4096
+"""Bytes that a NumPy array header may take (a usual one takes 128)."""
+MAX_METRICS = 1000
+"""Names that a reply may have in its MetricRecords, and as many in its ConfigRecords."""
+MAX_NUMBERS = 10_000
+"""Numbers that it may have in all, those in lists included."""
+MAX_NAME, MAX_TEXT = 200, 1000
+"""Characters of a name, and of a text."""
+MAX_LISTING = 100
+"""Characters for each array of the model in a text that speaks of all arrays."""
+LISTINGS = ("checksums", "layout")
+"""Texts that speak of all arrays."""
+FEW = 5
+"""How many of many names an error says."""
+
+
+def decode(array: Array) -> npt.NDArray[Any]:
+    """Return the array in ``array.data`` as a read-only view of those bytes.
+
+    Nothing is allocated by what the bytes claim. Raises :class:`BadReply` unless the bytes are
+    one plain NumPy array (no pickle) of exactly the size that their header states.
+    """
+    try:
+        width = {b"\x01\x00": 2, b"\x02\x00": 4}[array.data[6:8]]  # by the format's version
+        start = 8 + width + int.from_bytes(array.data[8 : 8 + width], "little")
+        shape, fortran_order, dtype = _header(array.data[:start])
+        size = math.prod(shape)
+        fits = size * dtype.itemsize == len(array.data) - start
+        if dtype.hasobject or min(shape, default=0) < 0 or not fits:
+            raise ValueError(f"{len(array.data)} bytes do not hold an array {dtype} {shape}")
+        flat: npt.NDArray[Any] = np.frombuffer(array.data, dtype, size, offset=start)
+        return flat.reshape(shape, order="F" if fortran_order else "C")
+    except Exception as error:
+        raise BadReply(f"not a NumPy array ({error})") from None
+
+
+@functools.lru_cache(maxsize=256)
+def _header(start: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Return shape, Fortran order and type from the bytes before the values.
+
+    Kept, for every round brings the same few, and NumPy compiles each as Python.
+    """
+    file = io.BytesIO(start)
+    read = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }[np.lib.format.read_magic(file)]
+    return read(file, max_header_size=MAX_HEADER)
+
+
+def decode_model(record: Mapping[str, Array], layout: Layout) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays of ``record``; raise :class:`BadReply` unless they fit ``layout``."""
+    if record.keys() != layout.shapes.keys():
+        missing = sorted(layout.shapes.keys() - record.keys())[:FEW]
+        extra = sorted(record.keys() - layout.shapes.keys())[:FEW]
+        raise BadReply(f"array names differ: missing {missing}, unexpected {extra}")
+    arrays = {}
+    for name, shape in layout.shapes.items():
+        try:
+            array = decode(record[name])
+        except BadReply as error:
+            raise BadReply(f"array {name!r}: {error}") from None
+        if array.shape != shape:
+            raise BadReply(f"array {name!r} has shape {array.shape}, the model's has {shape}")
+        if array.dtype != layout.dtypes[name]:
+            raise BadReply(
+                f"array {name!r} has type {array.dtype.str}, the model's has"
+                f" {layout.dtypes[name].str}"
+            )
+        if not finite(array):
+            where = int(np.flatnonzero(~np.isfinite(array.ravel()))[0])
+            value = array.ravel()[where]
+            raise BadReply(f"array {name!r} is not finite: element {where} is {value}")
+        arrays[name] = array
+    for copy, first in layout.copies.items():
+        if not np.array_equal(arrays[copy], arrays[first]):
+            raise BadReply(f"arrays {first!r} and {copy!r} are one tied parameter, and they differ")
+    return arrays
+
+
+def checksum(array: npt.NDArray[Any]) -> str:
+    """Return the CRC-32 of the array's bytes, to see whether it was changed on its way."""
+    return f"{zlib.crc32(np.ascontiguousarray(array).data):08x}"
+
+
+def check_sizes(
+    numbers: Iterable[Mapping[str, Any]], words: Iterable[Mapping[str, Any]], arrays: int
+) -> None:
+    """Raise :class:`BadReply` for more metrics, longer names or longer texts than a client needs.
+
+    ``arrays`` is the number of the model's arrays, to which :data:`LISTINGS` are in proportion.
+    """
+    listing = MAX_TEXT + MAX_LISTING * arrays
+    for kind, records in (("metrics", list(numbers)), ("texts", list(words))):
+        if (count := sum(len(record) for record in records)) > MAX_METRICS:
+            raise BadReply(f"{count} {kind}, at most {MAX_METRICS} are taken")
+        entries = 0
+        for name, value in (pair for record in records for pair in record.items()):
+            if len(name) > MAX_NAME:
+                raise BadReply(
+                    f"the name {name[:20]!r}... has {len(name)} characters, at most {MAX_NAME} are"
+                    " taken"
+                )
+            parts = value if isinstance(value, list) else [value]
+            entries += len(parts)
+            most = listing if name in LISTINGS else MAX_TEXT
+            size = sum(len(part) for part in parts if isinstance(part, str | bytes))
+            if size > most:
+                raise BadReply(f"the text {name!r} has {size} characters, at most {most} are taken")
+        if entries > MAX_NUMBERS:
+            raise BadReply(f"{entries} entries of {kind}, at most {MAX_NUMBERS} are taken")
+
+
+def opened(
+    client: int,
+    server_round: int,
+    content: RecordDict,
+    weighted_by: str,
+    arrays: int,
+    *,
+    bounds: Mapping[str, tuple[float, float]] = NOTHING,
+    admit: Callable[[int, Mapping[str, str]], None] = lambda client, words: None,
+) -> Reply:
+    """Return what a reply says in numbers and words; its arrays are still to be decoded.
+
+    ``arrays`` is the number of the model's arrays. Raises :class:`BadReply` beyond the bounds, and
+    what ``admit`` raises of the client's words before its numbers are looked at.
+    """
+    records, texts = [*content.metric_records.values()], [*content.config_records.values()]
+    check_sizes(records, texts, arrays)
+    words: dict[str, str] = {}
+    for record in texts:
+        words |= {n: w for n, w in record.items() if isinstance(w, str) and n not in words}
+    admit(client, words)
+    if len(records) != 1:
+        raise BadReply(f"{len(records)} MetricRecords, expected one")
+    numbers = dict(records[0])
+    check_scalars(numbers, {weighted_by: (1, 2**53), **bounds})
+    examples: Any = numbers.pop(weighted_by)
+    return Reply(client, server_round, examples, numbers, words, content=content)
+
+
+def check_scalars(scalars: Mapping[str, Any], bounds: Mapping[str, tuple[float, float]]) -> None:
+    """Raise :class:`BadReply` unless all are finite, and those that ``bounds`` names within."""
+    for name, value in scalars.items():
+        values = value if isinstance(value, list) else [value]
+        if not all(math.isfinite(number) for number in values):
+            raise BadReply(f"metric {name!r} is not finite: {value}")
+    for name, (low, high) in bounds.items():
+        value = scalars.get(name)
+        if value is None or isinstance(value, list):
+            raise BadReply(f"metric {name!r} must be one number, got {value}")
+        if not low <= value <= high:
+            raise BadReply(f"metric {name!r} must be in [{low:g}, {high:g}], got {value}")

@@ -1,0 +1,1 @@
+"""What researchers run beside the Flower App: comparisons, studies, benchmarks."""

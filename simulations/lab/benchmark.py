@@ -1,0 +1,348 @@
+"""What the engines cost, against plain PyTorch doing the same gradient steps.
+
+    python -m simulations.lab.benchmark cnn | small | aggregation | nodes | startup | memory | load
+        | delta-sgd
+
+Each prints one Markdown table. Run them on an idle machine; MNIST is found as ``simulations.data``
+says (``FL_DATA``). Times are of the rounds after the first, the first one loading data and code.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+
+from clients import LocalTraining, solve
+from fl_strategies.core.randomness import stream
+from fl_strategies.core.subproblem import Subproblem
+from simulations import data, models
+from simulations.config import RunConfig
+from simulations.experiment import run_in_process
+from simulations.lab import benchmark_server
+from simulations.lab.command_line import Command
+from simulations.lab.deployment import Federation
+from simulations.lab.superlink import ROOT, flwr_run, running
+from simulations.worker import problem
+
+CNN: dict[str, Any] = {
+    "dataset": "mnist",
+    "model": "cnn1",
+    "partition": "iid",
+    "lr": 0.1,
+    "momentum": 0.0,
+    "epochs": 5,
+    "random-epochs": "true",
+    "batch-size": 200,
+    "rounds": 7,
+}
+SMALL: dict[str, Any] = {
+    "dataset": "mnist",
+    "model": "mlp",
+    "partition": "iid",
+    "lr": 0.1,
+    "momentum": 0.0,
+    "epochs": 1,
+    "random-epochs": "false",
+    "batch-size": 20,
+    "rounds": 21,
+}
+
+
+def plain_loop(config: RunConfig, steps: list[int]) -> float:
+    """Return the seconds of ``steps[i]`` SGD steps for client i, one client after the other.
+
+    One thread, channels-last, a fresh optimizer a client, as an experienced user writes it.
+    """
+    torch.set_num_threads(1)
+    found = data.load(config.dataset)
+    model = models.build(config.model, found.x.shape[1:], found.num_classes, seed=1)
+    model = model.to(memory_format=torch.channels_last)
+    x = torch.from_numpy(found.x[:600]).contiguous(memory_format=torch.channels_last)
+    y = torch.from_numpy(found.y[:600])
+    rng = np.random.default_rng(0)
+
+    def client(count: int) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        while count > 0:
+            for batch in torch.split(torch.from_numpy(rng.permutation(600)), config.batch_size):
+                optimizer.zero_grad()
+                cross_entropy(model(x[batch]), y[batch]).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                count -= 1
+                if count == 0:
+                    return
+
+    client(3)  # warm
+    started = time.perf_counter()
+    for count in steps:
+        client(count)
+    return time.perf_counter() - started
+
+
+def plain_on_two(config: RunConfig, steps: list[int]) -> float:
+    """Return the seconds of the same on two processes, each with every other client."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(2) as pool:
+        return max(pool.starmap(plain_loop, [(config, steps[0::2]), (config, steps[1::2])]))
+
+
+def steps_of(config: RunConfig) -> list[int]:
+    """Return the local steps of every client asked in rounds 2, 3, ..., as the engine's draws."""
+    batches = -(-600 // config.batch_size)
+    steps = []
+    for server_round in range(2, config.rounds + 1):
+        clients = stream(config.seed, "sample", server_round).choice(
+            range(config.clients), int(config.fraction * config.clients), replace=False
+        )
+        for client in sorted(int(c) for c in clients):
+            epochs = config.epochs
+            if config.random_epochs == "true":
+                rng = stream(config.seed, "local", server_round, client)
+                rng.integers(2**63)  # the draw that seeds dropout comes first
+                epochs = int(rng.integers(1, config.epochs, endpoint=True))
+            steps.append(epochs * batches)
+    return steps
+
+
+def history(folder: Path) -> list[dict[str, float]]:
+    """Return the rows of a run's history after the first round."""
+    return [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()][1:]
+
+
+def on_engine(config: RunConfig, engine: str, folder: Path) -> tuple[float, int]:
+    """Return the seconds of the training phases after round 1, and the local steps in them."""
+    config = replace(config, output=str(folder))
+    if engine == "ray":
+        flwr_run(config.to_run_config(), num_supernodes=100, workers=2, on_line=lambda line: None)
+    else:
+        run_in_process(config)
+    rows = history(folder)
+    steps = sum(row["steps-mean"] * row["clients-used"] for row in rows)
+    return sum(row["seconds"] for row in rows), round(steps)
+
+
+def cnn(folder: Path) -> list[list[str]]:
+    """MNIST, CNN1, 10 of 100 clients, E ~ U{1..5}, B = 200: Ray with two workers."""
+    config = RunConfig.parse(CNN | {"algorithm": "fedavg"})
+    plain = plain_on_two(config, steps_of(config))
+    rows = [["seconds", "local steps", "against plain"]]
+    rows.append([f"plain loop, two processes: {plain:.1f}", f"{sum(steps_of(config))}", "1"])
+    seconds = {}
+    for algorithm in ("fedavg", "fedadmm"):
+        config = RunConfig.parse(CNN | {"algorithm": algorithm})
+        seconds[algorithm], steps = on_engine(config, "ray", folder / algorithm)
+        ratio = seconds[algorithm] / plain
+        rows.append([f"{algorithm} on Ray: {seconds[algorithm]:.1f}", str(steps), f"{ratio:.2f}"])
+    rows.append(["FedADMM / FedAvg", "", f"{seconds['fedadmm'] / seconds['fedavg']:.2f}"])
+    return rows
+
+
+def small(folder: Path, turns: int = 5) -> list[list[str]]:
+    """MNIST, MLP 784-128-10, 10 of 100 clients, E = 1, B = 20, where overhead is everything: ms a
+    round, median and range of five turns; the ratio is that of the medians."""
+    config = RunConfig.parse(SMALL | {"algorithm": "fedavg"})
+    steps = steps_of(config)
+    times: dict[str, list[float]] = {"plain loop": [], "in-process": []}
+    counts = {"plain loop": sum(steps)}
+    per_round = 1000 / (config.rounds - 1)
+    for turn in range(turns):
+        times["plain loop"].append(plain_loop(config, steps) * per_round)
+        seconds, counts["in-process"] = on_engine(config, "in-process", folder / f"{turn}")
+        times["in-process"].append(seconds * per_round)
+    times["ray, two workers"] = []
+    for turn in range(2):
+        seconds, counts["ray, two workers"] = on_engine(config, "ray", folder / f"ray-{turn}")
+        times["ray, two workers"].append(seconds * per_round)
+    plain = statistics.median(times["plain loop"])
+    rows = [["engine", "ms a round", "local steps", "against the plain loop"]]
+    for name, found in times.items():
+        ratio = f"{statistics.median(found) / plain:.2f}"
+        if name.startswith("ray"):
+            ratio = f"{2 * statistics.median(found) / plain:.2f} of its half"
+        rows.append([name, benchmark_server.shown(found), f"{counts[name]}", ratio])
+    return rows
+
+
+def startup(folder: Path) -> list[list[str]]:
+    """Digits, logistic model, 100 clients, 20 rounds, in-process, with imports."""
+    command = [sys.executable, "-m", "simulations.lab.compare", "--algorithms", "fedadmm"]
+    started = time.perf_counter()
+    subprocess.run(
+        [*command, "--rounds", "20", "--output", str(folder)],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    return [["seconds"], [f"{time.perf_counter() - started:.1f}"]]
+
+
+def memory(folder: Path) -> list[list[str]]:
+    """1,000 clients x CNN1, 100 a round, 10 rounds, state in a directory, one step each, on Ray."""
+    config = RunConfig.parse(
+        CNN
+        | {
+            "algorithm": "fedadmm",
+            "clients": 1000,
+            "rounds": 10,
+            "random-epochs": "false",
+            "steps": 1,
+            "batch-size": 20,
+            "state-dir": str(folder / "state"),
+            "output": str(folder / "run"),
+        }
+    )
+    rows = [["round", "server process, MB resident", "its peak, MB"]]
+
+    def look(line: str) -> None:
+        if found := re.search(r" round (\d+)/", line):
+            resident, peak = memory_of("flwr-simulation")
+            rows.append([found[1], f"{resident:.0f}", f"{peak:.0f}"])
+            print(line, rows[-1], file=sys.stderr, flush=True)
+
+    flwr_run(config.to_run_config(), num_supernodes=1000, workers=2, on_line=look)
+    return rows
+
+
+def load(folder: Path, clients: int = 200, rounds: int = 20) -> list[list[str]]:
+    """Digits, FedADMM, 200 clients, all of them in each of 20 rounds: one SuperLink with TLS and
+    keys, its ServerApp, and the clients as threads of one process (``simulations.lab.load``)."""
+    config = RunConfig.parse(
+        {
+            "algorithm": "fedadmm",
+            "partition": "iid",
+            "clients": clients,
+            "rounds": rounds,
+            "fraction": 1.0,
+            "timeout": 900.0,
+            "state-dir": str(folder / "state"),
+            "output": str(folder / "run"),
+        }
+    )
+    programs = {
+        "ServerApp": "flwr-serverapp",
+        "SuperLink": "flower-superlink",
+        "all clients": "simulations.lab.load",
+    }
+    sizes: list[list[str]] = []
+    with running(Federation) as link:
+        link.open()
+        command = [sys.executable, "-m", "simulations.lab.load"]
+        ready = folder / "ready"
+        process = link.start([*command, str(clients), link.address, str(link.home), str(ready)])
+
+        def check_clients() -> None:
+            if process.poll() is not None:
+                raise RuntimeError("the clients ended:\n" + "\n".join(link.complaints()))
+
+        while not ready.exists():
+            check_clients()
+            time.sleep(0.5)
+        print(f"{clients} clients are connected", file=sys.stderr, flush=True)
+
+        def look(line: str) -> None:
+            check_clients()
+            if " round " in line and "accuracy" in line:
+                found = [memory_of(program) for program in programs.values()]
+                sizes.append([f"{resident:.0f}" for resident, _ in found])
+                print(line, sizes[-1], file=sys.stderr, flush=True)
+
+        link.run(ROOT, config.to_run_config(), on_line=look)
+    rows = [["round", "used of asked", "seconds", "MB down", "MB up"]]
+    rows[0] += [f"{name}, MB resident" for name in programs]
+    whole = [json.loads(line) for line in (folder / "run/history.jsonl").read_text().splitlines()]
+    for row, size in zip(whole, sizes, strict=True):
+        used = f"{row['clients-used']:.0f} of {row['clients-asked']:.0f}"
+        sent = [f"{row[key] / 1e6:.3f}" for key in ("bytes-down", "bytes-up")]
+        rows.append([f"{row['round']}", used, f"{row['seconds']:.1f}", *sent, *size])
+    return rows
+
+
+def delta_sgd(folder: Path) -> list[list[str]]:
+    """MNIST, Delta-SGD's CNN, B = 64: local steps a second of one core, 8 a client, no engine."""
+    torch.set_num_threads(1)
+    config = RunConfig.parse(SMALL | {"algorithm": "fedavg", "model": "cnn-10-20"})
+    task = problem(config, "train", np.arange(500))
+    start = task.model.vector.clone()
+    rates = {"sgd": 0.1, "sps": 1.0, "delta-sgd": 0.2}
+    seconds = dict.fromkeys(rates, float("inf"))
+    for turn in range(15):  # by turns, the best of each: the machine may be busy
+        for solver, lr in rates.items():
+            training = LocalTraining(solver=solver, lr=lr, batch_size=64)
+            rng = stream(1, "local", turn)
+            started = time.process_time()
+            solved = solve(task, start, Subproblem(0.0, 0.0, start), training, rng)
+            spent = (time.process_time() - started) / solved.steps
+            seconds[solver] = min(spent, seconds[solver])
+    rows = [["solver", "steps per CPU second", "against SGD"]]
+    for solver, spent in seconds.items():
+        rows.append([solver, f"{1 / spent:.0f}", f"{seconds['sgd'] / spent:.2f}"])
+    return rows
+
+
+def memory_of(program: str) -> tuple[float, float]:
+    """Return resident and peak memory, in MB, of the youngest process of that name below this."""
+    parents, found = {}, []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, KeyError):  # gone meanwhile
+            about = dict(
+                re.findall(r"(PPid|VmRSS|VmHWM):\s+(\d+)", (process / "status").read_text())
+            )
+            pid = int(process.name)
+            parents[pid] = int(about["PPid"])
+            if program in (process / "cmdline").read_text():
+                found.append((pid, int(about["VmRSS"]) / 1024, int(about["VmHWM"]) / 1024))
+
+    def ours(pid: int) -> bool:
+        return pid == os.getpid() or (pid in parents and ours(parents[pid]))
+
+    _, resident, peak = max(row for row in found if ours(row[0]))
+    return resident, peak
+
+
+BENCHMARKS: dict[str, Callable[[Path], list[list[str]]]] = {
+    "cnn": cnn,
+    "small": small,
+    "aggregation": benchmark_server.aggregation,
+    "nodes": benchmark_server.nodes,
+    "startup": startup,
+    "memory": memory,
+    "load": load,
+    "delta-sgd": delta_sgd,
+}
+
+
+def main() -> None:
+    """Run one benchmark from the command line and print its table."""
+    parser = Command("benchmark", __doc__)
+    parser.add_argument("benchmark", choices=BENCHMARKS, help="what is measured")
+    args = parser.read()
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    benchmark = BENCHMARKS[args.benchmark]
+    with parser.explained(), tempfile.TemporaryDirectory() as folder:
+        rows = benchmark(Path(folder))
+    print(f"\n{benchmark.__doc__}\n")
+    header, *body = rows
+    for row in (header, ["---"] * len(header), *body):
+        print("| " + " | ".join(row) + " |")
+    print(f"\n({os.cpu_count()} cores, torch {torch.__version__})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""The command lines of this package: what an option means, and an error in one line."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+BAD_ARGUMENTS, RUN_FAILED = 2, 1
+"""Exit codes."""
+OPTION = re.compile(r"--?[A-Za-z]")
+
+
+class Command(argparse.ArgumentParser):
+    """The options of ``python -m simulations.lab.NAME``, which are written out in full.
+
+    An error is one line, without usage; that of a misspelt option says which one may be meant. In
+    help texts % is a per cent sign.
+    """
+
+    def __init__(self, name: str, about: str | None) -> None:
+        self.options: list[str] = []
+        super().__init__(
+            prog=f"python -m simulations.lab.{name}",
+            description=about,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def add_argument(  # type: ignore[override]
+        self, *names: str, help: str, **options: Any
+    ) -> argparse.Action:
+        """Add an argument as argparse does; ``help`` is plain text."""
+        self.options += [name for name in names if name.startswith("-")]
+        return super().add_argument(*names, help=help.replace("%", "%%"), **options)
+
+    def read(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+        """Return the values of ``arguments``, those of this process by default."""
+        words = sys.argv[1:] if arguments is None else arguments
+        for word in words:
+            name, _, _ = word.partition("=")
+            if OPTION.match(word) and " " not in name and name not in self.options:
+                close = get_close_matches(name, self.options, n=1)
+                meant = f": is {close[0]} meant?" if close else ";"
+                self.error(f"unknown option {name}{meant} --help lists all")
+        return self.parse_args(words)
+
+    def error(self, message: str) -> NoReturn:
+        """End with one line about bad arguments."""
+        self.exit(BAD_ARGUMENTS, f"{self.prog}: error: {' '.join(message.splitlines())}\n")
+
+    @contextmanager
+    def explained(self, *, verbose: bool = False) -> Iterator[None]:
+        """Have an error end the command with what was wrong; a failed run with its traceback if
+        ``verbose``."""
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            self.error(str(error))
+        except RuntimeError as error:
+            if verbose:
+                raise
+            self.exit(RUN_FAILED, f"{self.prog}: error: {error}\n")

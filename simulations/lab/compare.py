@@ -1,0 +1,413 @@
+"""Several algorithms on the same data, splits and seeds: tables and figures.
+
+    python -m simulations.lab.compare --dataset digits --partition shards --clients 50 \\
+        --rounds 15 --algorithms fedavg,fedprox,fedadmm --seed 1 --engine in-process --output DIR
+
+``--seeds 1,2,3`` runs each algorithm with several seeds; ``--tune-lr 0.01,0.1,1`` first chooses
+each algorithm's learning rate on training rows held out for that. The same command run again goes
+on where it was interrupted: a run that is finished, with the same settings, is not run again.
+
+DIR gets
+
+``summary.json``   a list with one object per algorithm and seed
+``table.md``       a row per algorithm, mean and standard deviation over seeds; also ``table.csv``
+                   and ``table.json``
+``curves.csv``     a row per algorithm, seed and round
+``curves.png``     those drawn, against rounds, exchanges, bytes, seconds and virtual time
+``tuning.md``      the rule, and the score of each learning rate; also ``.csv`` and ``.json``
+``partition.png``  the examples of each class at each client (of the first seed)
+
+and a results folder per run: ``ALGORITHM``, or ``ALGORITHM-seedN`` with several seeds, and
+``tuning/ALGORITHM-lrX``. Where clients evaluate, also what ``simulations.lab.fairness`` writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from clients import DirectoryStore
+from fl_strategies import STRATEGIES
+from fl_strategies.core.files import FolderLock, write_atomically
+from fl_strategies.core.params import format_params, parse_params
+from simulations.config import RunConfig, hyperparameters_of
+from simulations.experiment import prepare, run_in_process
+from simulations.figures import draw_curves
+from simulations.lab.cells import diverging_allowed, finished, interrupted, run_cells
+from simulations.lab.command_line import Command
+from simulations.lab.fairness import fairness
+from simulations.lab.superlink import check_one_machine, flwr_run, gpu_share, print_progress
+from simulations.tables import (
+    RULE,
+    algorithm_row,
+    curve,
+    markdown,
+    score,
+    tuned,
+    tuning_markdown,
+    write_csv,
+    write_table,
+)
+from simulations.worker import draw_partition, state_folder
+
+ENGINES = ("in-process", "ray")
+STATES = "state"
+"""Where clients' states are in a run's folder, on Ray."""
+T = TypeVar("T", int, float)
+
+
+class Comparison:
+    """What is run into ``folder``: ``configs``, one per algorithm, with every one of ``seeds``.
+
+    Parameters
+    ----------
+    configs : as :func:`configs_for` returns them
+    folder : absolute path
+    seeds : that of the configs, if there are none
+    rates : learning rates to choose from; none: those of the configs
+    share : of each client's training rows held out to choose by, in (0, 1)
+    engine : ``"in-process"``, or ``"ray"`` with ``workers`` processes of its own
+    verbose : leave Flower's log as it is, and show the rounds of the runs that choose the rates
+    quiet : show rounds with lost clients alone
+
+    Raises
+    ------
+    ValueError
+        For what could not run, before anything does.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[RunConfig],
+        folder: Path,
+        *,
+        seeds: Sequence[int] = (),
+        rates: Sequence[float] = (),
+        share: float = 0.2,
+        engine: str = "in-process",
+        workers: int = 2,
+        verbose: bool = False,
+        quiet: bool = False,
+    ) -> None:
+        if len(rates) == 1:
+            raise ValueError(f"tune-lr needs at least two rates, got {rates[0]}")
+        if rates and not 0.0 < share < 1.0:
+            raise ValueError(f"tune-share must be > 0 and < 1, got {share}")
+        if rates and any(config.validation for config in configs):
+            raise ValueError("tune-lr holds out training rows itself: leave out validation")
+        self.configs, self.folder, self.rates, self.share = configs, folder, rates, share
+        self.seeds = seeds or [configs[0].seed]
+        self.engine = engine
+        self._run = partial(run_cell, engine=engine, workers=workers, verbose=verbose)
+        if engine == "ray":
+            check_one_machine()
+        self.quiet, self.quiet_trials = quiet, quiet or not verbose
+        for config in [*self.trials(), *self.runs()]:
+            config.check()
+            config.check_device()
+            prepare(replace(config, state_dir="") if _makes_states(config) else config)
+
+    def trials(self) -> list[RunConfig]:
+        """Return the runs that choose the learning rates."""
+        return [
+            replace(
+                self._placed(config, f"tuning/{config.algorithm}-lr{rate}"),
+                lr=rate,
+                seed=self.seeds[0],
+                validation=self.share,
+                stop_at_target=False,
+                fraction_evaluate=0.0,
+                gradient_norm="false",
+            )
+            for config in self.configs
+            for rate in self.rates
+        ]
+
+    def runs(self) -> list[RunConfig]:
+        """Return the runs that are compared."""
+        several = len(self.seeds) > 1
+        return [
+            replace(
+                self._placed(config, config.algorithm + several * f"-seed{seed}"),
+                seed=seed,
+            )
+            for config in self.configs
+            for seed in self.seeds
+        ]
+
+    def run(self, jobs: int = 1) -> list[dict[str, Any]]:
+        """Run what is not finished, ``jobs`` runs at a time, write everything, return summaries."""
+        lock = FolderLock(self.folder)
+        lock.take()
+        lock.sign("comparison")
+        try:
+            return self._run_all(jobs)
+        finally:
+            lock.release()
+
+    def _run_all(self, jobs: int) -> list[dict[str, Any]]:
+        draw_partition(self.runs()[0], self.folder / "partition.png")
+        if self.rates:
+            trials = self.trials()
+            run_cells(self._work(trials, self.quiet_trials), jobs=jobs, later=len(self.runs()))
+            self._choose(trials)
+        runs = self.runs()
+        run_cells(self._work(runs, self.quiet), jobs=jobs, on_done=self.report)
+        summaries = self.report()
+        draw_curves([row for config in runs for row in curve(config)], self.folder / "curves.png")
+        if self.configs[0].fraction_evaluate > 0.0:
+            fairness({Path(c.output).name: Path(c.output) for c in runs}, self.folder)
+        return summaries
+
+    def report(self) -> list[dict[str, Any]]:
+        """Write the tables of the runs that are finished; return their summaries."""
+        done = [config for config in self.runs() if finished(config)]
+        found = [
+            json.loads((Path(config.output) / "summary.json").read_text())
+            | {"seed": config.seed, "lr": config.lr}
+            for config in done
+        ]
+        write_atomically(self.folder / "summary.json", json.dumps(found, indent=2).encode())
+        rows = []
+        for algorithm in dict.fromkeys(config.algorithm for config in done):
+            mine = [n for n, config in enumerate(done) if config.algorithm == algorithm]
+            rows.append(algorithm_row([done[n] for n in mine], [found[n] for n in mine]))
+        ended = [
+            f"{Path(config.output).name} ended early: {summary['given_up']}"
+            for config, summary in zip(done, found, strict=True)
+            if summary["given_up"]
+        ]
+        write_table(self.folder / "table", rows, markdown(rows) + self._notes(ended))
+        write_csv(self.folder / "curves.csv", [row for config in done for row in curve(config)])
+        return found
+
+    def _choose(self, trials: Sequence[RunConfig]) -> None:
+        scores: dict[str, dict[float, float]] = {}
+        for trial in trials:
+            scores.setdefault(trial.algorithm, {})[trial.lr] = score(trial)
+        rows = [row for algorithm, mine in scores.items() for row in tuned(algorithm, mine)]
+        text = tuning_markdown(rows, self._rule())
+        write_table(self.folder / "tuning", rows, text)
+        print(text, flush=True)
+        chosen = {row["algorithm"]: row["lr"] for row in rows if row["chosen"]}
+        self.configs = [replace(c, lr=chosen[c.algorithm]) for c in self.configs]
+
+    def _rule(self) -> str:
+        return RULE.format(seed=self.seeds[0], share=100 * self.share)
+
+    def _notes(self, ended: Sequence[str]) -> str:
+        """Return what a reader of the table has to know, with the runs that ``ended`` early."""
+        notes = [*ended]
+        if len(self.seeds) > 1:
+            seeds = ", ".join(str(seed) for seed in self.seeds)
+            notes.append(f"Mean ± standard deviation over seeds {seeds}.")
+        if self.rates:
+            notes.append(f"{self._rule()} Scores: `tuning.md`.")
+        return "".join(f"\n{note}\n" for note in notes)
+
+    def _placed(self, config: RunConfig, name: str) -> RunConfig:
+        """Return the config of a run in ``folder / name``, with client states of its own."""
+        folder, states = self.folder / name, config.state_dir
+        if self.engine == "ray" and not states:  # `context.state` travels with every message
+            states = str(folder / STATES)
+        elif states and name != config.algorithm:
+            states = str(Path(states) / name)
+        return replace(config, output=str(folder), state_dir=states)
+
+    def _work(self, runs: Sequence[RunConfig], quiet: bool) -> dict[RunConfig, Callable[[], None]]:
+        return {config: partial(self._run, config, quiet=quiet) for config in runs}
+
+
+def run_cell(
+    config: RunConfig, *, engine: str, workers: int, verbose: bool, quiet: bool = False
+) -> None:
+    """Run one cell on ``engine``."""
+    if not verbose:
+        logging.getLogger("flwr").setLevel(logging.WARNING)
+    if not config.resume:
+        _drop_states(config)
+    with diverging_allowed(config):
+        if engine == "in-process":
+            run_in_process(config, quiet=quiet)
+            return
+        flwr_run(
+            config.to_run_config(),
+            num_supernodes=config.clients,
+            gpus=gpu_share(workers, gpus) if (gpus := config.gpus()) else 0.0,
+            workers=workers,
+            on_line=print if verbose else partial(print_progress, quiet=quiet),
+        )
+
+
+def _drop_states(config: RunConfig) -> None:
+    """Delete the states that the cell's former run left, which is replaced; never another's."""
+    states = state_folder(config)
+    if states is None:
+        return
+    lock = FolderLock(Path(config.output))
+    former = lock.take()
+    try:
+        if _makes_states(config):
+            shutil.rmtree(config.state_dir, ignore_errors=True)
+        elif (owner := DirectoryStore.owner(states)) and owner.run == former:
+            shutil.rmtree(states)
+    finally:
+        lock.release()
+
+
+def _makes_states(config: RunConfig) -> bool:
+    """Return whether the states are the run's own, made anew by it."""
+    return config.state_dir == str(Path(config.output) / STATES)
+
+
+def configs_for(
+    algorithms: Sequence[str], params: Sequence[str], common: dict[str, Any], folder: Path
+) -> list[RunConfig]:
+    """Return one checked config per algorithm, before anything runs.
+
+    Each of ``params`` ("name=value", or "algorithm.name=value") goes to every algorithm that has
+    the hyperparameter; one that no algorithm has is refused.
+    """
+    if unknown := sorted(set(algorithms) - STRATEGIES.keys()):
+        raise ValueError(f"unknown algorithms {unknown}; known: {sorted(STRATEGIES)}")
+    if len(set(algorithms)) < len(algorithms):
+        raise ValueError(f"each algorithm once, got {list(algorithms)}")
+    mine: dict[str, dict[str, Any]] = {algorithm: {} for algorithm in algorithms}
+    for item in params:
+        owner, dot, bare = item.partition("=")[0].rpartition(".")
+        value = parse_params(item[len(owner) + 1 :] if dot else item)
+        name = next(iter(value))
+        takers = [a for a in algorithms if name in hyperparameters_of(a) and owner in ("", a)]
+        if not takers:
+            known = {algorithm: hyperparameters_of(algorithm) for algorithm in algorithms}
+            raise ValueError(
+                f"no algorithm here has the hyperparameter {bare!r}; they have {known}"
+            )
+        for algorithm in takers:
+            mine[algorithm] |= value
+    return [
+        RunConfig.parse(
+            common
+            | {
+                "algorithm": algorithm,
+                "params": format_params(mine[algorithm]),
+                "output": str(folder / algorithm),
+            }
+        )
+        for algorithm in algorithms
+    ]
+
+
+def main(
+    arguments: Sequence[str] | None = None, *, parser: Command | None = None
+) -> list[dict[str, Any]]:
+    """Compare from the command line, that of another command if ``parser`` is given."""
+    parser = parser or Command("compare", __doc__)
+    parser.add_argument("--algorithms", required=True, help=f"of {','.join(sorted(STRATEGIES))}")
+    parser.add_argument("--output", required=True, type=Path, help="folder for the results")
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default="in-process",
+        help="what runs them (in-process)",
+    )
+    parser.add_argument("--workers", type=int, default=2, help="worker processes of Ray")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="runs at a time, one thread each (in-process)"
+    )
+    parser.add_argument(
+        "--seeds", type=_numbers(int), default=[], metavar="N,N,...", help="in place of --seed"
+    )
+    parser.add_argument(
+        "--tune-lr",
+        type=_numbers(float),
+        default=[],
+        metavar="LR,LR,...",
+        help="choose each algorithm's learning rate from these",
+    )
+    parser.add_argument(
+        "--tune-share",
+        type=float,
+        default=0.2,
+        help="share of each client's training rows held out for that (default 0.2)",
+    )
+    parser.add_argument(
+        "--param",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="hyperparameter of an algorithm",
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="show Flower's log, and the traceback of an error"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no line for each round")
+    for key in fields(RunConfig):
+        if key.name in ("algorithm", "params", "output"):
+            continue
+        flag, default = "--" + key.name.replace("_", "-"), getattr(RunConfig, key.name)
+        if isinstance(default, bool):
+            parser.add_argument(flag, action="store_true", default=None, help=key.metadata["about"])
+        else:
+            parser.add_argument(flag, type=type(default), help=key.metadata["about"])
+    args = parser.read(arguments)
+    given = {
+        key.name.replace("_", "-"): getattr(args, key.name)
+        for key in fields(RunConfig)
+        if getattr(args, key.name, None) is not None
+    }
+    del given["output"]
+    folder: Path = args.output.expanduser().absolute()
+    for one, other in (("seed", "seeds"), ("lr", "tune_lr")):
+        if getattr(args, one) is not None and getattr(args, other):
+            parser.error(f"either --{one} or --{other.replace('_', '-')}")
+    for name, value in (("jobs", args.jobs), ("workers", args.workers)):
+        if value < 1:
+            parser.error(f"--{name} must be >= 1, got {value}")
+    if args.jobs > 1 and args.engine == "ray":
+        parser.error("--jobs is for --engine in-process; Ray has --workers")
+    with parser.explained(verbose=args.verbose):
+        comparison = Comparison(
+            configs_for(args.algorithms.split(","), args.param, given, folder),
+            folder,
+            seeds=args.seeds,
+            rates=args.tune_lr,
+            share=args.tune_share,
+            engine=args.engine,
+            workers=args.workers,
+            verbose=args.verbose,
+            quiet=args.quiet,
+        )
+        try:
+            summaries = comparison.run(args.jobs)
+        except KeyboardInterrupt:
+            raise SystemExit(interrupted(folder)) from None
+    print((folder / "table.md").read_text())
+    print(f"results: {folder}")
+    return summaries
+
+
+def _numbers(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """Return a reader of numbers with commas between them, each once."""
+
+    def read(text: str) -> list[T]:
+        try:
+            numbers = [kind(item) for item in text.split(",")]
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"numbers with commas, got {text!r}") from None
+        if len(set(numbers)) < len(numbers):
+            raise argparse.ArgumentTypeError(f"each number once, got {text!r}")
+        return numbers
+
+    return read
+
+
+if __name__ == "__main__":
+    main()

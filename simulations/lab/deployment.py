@@ -1,0 +1,188 @@
+"""``make deployment``: a real federation on this machine, checked against the in-process engine.
+
+    python -m simulations.lab.deployment [--supernodes 3] [--rounds 3] [--algorithm fedadmm]
+
+Starts a SuperLink and SuperNodes on the loopback interface, with TLS and with authentication of the
+SuperNodes by keys, all made for this run; runs the Flower App of this repository on them through
+``flwr run``; runs the same settings in-process; and compares the two models. All that was started
+is stopped at the end, on failure and on Ctrl-C too. DEPLOYMENT.md shows the same by hand.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import json
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from fl_strategies import STRATEGIES
+from simulations.config import RunConfig
+from simulations.experiment import prepare, run_in_process
+from simulations.lab.command_line import Command
+from simulations.lab.superlink import LOOPBACK, ROOT, SuperLink, free_port, print_progress, running
+
+VALID_DAYS = 7
+
+
+class Federation(SuperLink):
+    """A SuperLink in deployment mode with TLS, and SuperNodes that it knows by their keys.
+
+    Made by ``superlink.running``, in whose temporary directory certificates and keys lie; they end
+    with it.
+    """
+
+    def open(self, *, install: bool = False) -> None:
+        """Make the certificates, start the SuperLink, and return when it can be used."""
+        write_certificates(self.home)
+        self._port = free_port()
+        self.configure(self._port, f'root-certificates = "{self.home}/ca.pem"')
+        command = ["flower-superlink", "--host", LOOPBACK, "--port", str(self._port)]
+        command += ["--enable-supernode-auth", *self._certificates()]
+        link = self.start(command + ["--disable-runtime-dependency-installation"] * (not install))
+        self.wait_for(link, self._port)
+
+    @property
+    def address(self) -> str:
+        """Where SuperNodes find the SuperLink."""
+        return f"{LOOPBACK}:{self._port}"
+
+    def register(self, name: str) -> int:
+        """Make SuperNode ``name`` a key, tell the SuperLink of it, and return the node's id."""
+        public = write_node_key(self.home / name)
+        command = ["flwr", "supernode", "register", str(public), "--format", "json"]
+        said = self.start(command, stdout=subprocess.PIPE).communicate()[0]
+        try:
+            return int(json.loads(said)["node-id"])
+        except (ValueError, KeyError):
+            raise RuntimeError(f"SuperNode {name} could not be registered:\n{said}") from None
+
+    def supernode(self, name: str, partition: int, partitions: int) -> subprocess.Popen[str]:
+        """Start the registered SuperNode ``name`` as client ``partition`` of ``partitions``."""
+        command = ["flower-supernode", "--superlink", self.address]
+        command += ["--root-certificates", f"{self.home}/ca.pem"]
+        command += ["--auth-supernode-private-key", str(self.home / name)]
+        command += ["--node-config", f"partition-id={partition} num-partitions={partitions}"]
+        # the port at which the SuperNode's own processes, which run the ClientApp, find it
+        command += ["--host", LOOPBACK, "--port", str(free_port()), *self._certificates()]
+        return self.start(command)
+
+    def _certificates(self) -> list[str]:
+        files = {"certfile": "server.pem", "keyfile": "server.key", "ca-certfile": "ca.pem"}
+        return [
+            word
+            for name, file in files.items()
+            for word in (f"--ssl-{name}", f"{self.home}/{file}")
+        ]
+
+
+def write_certificates(folder: Path) -> None:
+    """Write ``ca.pem``, and ``server.pem`` and ``server.key`` for the loopback address."""
+    authority, server = (
+        ec.generate_private_key(ec.SECP384R1()),
+        ec.generate_private_key(ec.SECP384R1()),
+    )
+    names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address(LOOPBACK))]
+    for file, subject, key, extension in (
+        ("ca.pem", "fl-strategies", authority, x509.BasicConstraints(ca=True, path_length=0)),
+        ("server.pem", "localhost", server, x509.SubjectAlternativeName(names)),
+    ):
+        now = datetime.datetime.now(datetime.UTC)
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(_common_name(subject))
+            .issuer_name(_common_name("fl-strategies"))
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(hours=1))
+            .not_valid_after(now + datetime.timedelta(days=VALID_DAYS))
+            .add_extension(extension, critical=isinstance(extension, x509.BasicConstraints))
+            .sign(authority, hashes.SHA256())
+        )
+        (folder / file).write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    _write_private(folder / "server.key", server, serialization.PrivateFormat.PKCS8)
+
+
+def write_node_key(path: Path) -> Path:
+    """Write a SuperNode's private key to ``path``; return the path of its public key."""
+    key = ec.generate_private_key(ec.SECP384R1())
+    _write_private(path, key, serialization.PrivateFormat.OpenSSH)
+    public = path.with_name(path.name + ".pub")
+    encoding, form = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    public.write_bytes(key.public_key().public_bytes(encoding, form))
+    return public
+
+
+def _write_private(
+    path: Path, key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat
+) -> None:
+    secret = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+    path.touch(mode=0o600)
+    path.write_bytes(secret)
+
+
+def _common_name(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the federation and the comparison from the command line."""
+    name = f"deployment-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    default = Path.home() / "fl-strategies-results" / name
+    parser = Command("deployment", __doc__)
+    parser.add_argument("--output", type=Path, default=default, help=f"default: {default}")
+    parser.add_argument("--supernodes", type=int, default=3, help="SuperNodes, one client each")
+    parser.add_argument("--rounds", type=int, default=3, help="communication rounds")
+    parser.add_argument("--algorithm", default="fedadmm", help=f"of {','.join(sorted(STRATEGIES))}")
+    parser.add_argument("--quiet", action="store_true", help="no line for each round")
+    args = parser.read(arguments)
+    folder: Path = args.output.expanduser().absolute()
+    with parser.explained():
+        found = compared(args.algorithm, args.supernodes, args.rounds, folder, quiet=args.quiet)
+    for name, sha256 in found.items():
+        print(f"{name:12} model {sha256}")
+    if len(set(found.values())) > 1:
+        raise SystemExit("the two models differ")
+    print("equal to the bit; nothing is left running")
+    print(f"results: {folder}")
+
+
+def compared(
+    algorithm: str, supernodes: int, rounds: int, folder: Path, *, quiet: bool = False
+) -> dict[str, str]:
+    """Return the SHA-256 of the federation's model and of the in-process engine's."""
+    common = {"algorithm": algorithm, "clients": supernodes, "rounds": rounds}
+    config = RunConfig.parse(common | {"partition": "shards", "fraction": 1.0})
+    deployed, alone = (folder / name for name in ("deployment", "in-process"))
+    there = replace(config, output=str(deployed), state_dir=str(deployed / "state"))
+    prepare(there)
+    with running(Federation) as link:
+        link.open()
+        for i in range(supernodes):
+            link.register(f"node-{i}")
+            link.supernode(f"node-{i}", i, supernodes)
+        print(
+            f"SuperLink and {supernodes} SuperNodes run; each message starts a process, "
+            "so that a round takes some seconds",
+            flush=True,
+        )
+        show = partial(print_progress, quiet=quiet)
+        link.run(ROOT, there.to_run_config(), on_line=show)
+    run_in_process(replace(config, output=str(alone)), quiet=quiet)
+    return {path.name: _model(path) for path in (deployed, alone)}
+
+
+def _model(folder: Path) -> str:
+    return str(json.loads((folder / "summary.json").read_text())["model_sha256"])
+
+
+if __name__ == "__main__":
+    main()

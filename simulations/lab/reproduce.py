@@ -1,0 +1,234 @@
+"""Studies: many runs from one command, whose table is committed.
+
+    python -m simulations.lab.reproduce STUDY --output DIR [--jobs 2] [--only TEXT]
+
+A study is a list of cells (``studies``). A cell that is finished under DIR, with the
+same settings, is not run again, so that the command can be repeated after an interruption;
+``DIR/table.md`` is written anew after every cell. A cell ends at its number of rounds, at its
+target, when all its clients diverge, or when as many rounds as its patience bring no new best
+accuracy.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from fl_strategies import EarlyStop, RoundInfo
+from fl_strategies.core.files import write_atomically
+from simulations.experiment import run_in_process
+from simulations.figures import read_history
+from simulations.lab.cells import diverging_allowed, interrupted, run_cells
+from simulations.lab.command_line import Command
+from simulations.lab.studies import DELTA_SGD_ALPHAS, FEDBC_RULES, STUDIES, Cell
+from simulations.results import writable
+from simulations.tables import grid
+
+
+def diverged(info: RoundInfo) -> bool:
+    """Give a cell up when no client's reply was finite in a round."""
+    return info.metrics["clients-used"] == 0
+
+
+def run_cell(cell: Cell, folder: Path, *, quiet: bool = False) -> None:
+    """Run one cell."""
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    patience = [EarlyStop(patience=cell.patience)] if cell.patience else []
+    config = cell.settings(folder)
+    with diverging_allowed(config):
+        run_in_process(config, [diverged, *patience], quiet=quiet)
+
+
+def table(cells: list[Cell], folder: Path) -> str:
+    """Return the cells' results as a Markdown table."""
+    marks = max((cell.marks for cell in cells), default=())
+    names = [f"accuracy at {t}" for t in marks] + ["own accuracy", "virtual s"] * bool(marks)
+    heads = ["cell", "rounds to target", "best accuracy", "after rounds", "‖∇f‖²", *names]
+    rows = []
+    for cell in cells:
+        path = folder / cell.name / "summary.json"
+        if path.exists():
+            summary = json.loads(path.read_text())
+            to_target = summary["rounds_to_target"] or "-"
+            best = math.nan if summary["best_accuracy"] is None else 100 * summary["best_accuracy"]
+            norm2 = summary.get("gradient_norm2")
+            gradient = "-" if norm2 is None else f"{norm2:.1e}"
+            row = [cell.name, str(to_target), f"{best:.2f} %", str(summary["rounds"]), gradient]
+            if marks:
+                history = read_history(path.parent / "history.jsonl")
+                at = {int(entry["round"]): entry for entry in history}
+                shown = [at[t]["test-accuracy"] if t in at else math.nan for t in marks]
+                last = at.get(summary["rounds"], {})
+                shown.append(last.get("own-accuracy", last.get("eval-accuracy", math.nan)))
+                row += [f"{100 * share:.2f} %" for share in shown]
+                row.append(f"{last.get('virtual-seconds', math.nan):.0f}")
+            rows.append(row)
+    return grid(heads, rows)
+
+
+def fedadmm_table(cells: list[Cell], folder: Path) -> str:
+    """Return a table per partition: a row per rule, network and seed, a column per step size.
+
+    An entry is the rounds to the target, else the best accuracy and after how many rounds it ended.
+    """
+    found: dict[str, dict[tuple[str, str, str], dict[str, str]]] = {}
+    for cell in cells:
+        config = cell.config
+        rule, _, _ = cell.name.partition(f"-{config['partition']}-")
+        row = (rule, f"`{config['model']}`", str(config["seed"]))
+        step = f"momentum {config['momentum']:g}, lr {config['lr']:g}"
+        rows = found.setdefault(config["partition"], {})
+        rows.setdefault(row, {})[step] = _to_target(folder / cell.name)
+    tables = []
+    for partition, rows in found.items():
+        steps = list(dict.fromkeys(step for row in rows.values() for step in row))
+        heads = ["rule", "network", "seed", *steps]
+        shown = [[*row, *(each.get(step, "") for step in steps)] for row, each in rows.items()]
+        tables.append(f"{partition}:\n\n{grid(heads, shown)}")
+    return "\n".join(tables)
+
+
+def _to_target(folder: Path) -> str:
+    path = folder / "summary.json"
+    summary = json.loads(path.read_text()) if path.exists() else {"finished": False}
+    if not summary["finished"]:
+        return "not run"
+    if summary["rounds_to_target"] is not None:
+        return f"**{summary['rounds_to_target']}**"
+    last = read_history(folder / "history.jsonl")[-1]
+    if last["clients-used"] == 0:
+        return f"diverged in round {summary['rounds']}"
+    return f"{100 * summary['best_accuracy']:.1f} % ({summary['rounds']})"
+
+
+FEDBC_FIGURES = {
+    "test-accuracy": "accuracy",
+    "eval-accuracy-variance": "variance over clients",
+    "eval-accuracy-smallest": "smallest client",
+    "eval-accuracy-largest": "largest client",
+    "own-accuracy-mean": "own models",
+    "weight-share-smallest": "smallest's weight",
+    "weight-share-largest": "largest's weight",
+}
+
+LAST = 10
+"""Last rounds of a run that ``fedbc_table`` averages: partial participation is noisy."""
+
+
+def fedbc_table(cells: list[Cell], folder: Path) -> str:
+    """Return a row per rule, E and data set, at the rule's best rate on data set 0 with seed 1.
+
+    Figures are means over the last ten rounds, then mean and standard deviation over seeds.
+    """
+    found: dict[tuple[str, int, int], dict[float, list[dict[str, float]]]] = {}
+    for cell in cells:
+        path = folder / cell.name / "summary.json"
+        if path.exists() and json.loads(path.read_text())["finished"]:
+            rows = read_history(folder / cell.name / "history.jsonl")[-LAST:]
+            figures = {n: _mean_of_rows(rows, n) for n in FEDBC_FIGURES}
+            rule, *_ = cell.name.partition("-E")
+            data = int(cell.config["dataset-params"][-1])
+            key = (rule, cell.config["epochs"], data)
+            found.setdefault(key, {}).setdefault(cell.config["lr"], []).append(figures)
+    heads = ["E", "data set", "rule", "lr", *FEDBC_FIGURES.values(), "seeds"]
+    rows_shown = []
+    for epochs in (1, 5):
+        for data in (0, 1, 2):
+            for rule in FEDBC_RULES:
+                tuned = found.get((rule, epochs, 0), {})
+                if not tuned:
+                    continue
+                lr = max(tuned, key=lambda rate: tuned[rate][0]["test-accuracy"])
+                runs = found.get((rule, epochs, data), {}).get(lr, [])
+                if runs:
+                    shown = [_mean_and_deviation([r[name] for r in runs]) for name in FEDBC_FIGURES]
+                    about = [str(epochs), str(data), rule, f"{lr:g}"]
+                    rows_shown.append([*about, *shown, str(len(runs))])
+    return grid(heads, rows_shown)
+
+
+def _mean_of_rows(rows: list[dict[str, float]], name: str) -> float:
+    """Return the mean of a column; NaN where a row lacks it or has null."""
+    values = [row.get(name) for row in rows]
+    return sum(math.nan if value is None else value for value in values) / len(rows)
+
+
+def _mean_and_deviation(values: list[float]) -> str:
+    if math.isnan(values[0]):
+        return "-"
+    mean = f"{100 * statistics.mean(values):.1f}"
+    return mean if len(values) == 1 else f"{mean} ± {100 * statistics.stdev(values):.1f}"
+
+
+def delta_sgd_table(cells: list[Cell], folder: Path) -> str:
+    """Return a row per solver and number of rounds, with its accuracy for each alpha."""
+    rows: dict[tuple[str, int], list[str]] = {}
+    for cell in cells:  # by alpha, so that a row gets its columns in order
+        name, _, _ = cell.name.partition("-alpha")
+        for rounds in sorted({min(100, cell.config["rounds"]), cell.config["rounds"]}):
+            shown = _accuracy_after(rounds, folder / cell.name / "history.jsonl")
+            rows.setdefault((name, rounds), []).append(shown)
+    heads = ["solver", "rounds", *(f"alpha {alpha}" for alpha in DELTA_SGD_ALPHAS)]
+    return grid(heads, [[name, str(n), *shown] for (name, n), shown in rows.items()])
+
+
+def _accuracy_after(rounds: int, path: Path) -> str:
+    """Return the test accuracy after so many rounds, and the best till then."""
+    rows = read_history(path)[:rounds] if path.exists() else []
+    if useless := [row["round"] for row in rows if row["clients-used"] == 0]:
+        return f"diverged in round {useless[0]}"
+    if len(rows) < rounds:
+        return "not run"
+    tested = [row["test-accuracy"] for row in rows if "test-accuracy" in row]
+    return f"{100 * tested[-1]:.1f} % (best {100 * max(tested):.1f} %)"
+
+
+TABLES: dict[str, Callable[[list[Cell], Path], str]] = {
+    "delta-sgd-mnist": delta_sgd_table,
+    "fedadmm-mnist": fedadmm_table,
+    "fedbc-synthetic": fedbc_table,
+}
+"""Tables of studies for which a row per cell would not do."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a study from the command line."""
+    parser = Command("reproduce", __doc__)
+    parser.add_argument("study", choices=sorted(STUDIES), help="what is run")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--jobs", type=int, default=1, help="cells at a time, one thread each")
+    parser.add_argument("--only", default="", help="cells whose name has this text")
+    parser.add_argument("--quiet", action="store_true", help="no line for each round")
+    args = parser.read(arguments)
+    folder: Path = args.output.expanduser().absolute()
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    cells = STUDIES[args.study]()
+    make_table = TABLES.get(args.study, table)
+
+    def write_table() -> None:
+        write_atomically(folder / "table.md", make_table(cells, folder).encode())
+
+    with parser.explained():
+        chosen = [cell for cell in cells if args.only in cell.name]
+        if not chosen:
+            names = ", ".join(cell.name for cell in cells)
+            raise ValueError(f"--only {args.only!r} is in no cell's name; cells: {names}")
+        writable(folder, "results folder")
+        work = {
+            cell.settings(folder): partial(run_cell, cell, folder, quiet=args.quiet)
+            for cell in chosen
+        }
+        try:
+            run_cells(work, jobs=args.jobs, on_done=write_table)
+        except KeyboardInterrupt:
+            raise SystemExit(interrupted(folder)) from None
+    print(make_table(cells, folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""What a run leaves behind: its summary, its model, and a line of progress a round."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from itertools import pairwise
+from logging import INFO, WARNING
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+from flwr.app import ArrayRecord
+from flwr.common import log
+
+from fl_strategies import (
+    ClientHistory,
+    History,
+    RoundInfo,
+)
+from fl_strategies.core.files import write_atomically
+from fl_strategies.server.callbacks import Rows, finite, model_bytes
+from simulations.config import RunConfig
+from simulations.interrupts import undivided
+
+SAVE_SECONDS = 10.0
+"""How often a running experiment saves its model and summary."""
+
+
+EARLIER = ("history.jsonl", "clients.jsonl", "model.safetensors", "curve.png")
+"""What a run that begins anew removes from its folder."""
+
+
+LAST_ROUNDS = 5
+"""How many of the last rounds the time left is estimated from."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one run came to. Accuracies are shares of the test set; bytes are of all rounds."""
+
+    algorithm: str
+    final_accuracy: float | None
+    best_accuracy: float | None
+    final_loss: float | None
+    rounds: int
+    rounds_to_target: int | None
+    target: float
+    bytes_up: int
+    bytes_down: int
+    seconds: float
+    model_sha256: str
+    finished: bool
+    gradient_norm2: float | None = None
+    """||grad f||^2 at the end, where it was measured."""
+    server_device: str = "cpu"
+    """The kind of device that the server tested on."""
+    client_devices: dict[str, int] = field(default_factory=dict)
+    """How many clients said that they trained on which."""
+    missing: float = 0.0
+    """Share of the training requests that got no reply or an error."""
+    given_up: str = ""
+    """Why it ended early, where after some rounds no reply was usable any more (it diverged)."""
+
+
+class Together:
+    """Callbacks of which Ctrl-C lets all be called or none, so that their files agree."""
+
+    def __init__(self, *callbacks: History | ClientHistory | Progress) -> None:
+        self.callbacks = callbacks
+
+    def __call__(self, info: RoundInfo) -> None:
+        with undivided():
+            for callback in self.callbacks:
+                callback(info)
+
+    def recall(self, rows: Rows) -> None:
+        for callback in self.callbacks:
+            callback.recall(rows)
+
+
+def _lost(metrics: Mapping[str, float]) -> int:
+    """Return how many clients gave no reply to a training request, or an error."""
+    return int(metrics["clients-lost"] + metrics.get("clients-failed", 0))
+
+
+class Progress:
+    """Prints one line a round, and saves summary and model now and then."""
+
+    def __init__(self, config: RunConfig, folder: Path, quiet: bool = False) -> None:
+        self.config, self.folder, self.quiet = config, folder, quiet
+        self.label = folder.name if config.output else config.algorithm
+        self.started = self.saved = time.monotonic()
+        self.arrays: ArrayRecord | None = None
+        self.rows: list[dict[str, float]] = []
+        self.ends: list[float] = []
+        self.given_up = ""
+        self.server_device, self.client_devices = config.torch_device.type, dict[str, int]()
+
+    def note_devices(self, computes_on: Mapping[int, str]) -> None:
+        """Count the clients by their devices; the log says so when another kind joins."""
+        before, found = self.client_devices, Counter(sorted(computes_on.values()))
+        self.client_devices = dict(found)
+        if found.keys() == before.keys():
+            return
+        clients = ", ".join(f"{kind} ({count})" for kind, count in found.items())
+        log(INFO, "the server computes on %s, clients on %s", self.server_device, clients)
+        if "cpu" in found.keys() - before.keys() and self.server_device != "cpu":
+            log(
+                WARNING,
+                "%d clients compute on the CPU, the server on %s: in Flower's simulation a share of"
+                " the GPU (client-resources-num-gpus=0.25 in the federation config) shows it to"
+                " clients; device=%s refuses clients without one",
+                found["cpu"],
+                self.server_device,
+                self.server_device,
+            )
+
+    def recall(self, rows: Rows) -> None:
+        self.rows = [dict(row) for row in rows.values()]
+
+    def __call__(self, info: RoundInfo) -> None:
+        self.arrays = info.arrays
+        self.rows.append(dict(info.metrics))
+        self.ends.append(time.monotonic())
+        said = [f"{self.label} round {info.server_round}/{info.num_rounds}"]
+        if "test-accuracy" in info.metrics:
+            said.append(
+                "accuracy {test-accuracy:.4f}  loss {test-loss:.4f}".format_map(info.metrics)
+            )
+        if lost := _lost(info.metrics):
+            said.append(f"{lost} of {info.metrics['clients-asked']:.0f} clients lost")
+        left = seconds_left(self.ends, info.num_rounds - info.server_round)
+        if left is not None:
+            said.append(f"{left:.0f} s left")
+        if lost or not self.quiet:
+            print("  ".join(said), flush=True)
+        if time.monotonic() - self.saved > SAVE_SECONDS:
+            self.save(finished=False)
+
+    def used(self) -> bool:
+        """Return whether any round had a reply that was used."""
+        return any("weight-share-largest" in row for row in self.rows)
+
+    def save(self, finished: bool) -> Summary:
+        summary = self.summary(finished)
+        text = json.dumps(asdict(summary), indent=2)
+        write_atomically(self.folder / "summary.json", text.encode())
+        if self.arrays is not None:
+            write_atomically(self.folder / "model.safetensors", model_bytes(self.arrays))
+        self.saved = time.monotonic()
+        return summary
+
+    def summary(self, finished: bool) -> Summary:
+        tested = {r: row for r, row in enumerate(self.rows, start=1) if "test-accuracy" in row}
+        accuracies = [row["test-accuracy"] for row in tested.values()]
+        target = self.config.target
+        reached = (
+            int(row.get("algorithm-round", number))  # FedPD skips the exchange of some rounds
+            for number, row in tested.items()
+            if row["test-accuracy"] >= target
+        )
+        missing = sum(_lost(row) for row in self.rows)
+        asked = sum(row["clients-asked"] for row in self.rows)
+        return Summary(
+            algorithm=self.config.algorithm,
+            final_accuracy=accuracies[-1] if accuracies else None,
+            best_accuracy=max(accuracies, default=None),
+            final_loss=finite([*tested.values()][-1]["test-loss"]) if tested else None,
+            rounds=len(self.rows),
+            rounds_to_target=next(reached, None),
+            target=target,
+            bytes_up=int(sum(row["bytes-up"] for row in self.rows)),
+            bytes_down=int(sum(row["bytes-down"] for row in self.rows)),
+            seconds=round(time.monotonic() - self.started, 3),
+            model_sha256=model_sha256(self.arrays) if self.arrays is not None else "",
+            finished=finished,
+            gradient_norm2=self.rows[-1].get("gradient-norm2") if self.rows else None,
+            server_device=self.server_device,
+            client_devices=self.client_devices,
+            missing=missing / asked if asked else 0.0,
+            given_up=self.given_up,
+        )
+
+
+def seconds_left(ends: Sequence[float], rounds: int) -> float | None:
+    """Return the time for ``rounds`` more, by the last ones; None before two rounds have ended.
+
+    The first one, in which data and workers get ready, tells nothing of the others.
+    """
+    last = [end - begin for begin, end in pairwise(ends[-LAST_ROUNDS - 1 :])]
+    return rounds * fmean(last) if last else None
+
+
+def model_sha256(arrays: ArrayRecord) -> str:
+    """Return the SHA-256 of a model's names, types, shapes and values."""
+    digest = hashlib.sha256()
+    for name, array in arrays.items():
+        values = array.numpy()
+        digest.update(f"{name} {values.dtype.str} {values.shape}\n".encode())
+        digest.update(np.ascontiguousarray(values).tobytes())
+    return digest.hexdigest()
+
+
+def results_folder(config: RunConfig) -> Path:
+    """Return the run's results folder, made; raise ``ValueError`` if it cannot be written."""
+    name = f"{config.algorithm}-{Path(config.dataset).name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
+    default = Path.home() / "fl-strategies-results" / name
+    folder = Path(config.output).expanduser().absolute() if config.output else default
+    writable(folder, "results folder")
+    return folder
+
+
+def writable(folder: Path, what: str) -> None:
+    """Make ``folder``; raise ``ValueError`` if nothing can be written to it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(folder / ".probe", b"")
+        (folder / ".probe").unlink()
+    except OSError as error:
+        raise ValueError(f"the {what} {folder} cannot be written: {error}") from None

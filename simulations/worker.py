@@ -1,0 +1,246 @@
+"""A client in its process: its data, its model, and the ClientApp that runs it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Context
+from torch.nn.functional import cross_entropy
+
+from clients import (
+    CLIENTS,
+    AnyAlgorithmClient,
+    ContextStore,
+    DirectoryStore,
+    FlatModel,
+    Problem,
+    client_app,
+    client_id,
+)
+from clients.learning.problem import laid_out
+from fl_strategies.core.params import parse_params
+from simulations import data, models, partitions
+from simulations.config import RunConfig
+
+SHARED = ".shared"
+"""A file that the server lays into the state directory, by which a Ray worker knows it again."""
+
+
+def state_folder(config: RunConfig) -> Path | None:
+    """Return where clients keep their state, if the algorithm has any and it is in a directory."""
+    stateful = CLIENTS[config.algorithm].state_type is not None
+    return Path(config.state_dir) / config.algorithm if config.state_dir and stateful else None
+
+
+def compute_repeatably(device: torch.device) -> None:
+    """Have torch compute alike each time, in this process; on a CPU it does so anyway.
+
+    An operator that cannot on this device is run as it is, with PyTorch's warning that names it.
+    """
+    if device.type == "cpu":
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+    if not torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+
+
+@contextmanager
+def kept_flags() -> Iterator[None]:
+    """Undo what :func:`compute_repeatably` does inside to a process that goes on."""
+    strict = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn
+    benchmark, deterministic = cudnn.benchmark, cudnn.deterministic
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(strict, warn_only=warn_only)
+        cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
+
+
+def on_a_ray_worker() -> bool:
+    """Return whether this process belongs to a Ray, whose workers may be on several machines."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
+def dataset(config: RunConfig) -> data.Dataset:
+    """Return the run's data set (``data.load`` keeps it)."""
+    options = parse_params(config.dataset_params)
+    if config.dataset in data.GENERATED:
+        options = {"clients": config.clients, "seed": config.seed} | options
+    found = data.load(config.dataset, normalise=config.normalise, **options)
+    return _pooled(found) if config.pooled else found
+
+
+@functools.lru_cache(maxsize=4)
+def _pooled(found: data.Dataset) -> data.Dataset:
+    """Return the data set with its test rows put behind its training rows."""
+    owner = None
+    if found.owner is not None and found.test_owner is not None:
+        owner = np.concatenate([found.owner, found.test_owner])
+    x, y = np.concatenate([found.x, found.test_x]), np.concatenate([found.y, found.test_y])
+    return replace(found, x=x, y=y, owner=owner, test_owner=None)
+
+
+@functools.lru_cache(maxsize=4)
+def placed(
+    found: data.Dataset, test: bool, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs and labels of the training or test set, once per process, on ``device``."""
+    x, y = (found.test_x, found.test_y) if test else (found.x, found.y)
+    inputs = torch.as_tensor(x)
+    inputs = inputs.to(device, dtype) if inputs.is_floating_point() else inputs.to(device)
+    return laid_out(inputs), torch.as_tensor(y).to(device)
+
+
+def parts(config: RunConfig) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the rows of each client: (for training, held out for its own tests)."""
+    return _split(config)[0]
+
+
+def validation_rows(config: RunConfig) -> np.ndarray:
+    """Return the clients' rows on which the run is tested, where ``validation`` holds some out."""
+    return _split(config)[1]
+
+
+def _split(config: RunConfig) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.ndarray]:
+    return _parts(dataset(config), config.partition, config.partition_params, config.clients,
+                  config.seed, config.local_test, config.validation)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4)
+def _parts(
+    found: data.Dataset,
+    kind: str,
+    params: str,
+    clients: int,
+    seed: int,
+    local_test: float,
+    validation: float,
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.ndarray]:
+    options = parse_params(params)
+    if kind == "natural":
+        options["owner"] = found.owner
+    try:
+        rows = partitions.partition(kind, found.y, clients, seed=seed, **options)
+    except TypeError as error:
+        raise ValueError(f"partition-params {params!r}: {error}") from None
+    held_out = np.empty(0, np.int64)
+    if validation > 0.0:
+        split = partitions.train_test(rows, validation, seed)
+        rows = [train for train, _ in split]
+        held_out = np.concatenate([test for _, test in split])
+        if not len(held_out):
+            raise ValueError(
+                f"validation={validation} holds out nothing: clients have too few rows"
+            )
+    return partitions.train_test(rows, local_test, seed), held_out
+
+
+def draw_partition(config: RunConfig, path: Path) -> None:
+    """Draw how many examples of each class each client trains on."""
+    partitions.draw([train for train, _ in parts(config)], dataset(config).y, path)
+
+
+def fresh_model(config: RunConfig, device: torch.device | None = None) -> FlatModel:
+    """Return the run's initial model, on the CPU or on ``device``."""
+    found = dataset(config)
+    module = models.build(
+        config.model,
+        found.x.shape[1:],
+        found.num_classes,
+        seed=config.seed,
+        vocabulary=found.vocabulary,
+        **parse_params(config.model_params),
+    )
+    return FlatModel(module, device=device, dtype=getattr(torch, config.dtype))
+
+
+@functools.lru_cache(maxsize=1)
+def worker_model(config: RunConfig) -> FlatModel:
+    """Return the model that all clients of a process share: each loads what it receives."""
+    return fresh_model(config, config.torch_device)
+
+
+def problem(config: RunConfig, which: str, rows: np.ndarray | None = None) -> Problem:
+    """Return the problem of the ``"train"`` or ``"test"`` set, or of some ``rows`` of it.
+
+    Where training rows are held out for validation, they are the test set; of pooled data, all
+    that the clients hold out.
+    """
+    found, test = dataset(config), which == "test"
+    if test and rows is None and config.validation > 0.0:
+        rows, test = validation_rows(config), False
+    elif test and config.pooled:
+        rows, test = np.concatenate([held_out for _, held_out in parts(config)]), False
+    device, dtype = config.torch_device, getattr(torch, config.dtype)
+    x, y = placed(found, test, device, dtype)
+    index = None if rows is None else torch.from_numpy(rows)
+    autocast = getattr(torch, config.autocast) if config.autocast else None
+
+    def penalty(w: torch.Tensor) -> torch.Tensor:
+        return config.penalty * (w**2 / (1 + w**2)).sum()
+
+    bent = penalty if config.penalty > 0.0 else None
+    return Problem(
+        worker_model(config), cross_entropy, x, y, rows=index, penalty=bent, autocast=autocast
+    )
+
+
+def client_fn(context: Context) -> AnyAlgorithmClient:
+    """Return the client of this node, as its run-config describes it."""
+    torch.set_num_threads(1)
+    config = parsed(tuple(sorted(context.run_config.items())))
+    me = client_id(context)
+    if me >= config.clients:
+        raise ValueError(
+            f"this node is client {me}, but the run has clients={config.clients}: start as many"
+            " SuperNodes as clients (--federation-config num-supernodes=...)"
+        )
+    compute_repeatably(config.torch_device)
+    train, held_out = parts(config)[me]
+    states = state_folder(config)
+    if states and on_a_ray_worker() and not (states / SHARED).exists():
+        raise ValueError(
+            f"state-dir {config.state_dir} is another folder on {socket.gethostname()} than on the"
+            " server's machine: any worker may be asked for any client, so all machines must share"
+            " it (a network file system); without state-dir, states travel with the messages"
+        )
+    store = DirectoryStore(states, me) if states else ContextStore(context)
+    test = problem(config, "train", held_out) if len(held_out) else None
+    found = dataset(config)
+    if config.partition == "natural" and config.local_test == 0.0 and found.test_owner is not None:
+        assert found.owner is not None
+        own = np.flatnonzero(found.test_owner == found.owner[train[0]])
+        test = problem(config, "test", own) if len(own) else None
+    return AnyAlgorithmClient(
+        problem(config, "train", train),
+        client_id=me,
+        test=test,
+        store=store,
+        max_steps=config.max_steps,
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def parsed(items: tuple[tuple[str, Any], ...]) -> RunConfig:
+    """Return the run-config, parsed once per process, which is to compute on its device."""
+    config = RunConfig.parse(dict(items))
+    config.check_device()
+    return config
+
+
+app = client_app(client_fn)

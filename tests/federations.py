@@ -1,0 +1,154 @@
+"""Federations whose clients are late, away or strange, lost replies, a legacy server."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, Message, MessageType
+from flwr.client import NumPyClient
+from flwr.common import parameters_to_ndarrays
+from flwr.server import History, Server, ServerConfig, SimpleClientManager
+from flwr.server.compat.app import start_grid
+from laws import START, Row, local, train
+from problems import (
+    CLIENT_OF,
+    DIM,
+    grid,
+    make_client_app,
+    quadratics,
+    to_record,
+    to_vector,
+)
+
+from clients.node.in_process import InProcessGrid
+from fl_strategies import (
+    FederatedStrategy,
+    RoundInfo,
+    as_legacy,
+)
+
+ROUNDS, CLIENTS = 12, 4
+
+KNOBS: dict[str, dict[str, Any]] = {"fedadmm": {"eta": "fraction"}}
+"""FedADMM's other steps leave the optimum when some are missing, with or without failures."""
+
+Trouble = Callable[[int, int], bool]
+"""``trouble(round, client)``: whether that client has it in that round."""
+
+
+def never(server_round: int, client: int) -> bool:
+    return False
+
+
+class Troubled(InProcessGrid):
+    """A federation in which a client may be away, lose its reply, or work only after the timeout.
+
+    A late one handles its requests as a SuperNode does, in the order in which they came, once it
+    is no longer late; nobody reads those answers.
+    """
+
+    def __init__(
+        self,
+        clients: int = CLIENTS,
+        *,
+        away: Trouble = never,
+        lost: Trouble = never,
+        late: Trouble = never,
+    ) -> None:
+        super().__init__(make_client_app(quadratics(clients)), clients)
+        self.away, self.lost, self.late = away, lost, late
+        self.now = 1
+        self.waiting: dict[int, list[Message]] = defaultdict(list)
+        self.counts: list[list[float]] = []
+        self.acked: list[dict[int, int]] = []
+
+    def get_node_ids(self) -> list[int]:
+        return [node for node in self.contexts if not self.away(self.now, CLIENT_OF[node])]
+
+    def answer(self, message: Message) -> Message | None:
+        if message.metadata.message_type != MessageType.TRAIN:
+            return super().answer(message)
+        node = message.metadata.dst_node_id
+        client = CLIENT_OF[node]
+        if self.late(self.now, client):
+            self.waiting[node].append(message)
+            return None
+        for older in self.waiting.pop(node, []):
+            super().answer(older)
+        reply = super().answer(message)
+        return None if self.lost(self.now, client) else reply
+
+    def run(self, row: Row, rounds: int = ROUNDS, **options: Any) -> np.ndarray:
+        """Return the model [5] after ``rounds``; note each round's counts, and what is acked."""
+
+        def ended(info: RoundInfo) -> None:
+            self.now += 1
+            names = ("asked", "used", "rejected", "lost")
+            self.counts.append([info.metrics[f"clients-{name}"] for name in names])
+            self.acked.append(dict(strategy.ledger.acked))
+
+        knobs = KNOBS.get(row.name, {}) | options
+        strategy = row.strategy(local=local(), callbacks=[ended], node_wait=0.01, **knobs)
+        return train(strategy, self, rounds)
+
+
+def run_legacy(
+    strategy: FederatedStrategy,
+    rounds: int,
+    *,
+    on: InProcessGrid | None = None,
+    initial: ArrayRecord | None = None,
+    **options: Any,
+) -> tuple[np.ndarray, History]:
+    """Return the model [5] and history of Flower's legacy Server."""
+    adapter = as_legacy(strategy, initial or to_record(START), **options)
+    return serve(adapter, on or grid(quadratics(CLIENTS)), rounds)
+
+
+def serve(adapter: Any, on: InProcessGrid, rounds: int) -> tuple[np.ndarray, History]:
+    server = Server(client_manager=SimpleClientManager(), strategy=adapter)
+    server.set_max_workers(1)  # the clients of this process share one module
+    on.set_run(SimpleNamespace(run_id=1))
+    history = start_grid(grid=on, server=server, config=ServerConfig(num_rounds=rounds))
+    return to_vector(parameters_to_ndarrays(server.parameters)), history
+
+
+class Strangers(NumPyClient):
+    """A user's own client, written for Flower's FedAvg."""
+
+    def __init__(self, problem: Any, client_id: int, **_: Any) -> None:
+        self.target = torch.arange(DIM).numpy() * (client_id + 1.0)
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        head, tail = parameters
+        w = np.concatenate([head.ravel(), tail])
+        w = w - 0.5 * (w - self.target)
+        return [w[:4].reshape(2, 2), w[4:]], 7, {}
+
+
+def drop_after_first(share: float) -> Any:
+    """Return the fault of ``drop``, but for the first round."""
+    rng = np.random.default_rng(7)
+
+    def fault(request: Message, reply: Message) -> Message | None:
+        in_first = request.content.config_records.get("config", {}).get("server-round") == 1
+        lost = request.metadata.message_type == "train" and not in_first and rng.random() < share
+        return None if lost else reply
+
+    return fault
+
+
+def drop(share: float) -> Any:
+    """Return a fault that loses this share of the replies to training."""
+    rng = np.random.default_rng(7)
+
+    def fault(request: Message, reply: Message) -> Message | None:
+        lost = request.metadata.message_type == "train" and rng.random() < share
+        return None if lost else reply
+
+    return fault

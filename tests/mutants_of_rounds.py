@@ -1,0 +1,268 @@
+"""Mutants of what every round goes through: sums, files, replies, state. See mutants.py."""
+
+from trials import of
+
+ROUNDS = [
+    # ---- core: sums, layouts, schedules, streams, files ----------------------------------------
+    *of(
+        "fl_strategies/core/subproblem.py",
+        "tests/test_solvers.py tests/test_fedadmm.py",
+        {
+            "g + self.slope +": "g - self.slope +",
+            "(w - self.centre)": "(w + self.centre)",
+        },
+    ),
+    *of(
+        "fl_strategies/core/vectors.py",
+        "tests/test_vectors.py tests/test_knobs.py tests/test_strategy.py",
+        {
+            "return total / weights": "return total",
+            "total = total + weight * vector": "total = total + vector",
+        },
+    ),
+    *of(
+        "fl_strategies/core/clipping.py",
+        "tests/test_hostile.py",
+        {
+            "if norm(u) <= bound:": "if norm(u) >= bound:",
+            "largest * float(np.linalg.norm(u / largest))": "float(np.linalg.norm(u))",
+        },
+    ),
+    *of(
+        "fl_strategies/core/layout.py",
+        "tests/test_knobs.py tests/test_strategy.py tests/test_replies.py tests/test_fedadmm.py",
+        {
+            "self._examples += num_examples": "self._examples += 1",
+            "np.maximum(old, new)": "np.minimum(old, new)",
+            "n not in self.buffers and n not in self.copies": "n not in self.buffers",
+            "np.concatenate([np.ravel(arrays[n]) for n in self.trainable], dtype=np.float64)": (
+                "np.concatenate([np.ravel(arrays[n]) for n in self.trainable])"
+            ),
+        },
+    ),
+    *of(
+        "fl_strategies/core/schedules.py",
+        "tests/test_knobs.py tests/test_laws.py",
+        {
+            "if first <= server_round": "if first < server_round",
+            "low <= one <= high": "low < one <= high",
+            "and not isinstance(one, bool)": "",
+        },
+    ),
+    *of(
+        "fl_strategies/core/randomness.py",
+        "tests/test_strategy.py tests/test_knobs.py tests/test_laws.py",
+        {
+            "words = (seed, zlib.crc32(purpose.encode()), *indices)": "words = (seed, *indices)",
+            "*indices)\n    if min": ")\n    if min",
+        },
+    ),
+    *of(
+        "fl_strategies/core/files.py",
+        "tests/test_state.py tests/test_checkpoints.py",
+        {
+            'if metadata["sha256"] != _digest(arrays):': "if not metadata:",
+            "            os.replace(temporary, path)\n    finally": (
+                "            path.write_bytes(content)\n    finally"
+            ),
+            "fcntl.LOCK_EX | fcntl.LOCK_NB": "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        },
+    ),
+    *of(
+        "fl_strategies/core/columns.py",
+        "tests/test_stacks.py tests/test_fedbc.py tests/test_fedpd.py",
+        {
+            "total[..., None] if total.ndim": "total if total.ndim",
+            "number.clip(min=low).clip(max=high)": "number.clip(min=low)",
+            "choose(times > number,": "choose(times >= number,",
+        },
+    ),
+    # ---- acknowledgement, replies, bounds, checkpoints -----------------------------------------
+    *of(
+        "fl_strategies/core/ledger.py",
+        "tests/test_fedadmm.py tests/test_failures.py",
+        {
+            "self.acked.get(client, -1)": "self.acked.get(client, 0)",
+            "self.acked[upload.client] = upload.round": "self.acked[upload.client] = 0",
+            "self.nonces[upload.client] = upload.nonce": "pass",
+            "newcomer=client not in self.acked": "newcomer=client in self.acked",
+            'if self.lost_state == "refuse":': 'if self.lost_state == "reset":',
+            "and nonce != booked": "and nonce == booked",
+        },
+    ),
+    *of(
+        "fl_strategies/server/bounds.py",
+        "tests/test_hostile.py",
+        {
+            "<= self.bound:\n                raise": "<= 10 * self.bound:\n                raise",
+            "change = upload.vector - self.reference(upload)": "change = upload.vector",
+            "vector=self.reference(upload) + clip": "vector=clip",
+            "if self.books_changes:\n": "if not self.books_changes:\n",
+        },
+    ),
+    *of(
+        "fl_strategies/server/identity.py",
+        "tests/test_replies.py tests/test_knobs.py",
+        {
+            "elif ran != self.algorithm:": "elif False:",
+            "if not self.trust:": "if self.trust:",
+            "if roles and roles != self.layout.signature:": "if False:",
+        },
+    ),
+    *of(
+        "fl_strategies/server/replies.py",
+        "tests/test_hostile.py tests/test_replies.py tests/test_strategy.py",
+        {
+            "if client in came:": "if False:",
+            "if node not in asked.clients:": "if False:",
+            "if not answers(message, asked.requests.get(node)):": "if False:",
+            "if used or not unusable:": "if used:",
+            "c if c.isprintable() else": "c if c else",
+        },
+    ),
+    *of(
+        "fl_strategies/server/checkpoints.py",
+        "tests/test_checkpoints.py",
+        {
+            "sorted(self._held)[-self.keep :]": "sorted(self._held)[: self.keep]",
+            "-value if self.smaller else value": "value",
+            "if version != VERSION:": "if False:",
+            "if found := self.rounds():": "if found := []:",
+        },
+    ),
+    *of(
+        "fl_strategies/server/run.py",
+        "tests/test_checkpoints.py tests/test_strategy.py",
+        {
+            "self.rounds_before += self.round": "self.rounds_before += 1",
+            "elif before != self.id:": "elif False:",
+            "if ours.keys() != saved.keys():": "if False:",
+        },
+    ),
+    # ---- clients: training, oracles, state -----------------------------------------------------
+    *of(
+        "clients/learning/solvers.py",
+        "tests/test_solvers.py tests/test_fedbcd.py",
+        {
+            "along.add_(self.vector, alpha=self.decay)": "pass",
+            "self.velocity.mul_(self.momentum).add_(along)": "self.velocity.add_(along)",
+            "alpha=-self.rate)": "alpha=-0.5 * self.rate)",
+            "along = self.velocity if ahead is None else ahead": "along = self.velocity",
+            "model.vector.add_(here - before,": "model.vector.add_(before - here,",
+            "model.vector.clamp_(-training.box, training.box)": "pass",
+            "if steps == limit:": "if steps > limit:",
+            "rng.integers(1, training.epochs, endpoint=True)": "rng.integers(1, training.epochs)",
+            "if residual <= training.residual:": "if False:",
+            "losses.dot(losses.new_tensor(sizes)) / sum(sizes)": "losses.mean()",
+        },
+    ),
+    *of(
+        "clients/learning/oracle.py",
+        "tests/test_solvers.py tests/test_problem.py tests/test_fedpd.py tests/test_pfedme.py"
+        " tests/test_per_fedavg.py tests/test_ditto.py tests/test_local.py",
+        {
+            "self._decayed(new) - before": "self._decayed(new) + before",
+            "product + self.training.ridge * v if": "product if",
+            "gradient + self.training.ridge * w if": "gradient.clone() if",
+            "limit or epochs * per_epoch": "epochs * per_epoch",
+            "self._gradient(old, inputs, targets)": "self._gradient(new, inputs, targets)",
+        },
+    ),
+    *of(
+        "clients/base.py",
+        "tests/test_local.py tests/test_bridge.py tests/test_fedadmm.py tests/test_fedpd.py",
+        {
+            "if asked_for != self.algorithm:": "if False:",
+            "len(self.rounds(config)) * self.most_steps(config)": "self.most_steps(config)",
+            "sum(each.steps for each in solved)": "last.steps",
+            "received._replace(theta=step.upload)": "received",
+            "int(rng.integers(2**63))": "0",
+            '{**config, "round": number}': '{**config, "round": 0}',
+        },
+    ),
+    *of(
+        "clients/keeping.py",
+        "tests/test_state.py tests/test_fedadmm.py tests/test_checkpoints.py",
+        {
+            'config.get("acked-round"))[1]': "None)[1]",
+            "Kept(nonce=fresh_nonce())": 'Kept(nonce="0")',
+            'str(config.get("run-id", ""))': '""',
+            "if found is not None and (missing := names - found.keys()):": "if missing := set():",
+        },
+    ),
+    *of(
+        "clients/learning/parts.py",
+        "tests/test_parts.py tests/test_problem.py",
+        {
+            "t.requires_grad and n in shared": "n in shared",
+            "n not in parameters and n in shared": "n not in parameters",
+            "n in parameters and not t.requires_grad": "not t.requires_grad",
+            "shared |= {n for": "shared &= {n for",
+            'fnmatchcase(n, f"{pattern}.*")': "False",
+            "name in chosen.difference(*out)": "name in chosen",
+            "if into else set(names)": "if into else set()",
+            "digest.update(array.tobytes())": "pass",
+            'raise ValueError(f"the model has no {one.__name__}")': "pass",
+        },
+    ),
+    *of(
+        "clients/learning/model.py",
+        "tests/test_parts.py tests/test_problem.py",
+        {
+            "(self._first if arrays is None else arrays)[name]": "self._first[name]",
+            "if name in parts.travelling]": "]",
+            "return hashlib.sha256(text.encode()).hexdigest()[:16] if own else": "return",
+            "self._shared + [p for": "[p for",
+        },
+    ),
+    *of(
+        "clients/learning/streamed.py",
+        "tests/test_streams.py",
+        {
+            "self._inside = self._states()\n            self._restore(outside)": "pass",
+            "generator.manual_seed(seed)": "pass",
+            "        random.seed(seed)\n": "",
+            "np.random.seed(seed % 2**32)": "pass",
+            "for g in generators if g is not None": "for g in generators[:0]",
+            "if batch_size == 0 or (own is not None and batch_size != own):": "if False:",
+            "self.samples / (self.data.batch_size or 1)": "self.samples",
+            "rng.permutation(len(self)).tolist()": "range(len(self))",
+            "value.to(like.device, like.dtype if": "value.to(like.device, value.dtype if",
+        },
+    ),
+    *of(
+        "clients/node/state.py",
+        "tests/test_state.py tests/test_fedadmm.py tests/test_checkpoints.py",
+        {
+            "if acked_round not in rounds:": "if not rounds:",
+            "acked_round = rounds[-1]": "acked_round = rounds[0]",
+            "version != standing and version not in kept_rounds": "version != standing",
+            "if version != standing and": "if version < standing and",
+            "if client != self.client_id:": "if False:",
+            "if asked.run != written.run:": "if False:",
+            "json.dumps(asdict(owner)).encode(), new=True": "json.dumps(asdict(owner)).encode()",
+        },
+    ),
+    *of(
+        "clients/request.py",
+        "tests/test_strategy.py tests/test_local.py tests/test_laws.py tests/test_composition.py",
+        {
+            "purpose, number, client)": "purpose, number)",
+            "purpose, number,": "purpose, 0,",
+            "if not largest <= config": "if largest <= config",
+        },
+    ),
+    *of(
+        "clients/moon.py",
+        "tests/test_moon.py",
+        {
+            "model.vector.copy_(state.w)": "pass",
+            "buffer.copy_(piece.view_as(buffer))": "pass",
+            "term = -logsigmoid(-moon": "term = -logsigmoid(moon",
+            "loss + self.mu * term": "loss - self.mu * term",
+            "problem.model.module.eval()": "problem.model.module.train()",
+            "moon.State(made.upload, self": "moon.State(received.theta, self",
+            "self.labels[targets])": "targets)",
+        },
+    ),
+]

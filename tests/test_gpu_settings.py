@@ -1,0 +1,231 @@
+"""How GPUs are shared out, what touches them, machines, and models in bfloat16."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from emulated_gpu import EmulatedGPU, on_a_client
+from flwr.app import ArrayRecord
+from laws import TABLE, Row
+from torch import nn
+
+from clients import CLIENTS, AnyAlgorithmClient, ContextStore, FlatModel, Problem, client_app
+from clients import client_id as id_of
+from clients.keeping import to_fields
+from clients.node.in_process import InProcessGrid
+from simulations import experiment, worker
+from simulations.config import RunConfig
+from simulations.lab import compare
+from simulations.lab.superlink import flwr_run, gpu_share
+
+# ---- shares of GPUs ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpus", range(1, 9))
+def test_every_worker_fits_and_no_gpu_has_more_of_them_than_it_must(gpus: int) -> None:
+    for workers in range(1, 130):
+        share = gpu_share(workers, gpus)
+        most = min(int(1 / share), workers)  # as Ray fills one GPU before the next
+        assert most <= max(-(-workers // gpus), 1)
+        assert int(gpus / share) >= workers  # as Flower counts the workers that fit
+        assert share == round(share, 4) <= 1.0  # as Ray counts
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("engine")
+def test_ray_gives_two_workers_on_two_gpus_one_each(tmp_path: Path) -> None:
+    """Ray is told of GPUs that do not exist, and asked as ``compare --workers 2`` asks."""
+    asked: dict[str, Any] = {}
+    with (
+        EmulatedGPU(),
+        mock.patch.object(torch.cuda, "device_count", return_value=2),
+        mock.patch.object(compare, "flwr_run", side_effect=lambda *a, **k: asked.update(k)),
+    ):
+        (config,) = compare.configs_for(["fedavg"], [], {"device": "cuda"}, tmp_path)
+        compare.run_cell(config, engine="ray", workers=2, verbose=False)
+    done = subprocess.run(
+        [sys.executable, "-c", WORKERS, str(asked["gpus"])],
+        env={k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+        | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "300"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == ["0", "1"]
+
+
+WORKERS = """
+import json, os, sys, tempfile
+import ray
+from flwr.simulation.ray_transport.ray_actor import pool_size_from_resources
+
+with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder:
+    ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False,
+             _temp_dir=folder)
+    wants = {"num_cpus": 1, "num_gpus": float(sys.argv[1])}
+
+    class Worker:
+        def gpu(self):
+            return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    count = pool_size_from_resources(wants)
+    workers = [ray.remote(Worker).options(**wants).remote() for _ in range(count)]
+    print(json.dumps(sorted(ray.get([worker.gpu.remote() for worker in workers]))), flush=True)
+    ray.shutdown()
+"""
+
+
+def test_without_a_gpu_none_is_asked_for(tmp_path: Path) -> None:
+    with mock.patch.object(compare, "flwr_run") as started:
+        (config,) = compare.configs_for(["fedavg"], [], {}, tmp_path)
+        compare.run_cell(config, engine="ray", workers=2, verbose=False)
+    assert started.call_args.kwargs["gpus"] == 0.0
+
+
+# ---- what touches a GPU -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", compare.ENGINES)
+def test_compare_validates_models_without_touching_the_gpu(engine: str, tmp_path: Path) -> None:
+    with EmulatedGPU() as gpu:
+        names = ["fedavg", "fedadmm", "moon"]
+        configs = compare.configs_for(names, [], {"model": "cnn-bn", "device": "cuda"}, tmp_path)
+        compare.Comparison(configs, tmp_path, engine=engine, seeds=[1, 2])
+        assert (gpu.launches, gpu.syncs) == (0, 0)
+        worker.worker_model.cache_clear()
+        worker.worker_model(configs[0])  # which a run does
+        assert gpu.to_device > 0
+    worker.worker_model.cache_clear()
+
+
+@pytest.mark.parametrize("engine", compare.ENGINES)
+def test_compare_refuses_a_device_that_its_machine_lacks(engine: str, tmp_path: Path) -> None:
+    configs = compare.configs_for(["fedavg"], [], {"device": "cuda"}, tmp_path)
+    with pytest.raises(ValueError, match=r"device is 'cuda', which .* does not see"):
+        compare.Comparison(configs, tmp_path, engine=engine)
+
+
+def test_describing_a_model_reads_nothing_from_its_device() -> None:
+    with EmulatedGPU() as gpu:
+        model = FlatModel(nn.Linear(2, 3), device="cuda")
+        assert (gpu.to_host, gpu.reads) == (0, 0)
+        assert model.layout.signature == FlatModel(nn.Linear(2, 3)).layout.signature
+
+
+# ---- several machines -------------------------------------------------------------------------
+
+
+def test_commands_that_start_a_ray_refuse_to_join_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "RAY_ADDRESS is '10.0.0.1:6379', but .* unset RAY_ADDRESS"
+    with pytest.raises(ValueError, match=reason):
+        flwr_run({}, num_supernodes=2, env={"RAY_ADDRESS": "10.0.0.1:6379"})
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    configs = compare.configs_for(["fedavg"], [], {}, tmp_path)
+    with pytest.raises(ValueError, match=reason):
+        flwr_run({}, num_supernodes=2)
+    with pytest.raises(ValueError, match=reason):
+        compare.Comparison(configs, tmp_path, engine="ray")
+    compare.Comparison(configs, tmp_path, engine="in-process")  # which starts none
+
+
+def test_workers_on_ray_need_the_servers_own_state_directory(tmp_path: Path) -> None:
+    """A worker on another machine may find another folder, or none, by the same name."""
+    folder = tmp_path / "states"
+    keys: dict[str, Any] = {"algorithm": "fedadmm", "clients": 3, "rounds": 1, "fraction": 1.0}
+    keys |= {"output": str(tmp_path / "out"), "state-dir": str(folder)}
+    config = RunConfig.parse(keys)
+    with mock.patch.object(worker, "on_a_ray_worker", return_value=True):
+        with pytest.raises(ValueError, match=r"state-dir .* is another folder on .* must share it"):
+            on_a_client(config)
+        on_a_client(RunConfig.parse(keys | {"state-dir": ""}))  # states travel with the messages
+        on_a_client(RunConfig.parse(keys | {"algorithm": "fedavg"}))  # keeps none
+        summary = experiment.run_in_process(config)  # where it is the server's
+    assert (summary.finished, summary.client_devices) == (True, {"cpu": 3})
+    on_a_client(config)  # a SuperNode has a directory of its own
+    left = [path.name for path in (folder / "fedadmm").iterdir()]
+    assert worker.SHARED not in left
+
+
+# ---- bfloat16 ---------------------------------------------------------------------------------
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+
+def test_a_bfloat16_model_travels_as_float32_and_comes_back_to_the_bit() -> None:
+    model = FlatModel(small(), dtype=torch.bfloat16)
+    arrays = model.arrays(model.vector)
+    assert model.layout == FlatModel(small()).layout
+    for name, array in zip(model.names, arrays, strict=True):
+        assert array.dtype == model.layout.dtypes[name] != np.dtype(object)
+        kept = model.module.state_dict()[name]
+        assert torch.equal(torch.from_numpy(array).to(kept.dtype), kept)
+    again = FlatModel(small(), dtype=torch.bfloat16)
+    nn.init.zeros_(again.vector)
+    assert torch.equal(again.load(arrays), model.vector)
+    assert again.vector.dtype == torch.bfloat16
+
+
+def test_the_initial_model_is_the_modules_state_dict_with_numpys_types() -> None:
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        model = FlatModel(small(), dtype=dtype)
+        record = ArrayRecord(model.state_dict())
+        assert list(record) == model.names
+        assert {n: a.numpy().dtype for n, a in record.items()} == model.layout.dtypes
+        for name, array in zip(model.names, model.arrays(model.vector), strict=True):
+            np.testing.assert_array_equal(record[name].numpy(), array)
+        before = model.vector.clone()
+        for tensor in model.state_dict().values():
+            tensor.zero_()  # copies
+        assert torch.equal(model.vector, before)
+
+
+def test_what_clients_keep_of_a_bfloat16_model_comes_back_to_the_bit() -> None:
+    vector = torch.randn(50).to(torch.bfloat16)
+    state = CLIENTS["fedadmm"].state_type
+    assert state is not None
+    count = len(state._fields)  # type: ignore[attr-defined]
+    fields = to_fields(state(*([vector] * count)))
+    assert all(torch.equal(torch.from_numpy(f).to(vector), vector) for f in fields.values())
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_every_algorithm_trains_a_bfloat16_model_beside_float32_ones(row: Row) -> None:
+    """Client 0 computes in bfloat16, the others and the server in float32."""
+    rng = np.random.default_rng(0)
+    centres = 3 * rng.normal(size=(3, 5))
+    labels = [rng.integers(0, 3, 12) for _ in range(4)]
+    inputs = [centres[y] + rng.normal(size=(12, 5)) for y in labels]
+    types: set[torch.dtype] = set()
+
+    def client_fn(context: Any) -> AnyAlgorithmClient:
+        i = id_of(context)
+        model = FlatModel(small(), dtype=torch.float32 if i else torch.bfloat16)
+        types.add(model.vector.dtype)
+        x, y = torch.tensor(inputs[i], dtype=torch.float32), torch.tensor(labels[i])
+        problem = Problem(model, nn.functional.cross_entropy, x, y)
+        return AnyAlgorithmClient(problem, client_id=i, store=ContextStore(context), test=problem)
+
+    model = FlatModel(small(), dtype=torch.bfloat16)
+    settings = {"epochs": 2, "lr": 0.05, "batch-size": 0}
+    strategy = row.strategy(local=settings, buffers=model.buffers, fraction_evaluate=1.0)
+    federation = InProcessGrid(client_app(client_fn), 4)
+    result = strategy.start(federation, ArrayRecord(model.state_dict()), 4)
+    assert types == {torch.bfloat16, torch.float32}
+    assert {m["clients-used"] for m in result.train_metrics_clientapp.values()} == {4}
+    losses = [m["eval-loss"] for m in result.evaluate_metrics_clientapp.values()]
+    assert losses[-1] < losses[0]
+    assert {n: a.numpy().dtype for n, a in result.arrays.items()} == model.layout.dtypes

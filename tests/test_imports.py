@@ -1,0 +1,141 @@
+"""Imports load what they need: packages that take seconds wait until something uses them."""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+import clients
+import fl_strategies
+import simulations
+
+ROOT = Path(__file__).parents[1]
+SLOW = {
+    "datasets",
+    "flwr_datasets",
+    "matplotlib",
+    "pandas",
+    "ray",
+    "scipy",
+    "seaborn",
+    "sklearn",
+    "sympy",
+    "tensorboard",
+    "torch._dynamo",
+    "torchvision",
+    "transformers",
+    "wandb",
+}
+"""What takes 0.4 to 3 CPU seconds to import, in this project or under a package it uses."""
+
+
+def loaded_after(*statements: str) -> set[str]:
+    """Return the modules that a new interpreter has after ``statements``."""
+    program = "\n".join([*statements, "import sys", "print(*sys.modules)"])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_no_import_loads_a_slow_package_that_it_may_not_need() -> None:
+    modules = [
+        info.name
+        for package in (fl_strategies, clients, simulations)
+        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    ]
+    assert modules
+    assert loaded_after(*(f"import {name}" for name in modules)) & SLOW == set()
+
+
+def test_the_server_half_needs_no_torch() -> None:
+    assert "torch" not in loaded_after("import fl_strategies")
+
+
+def test_only_as_legacy_loads_the_legacy_server() -> None:
+    """Beside what Flower loads of it for its own strategies, on which ours are built."""
+
+    def legacy(modules: set[str]) -> set[str]:
+        return {name for name in modules if name.startswith("flwr.server.")}
+
+    flowers = loaded_after("import flwr.app, flwr.common, flwr.serverapp.strategy")
+    ours = loaded_after("import fl_strategies, clients")
+    assert legacy(ours) <= legacy(flowers)
+    assert "fl_strategies.compat.legacy" not in ours
+    assert "fl_strategies.compat.legacy" in loaded_after("from fl_strategies import as_legacy")
+
+
+def test_no_module_but_legacy_names_the_legacy_server() -> None:
+    """Flower 1.41 loads it by itself; this holds for a Flower that does not."""
+    for path in Path(fl_strategies.__file__).parent.rglob("*.py"):
+        names = re.findall(r"^ *(?:from|import) (flwr\.server\b)", path.read_text(), re.MULTILINE)
+        assert bool(names) is (path.name == "legacy.py"), path.name
+    assert not hasattr(fl_strategies, "nothing")
+
+
+# ---- floors -------------------------------------------------------------------------------------
+
+FLOORS = {
+    "fl_strategies/core": {"flwr", "torch", "clients", "simulations", "fl_strategies.server"},
+    "fl_strategies/server": {"torch", "clients", "simulations", "fl_strategies.compat"},
+    "fl_strategies": {"torch", "clients", "simulations", "flwr"},
+    "clients/learning": {"flwr", "simulations", "clients.node", "clients.base"},
+    "clients": {"simulations"},
+    "simulations": {"simulations.lab"},
+}
+"""What modules of a folder (its subfolders have rows of their own) must not import when loaded."""
+ALLOWED = {
+    "fl_strategies/compat/legacy.py": {"flwr"},
+    "fl_strategies/__init__.py": {"flwr"},
+}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield the modules that a module imports when it is loaded."""
+
+    def visit(nodes: Iterable[ast.stmt]) -> Iterator[str]:
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                yield node.module
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            elif isinstance(node, ast.ClassDef | ast.Try):
+                yield from visit(node.body)
+
+    yield from visit(ast.parse(path.read_text()).body)
+
+
+@pytest.mark.parametrize("folder", FLOORS)
+def test_no_floor_imports_what_is_above_it(folder: str) -> None:
+    found = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        name = str(path.relative_to(ROOT))
+        inner = [f for f in FLOORS if f.startswith(f"{folder}/")]
+        if name.startswith(("simulations/lab/", *(f"{f}/" for f in inner))):
+            continue
+        for module in imported(path):
+            for above in FLOORS[folder] - ALLOWED.get(name, set()):
+                if module == above or module.startswith(f"{above}."):
+                    found.append(f"{name} imports {module}")
+    assert not found
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    paths = [
+        path
+        for folder in ("fl_strategies", "clients", "simulations")
+        for path in (ROOT / folder).rglob("*.py")
+        if path.name != "__init__.py"
+    ]
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
+    needs = {name: set(imported(path)) & names.keys() - {name} for name, path in names.items()}
+    while free := {name for name, modules in needs.items() if not modules & needs.keys()}:
+        needs = {name: modules for name, modules in needs.items() if name not in free}
+    assert not needs

@@ -1,0 +1,373 @@
+"""Arrays that do not travel: frozen ones stay at home, local ones are their client's own.
+
+FedBN (all but batch normalisation), FedPer (all but the head) and adapters are patterns of
+``FlatModel``, for every algorithm that trains by the local solver.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, Message
+from laws import START, Row, every_algorithm, local
+from problems import CLIENT_OF, Linear, half_mean_square, quadratics, to_vector
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from clients import (
+    AnyAlgorithmClient,
+    ContextStore,
+    DirectoryStore,
+    FlatModel,
+    Problem,
+    all_but,
+    client_app,
+    client_id,
+)
+from clients.learning.parts import matching
+from clients.node.in_process import InProcessGrid
+from clients.node.state import Owner
+from fl_strategies import FedAvg, NothingUsable
+
+OWN_STEPS = ("per-fedavg", "per-fedbc")
+"""Algorithms whose clients take steps of their own, not the solver's."""
+
+
+class Net(nn.Module):
+    """A layer, batch normalisation and a head; the body may be frozen but for an adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.adapter = nn.Linear(5, 5, bias=False)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.norm(self.body(x)))
+        out: Tensor = self.head(h + self.adapter(h))
+        return out
+
+
+def net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net().double()
+
+
+def samples(client: int) -> tuple[Tensor, Tensor]:
+    rng = np.random.default_rng(client)
+    n = 9 + 3 * client
+    return torch.tensor(rng.normal(client, 1.0, (n, 4))), torch.tensor(rng.integers(0, 3, n))
+
+
+def federation(
+    patterns: dict[str, Any],
+    *,
+    clients: int = 3,
+    module: Callable[[int], nn.Module] = lambda client: net(),
+    store: Callable[[Context], Any] = ContextStore,
+    **grid: Any,
+) -> InProcessGrid:
+    """Return clients with a model each."""
+
+    def client_fn(context: Context) -> AnyAlgorithmClient:
+        me = client_id(context)
+        problem = Problem(FlatModel(module(me), **patterns), cross_entropy, *samples(me))
+        return AnyAlgorithmClient(problem, client_id=me, test=problem, store=store(context))
+
+    return InProcessGrid(client_app(client_fn), clients, **grid)
+
+
+def of_one_process(
+    patterns: dict[str, Any], store: Any = ContextStore, **grid: Any
+) -> InProcessGrid:
+    """Return three clients whose problems are on one and the same model."""
+    model = FlatModel(net(), **patterns)
+    problems = [Problem(model, cross_entropy, *samples(i)) for i in range(3)]
+
+    def client_fn(context: Context) -> AnyAlgorithmClient:
+        me = client_id(context)
+        mine = problems[me]
+        return AnyAlgorithmClient(mine, client_id=me, test=mine, store=store(context))
+
+    return InProcessGrid(client_app(client_fn), 3, **grid)
+
+
+SETTINGS = {"solver": "gd", "lr": 0.2, "epochs": 3, "momentum": 0.5}
+SPLITS: dict[str, tuple[Any, set[str]]] = {
+    "FedBN": (lambda n: all_but(n, nn.BatchNorm1d), {"norm"}),
+    "FedPer": (lambda n: "!head", {"head"}),
+    "body alone": (lambda n: ["body", "norm*"], {"adapter", "head"}),
+}
+
+
+def twin(own: set[str], rounds: int, lost: tuple[int, int]) -> tuple[dict[str, Tensor], list[Net]]:
+    """Return the shared arrays and the clients' models after FedAvg over shared arrays, by torch.
+
+    What client ``lost[1]`` did in round ``lost[0]`` is undone, and not averaged.
+    """
+
+    def mine(name: str) -> bool:
+        return name.split(".")[0] in own
+
+    theta, models = net().state_dict(), [net() for _ in range(3)]
+    for number in range(1, rounds + 1):
+        used = []
+        for i, model in enumerate(models):
+            before = copy.deepcopy(model.state_dict())
+            model.load_state_dict({n: v for n, v in theta.items() if not mine(n)}, strict=False)
+            x, y = samples(i)
+            model.train()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
+            for _ in range(3):
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+            if (number, i) == lost:
+                model.load_state_dict(before)
+            else:
+                used.append((len(y), copy.deepcopy(model.state_dict())))
+        total = sum(n for n, _ in used)
+        theta = {
+            name: sum(n / total * state[name] for n, state in used)
+            if value.is_floating_point()
+            else max(state[name] for _, state in used)
+            for name, value in theta.items()
+        }
+    return {n: v for n, v in theta.items() if not mine(n)}, models
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("where", ["context", "directory"])
+def test_what_is_not_shared_is_trained_along_and_stays_with_its_client(
+    split: str, where: str, tmp_path: Path
+) -> None:
+    """Also when a reply is lost: the client then goes back to its own arrays of before."""
+    patterns, own = SPLITS[split]
+    share = {"share": patterns(net())}
+
+    def lost(request: Message, reply: Message) -> Message | None:
+        number = request.content.config_records.get("config", {}).get("server-round")
+        return None if (number, CLIENT_OF[request.metadata.dst_node_id]) == (2, 1) else reply
+
+    def store(context: Context) -> Any:
+        return DirectoryStore(tmp_path, client_id(context))
+
+    on = of_one_process(share, store if where == "directory" else ContextStore, fault=lost)
+    model = FlatModel(net(), **share)
+    strategy = FedAvg(fraction_evaluate=0.0, local=SETTINGS, **model.layout_options)
+    found = strategy.start(on, ArrayRecord(model.state_dict()), 3).arrays
+    expected, models = twin(own, 3, lost=(2, 1))
+    assert found.keys() == expected.keys() == set(model.names)
+    assert {name.split(".")[0] for name in model.kept} == own
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name].numpy(), value.numpy(), rtol=1e-9, atol=1e-12)
+    client_stores = [
+        store(c) if where == "directory" else ContextStore(c) for c in on.contexts.values()
+    ]
+    for i, (kept, theirs) in enumerate(zip(client_stores, models, strict=True)):
+        owner = Owner("fedavg", model.signature, strategy.run.id)
+        fields = kept.load(owner, 3)
+        for name in model.kept:
+            mine, other = fields[f"own/{name}"], theirs.state_dict()[name].numpy()
+            np.testing.assert_allclose(mine, other, rtol=1e-9, atol=1e-12, err_msg=f"{i} {name}")
+
+
+def test_a_client_is_measured_with_its_own_arrays() -> None:
+    share = {"share": "!head"}
+    on, model = of_one_process(share), FlatModel(net(), share="!head")
+    seen: list[Any] = []
+    strategy = FedAvg(local=SETTINGS, callbacks=[seen.append], **model.layout_options)
+    shared = strategy.start(on, ArrayRecord(model.state_dict()), 2).arrays
+    _, models = twin({"head"}, 2, lost=(0, 0))
+    losses = []
+    for i, theirs in enumerate(models):
+        state = {name: torch.tensor(array.numpy()) for name, array in shared.items()}
+        theirs.load_state_dict(state, strict=False)
+        x, y = samples(i)
+        with torch.no_grad():
+            losses.append(float(cross_entropy(theirs.eval()(x), y)))
+        assert seen[-1].clients[i]["eval-loss"] == pytest.approx(losses[-1], rel=1e-9)
+    assert len(set(losses)) == 3
+
+
+def test_arrays_of_its_own_need_a_store_and_a_newcomer_has_those_of_the_module() -> None:
+    share = {"share": "!head"}
+    model = FlatModel(net(), **share)
+    problem = Problem(model, cross_entropy, *samples(0))
+    arrays = model.arrays(model.vector)
+    bare = AnyAlgorithmClient(problem, client_id=0)
+    with pytest.raises(ValueError, match="fedavg keeps arrays that do not travel on its clients"):
+        bare.fit(arrays, {"lr": 0.1})
+    context = next(iter(of_one_process(share).contexts.values()))
+    first = net().state_dict()
+    for _ in range(2):  # each begins anew, as it is told that none of its replies was used
+        client = AnyAlgorithmClient(problem, client_id=0, store=ContextStore(context))
+        client.fit(arrays, {"lr": 1e-30, "acked-round": -1, "server-round": 1})
+        for name, value in model.kept_arrays().items():
+            np.testing.assert_allclose(value, first[name].numpy(), rtol=1e-12)
+        problem.model.load_kept({n: v + 1.0 for n, v in model.kept_arrays().items()})
+
+
+# ---- all algorithms -----------------------------------------------------------------------------
+
+
+class Idle(Linear):
+    """``Linear`` with arrays of which the loss knows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside = nn.Linear(3, 2, dtype=torch.float64)
+
+
+def trained(row: Row, patterns: dict[str, Any], idle: bool = True) -> np.ndarray:
+    problems = quadratics(3)
+    model = FlatModel(Idle() if idle else Linear(), head="out", **patterns)
+    made = [
+        Problem(model, half_mean_square, torch.tensor(q.X), torch.tensor(q.y)) for q in problems
+    ]
+    with torch.no_grad():
+        model.vector.copy_(torch.tensor(START))
+
+    def client_fn(context: Context) -> AnyAlgorithmClient:
+        me = client_id(context)
+        return AnyAlgorithmClient(made[me], client_id=me, store=ContextStore(context))
+
+    strategy = row.strategy(local=local(), **model.layout_options)
+    initial = ArrayRecord(model.state_dict())
+    result = strategy.start(InProcessGrid(client_app(client_fn), 3), initial, 3)
+    return to_vector(result.arrays)
+
+
+@every_algorithm
+@pytest.mark.parametrize(
+    "patterns", [{"share": "!aside"}, {"train": "!aside"}], ids=["local", "frozen"]
+)
+def test_arrays_that_do_not_travel_have_no_part_in_duals_penalties_and_tracking(
+    row: Row, patterns: dict[str, Any]
+) -> None:
+    """Those the loss does not reach change nothing, whatever the algorithm."""
+    torch.manual_seed(1)
+    if row.name in OWN_STEPS and "share" in patterns:
+        with pytest.raises(NothingUsable, match=r"steps of its own.*aside.weight.*share them"):
+            trained(row, patterns)
+        return
+    np.testing.assert_array_equal(trained(row, patterns), trained(row, {}, idle=False))
+
+
+# ---- frozen arrays ------------------------------------------------------------------------------
+
+
+def test_adapters_alone_are_trained_and_travel() -> None:
+    """As LoRA: the frozen body is the same before and after, and never sent."""
+    patterns = {"train": ["*adapter*", "head"], "share": ["adapter", "head"]}
+    model = FlatModel(net(), **patterns)
+    assert model.names == ["adapter.weight", "head.weight", "head.bias"]
+    assert set(model.layout.frozen) == {"body.weight", "body.bias", "norm.weight", "norm.bias"}
+    assert all(name.startswith("norm.") for name in model.kept)  # its statistics
+    before = {n: v.clone() for n, v in model.module.state_dict().items()}
+    on = of_one_process(patterns)
+    strategy = FedAvg(fraction_evaluate=0.0, local=SETTINGS, **model.layout_options)
+    result = strategy.start(on, ArrayRecord(model.state_dict()), 2)
+    assert list(result.arrays) == model.names
+    assert result.train_metrics_clientapp[2]["clients-used"] == 3
+    sizes = sum(before[name].numel() * 8 for name in model.names)
+    assert sizes < result.train_metrics_clientapp[1]["bytes-down"] / 3 < sizes + 4000
+    for name in model.layout.frozen:
+        assert torch.equal(model.module.state_dict()[name], before[name])
+
+
+def test_a_client_with_other_frozen_arrays_is_refused_by_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def changed(client: int) -> nn.Module:
+        module = net()
+        if client == 1:
+            with torch.no_grad():
+                module.body.weight[2, 1] += 1e-9
+        return module
+
+    patterns = {"train": ["adapter", "head"]}
+    model = FlatModel(net(), **patterns)
+    strategy = FedAvg(fraction_evaluate=0.0, local=SETTINGS, **model.layout_options)
+    on = federation(patterns, module=changed)
+    result = strategy.start(on, ArrayRecord(model.state_dict()), 1)
+    assert result.train_metrics_clientapp[1]["clients-used"] == 2
+    assert "the frozen arrays ['body.weight'] of client 1 are not the server's" in caplog.text
+    options = model.layout_options | {"frozen": {}}
+    untold = FedAvg(fraction_evaluate=0.0, local=SETTINGS, **options)
+    with pytest.raises(NothingUsable, match=r"frozen arrays, which the strategy was not told"):
+        untold.start(federation(patterns), ArrayRecord(model.state_dict()), 3)
+
+
+# ---- patterns -----------------------------------------------------------------------------------
+
+ARRAYS = ["body.0.weight", "body.0.bias", "body.1.weight", "head.weight", "header.bias"]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "places"),
+    [
+        ("head", [3]),
+        ("body", [0, 1, 2]),
+        ("body.1", [2]),
+        ("*.bias", [1, 4]),
+        ("head*", [3, 4]),
+        ("!body", [3, 4]),
+        (["body", "!*.bias"], [0, 2]),
+        (["!body.0", "!head"], [2, 4]),
+        (["head.weight", "body.?"], [0, 1, 2, 3]),
+    ],
+)
+def test_a_pattern_is_a_name_a_modules_name_or_has_wildcards(
+    patterns: Any, places: list[int]
+) -> None:
+    assert matching(patterns, ARRAYS, "share") == [ARRAYS[place] for place in places]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "said"),
+    [
+        ({"share": "heads"}, r"share: 'heads' matches none of the arrays \['body.weight'"),
+        ({"train": "norm.running_mean"}, "train: 'norm.running_mean' matches none"),
+        ({"share": []}, "share needs a pattern at least"),
+        ({"train": "head", "share": "body"}, r"shares no trainable parameter, of \['head.weight'"),
+        ({"train": ["head", "!head"]}, "has no trainable parameter"),
+    ],
+)
+def test_patterns_that_leave_nothing_are_refused(patterns: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        FlatModel(net(), **patterns)
+
+
+def test_all_but_names_what_the_module_has() -> None:
+    assert all_but(net(), nn.BatchNorm1d, "head") == ("!norm", "!head")
+    with pytest.raises(ValueError, match="the model has no LSTM"):
+        all_but(net(), nn.LSTM)
+
+
+def test_train_sets_which_parameters_ask_for_gradients() -> None:
+    module = net()
+    FlatModel(module, train="head")
+    assert [n for n, p in module.named_parameters() if p.requires_grad] == [
+        "head.weight",
+        "head.bias",
+    ]
+    FlatModel(module, train="!head")
+    assert "head.weight" not in [n for n, p in module.named_parameters() if p.requires_grad]
+
+
+def test_names_of_a_tied_parameter_are_shared_together() -> None:
+    module = nn.ModuleDict({"first": nn.Linear(3, 3), "second": nn.Linear(3, 3, bias=False)})
+    module["second"].weight = module["first"].weight
+    model = FlatModel(module, share="second")
+    assert model.names == ["first.weight", "second.weight"]
+    assert model.kept == ("first.bias",)
+    assert model.signature not in (model.layout.signature, None)
+    assert model.layout.ties == (("first.weight", "second.weight"),)
