@@ -175,7 +175,7 @@ class FederatedClient(NumPyClient):
         own = None if state is None else self.own_model(state)
         models = {} if own is None else {"own": own}
         training = self.training.updated(config)
-        if training.fine_tune:
+        if training.fine_tune != "off":
             seed = int(config.get("seed", 0))
             on = self.problem if training.fine_tune == "train" else self.test
             for name, w in {"tuned": theta, **{f"{n}-tuned": w for n, w in models.items()}}.items():

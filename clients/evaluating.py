@@ -61,5 +61,5 @@ def fine_tuned(
     with kept_generators([w]):
         seed_generators(int(rng.integers(2**63)), w.device)
         problem.gradient(*next(problem.batches(rng, batch_size)))
-    rate = training.rate if training.fine_tune_lr == -1.0 else training.fine_tune_lr
+    rate = training.rate if training.fine_tune_lr is None else training.fine_tune_lr
     return w - rate * (problem.model.gradient + training.ridge * w)

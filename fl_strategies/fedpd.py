@@ -155,7 +155,8 @@ def unused_by(oracle: str, settings: Mapping[str, Any]) -> list[str]:
     """Return which of ``settings``, spelt as in requests, the oracle has no use for."""
     if oracle == "I":
         return sorted(settings.keys() & ORACLE_TWO.keys())
-    used = FINE_TUNING if settings.get("fine-tune") else ("fine-tune",)
+    tunes = settings.get("fine-tune", "off") != "off"
+    used = FINE_TUNING if tunes else ("fine-tune",)
     return sorted(settings.keys() & default_training().settings.keys() - set(used))
 
 

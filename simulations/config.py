@@ -66,12 +66,14 @@ class RunConfig:
     max_steps: int = key(MAX_STEPS, "most local steps that a client takes for one request")
     batch_size: int = key(-1, "mini-batch size; 0 is the full batch")
     penalty: float = key(-1.0, "weight of sum_j w_j^2/(1 + w_j^2), added to every client's loss")
-    residual: float = key(-1.0, "stop at this squared norm of the subproblem's gradient")
+    residual: float = key(
+        -1.0, "stop at this squared norm of the subproblem's gradient; -1: not measured"
+    )
     fraction_evaluate: float = key(0.0, "share of the clients that evaluate on data of their own")
     local_test: float = key(0.0, "share of each client's data held out for that")
     pooled: bool = key(False, "merge training and test data; test on all that clients hold out")
     validation: float = key(0.0, "share of each client's data to test the run on, not the test set")
-    fine_tune: str = key("", "measure models after a step on `train` or `test-batch` as well")
+    fine_tune: str = key("off", "measure models after a step on `train` or `test-batch` as well")
     fine_tune_lr: float = key(-1.0, "rate of that step; -1 is `lr`")
     gradient_norm: str = key("", "`true`: report the squared norm of grad f, f the clients' mean")
     evaluate_every: int = key(1, "rounds from one test to the next; the last is always tested")
@@ -189,6 +191,9 @@ class RunConfig:
     def _settings(self) -> dict[str, Any]:
         names = [field.name for field in fields(LocalTraining) if field.name != "random_epochs"]
         found = {name.replace("_", "-"): getattr(self, name) for name in names}
+        for name in ("residual", "fine-tune-lr"):  # TOML has no word for what is not set
+            if found[name] == -1.0:
+                del found[name]
         return found | {"random-epochs": self.random_epochs == "true"}
 
     def _unused(self) -> list[str]:

@@ -278,7 +278,8 @@ def test_oracle_one_refuses_the_hyperparameters_of_oracle_two(name: str) -> None
 
 @pytest.mark.parametrize("name", LocalTraining().settings)
 def test_oracle_two_refuses_all_of_local_but_fine_tuning(name: str) -> None:
-    value = {"steps": 4, "random-steps": False, "lr": 0.3, "fine-tune": "train"}.get(name)
+    given = {"steps": 4, "lr": 0.3, "residual": 0.0, "fine-tune": "train", "fine-tune-lr": 0.1}
+    value = given.get(name)
     setting = {name: LocalTraining().settings[name] if value is None else value}
     request = PD | {"oracle": "II"} | TWO
     if name == "fine-tune":
@@ -307,7 +308,7 @@ def test_oracle_two_refuses_a_clients_own_weight_decay() -> None:
 def test_a_run_with_oracle_two_sends_no_defaults_and_refuses_what_is_set() -> None:
     run = {"algorithm": "fedpd", "dataset": "fedpd-weak", "params": "oracle=II"}
     config = RunConfig.parse(run)
-    assert config.strategy().local == {"fine-tune": ""}
+    assert config.strategy().local == {"fine-tune": "off"}
     assert RunConfig.parse(config.to_run_config()) == config  # as clients parse it once more
     for given in ({"solver": "adam"}, {"lr": 0.2}, {"weight-decay": 0.1}, {"lr-decay": True}):
         words = refused(lambda given=given: RunConfig.parse(run | given))

@@ -199,10 +199,10 @@ def test_the_model_after_one_step_of_the_inner_rate_is_measured(
 
 
 def test_what_the_caller_says_about_measuring_stands_and_its_settings_stay_its_own() -> None:
-    settings = local(**{"fine-tune": ""})
+    settings = local(**{"fine-tune": "off"})
     one = strategy(local=settings)
-    assert one.local["fine-tune"] == ""
-    assert settings == local(**{"fine-tune": ""})
+    assert one.local["fine-tune"] == "off"
+    assert settings == local(**{"fine-tune": "off"})
 
 
 def test_the_training_loss_is_the_mean_over_the_gradients_of_a_step() -> None:

@@ -170,7 +170,7 @@ def test_the_training_loss_is_reported() -> None:
         ({"local": {"solver": "adam"}}, r"solver must be one of \['sgd', 'gd'\], got 'adam'"),
         ({"local": {"momentum": 0.5}}, r"momentum must be one of \[0.0\], got 0.5"),
         ({"local": {"weight-decay": 0.1}}, r"weight-decay must be one of \[0.0\], got 0.1"),
-        ({"local": {"residual": 0.0}}, r"residual must be one of \[-1.0\], got 0.0"),
+        ({"local": {"residual": 0.0}}, r"residual must not be set, got 0.0"),
     ],
 )
 def test_what_is_no_plain_gradient_step_is_refused(knobs: dict[str, Any], message: str) -> None:
@@ -275,7 +275,7 @@ def test_tuning_leaves_running_statistics_to_the_received_model() -> None:
         client = Mine(problem, client_id=0, test=problem, store=Empty(), training=training)  # type: ignore[arg-type]
         return client.evaluate(arrays, {"acked-round": -1})[2]
 
-    plain, tuned = measured(""), measured("train")
+    plain, tuned = measured("off"), measured("train")
     assert tuned["own-loss"] == plain["own-loss"]
     assert tuned["own-tuned-loss"] == tuned["tuned-loss"] != plain["own-loss"]
     assert tuned["tuned-accuracy"] == measured("train")["tuned-accuracy"]
@@ -284,7 +284,7 @@ def test_tuning_leaves_running_statistics_to_the_received_model() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"fine_tune": "test"}, r"fine_tune must be one of \['', 'train', 'test-batch'\], got"),
+        ({"fine_tune": "test"}, r"fine_tune must be one of \['off', 'train', 'test-batch'\], got"),
         ({"fine_tune_lr": -0.1}, r"fine_tune_lr must be >= 0, got -0.1"),
     ],
 )

@@ -226,8 +226,8 @@ def test_any_solver_does_the_inner_steps_and_may_end_them_early() -> None:
     # |theta - argmin| <= 1e-4 / (lambda + 0.4), and w moves by eta lambda of it
     np.testing.assert_allclose(to_vector(result.arrays), expected, atol=ETA * LAM * 1e-4 / LAM)
     assert result.train_metrics_clientapp[1]["residual"] <= 1e-8
-    for residual, steps in ((1e9, 2), (-1.0, 10)):
-        one = strategy(local=local(steps=2, residual=residual))
+    for residual, steps in (({"residual": 1e9}, 2), ({}, 10)):
+        one = strategy(local=local(steps=2, **residual))
         metrics = one.start(grid([q]), to_record(START), 1).train_metrics_clientapp[1]
         assert metrics["steps"] == steps
 

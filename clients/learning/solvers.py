@@ -129,7 +129,7 @@ def solve(
             if steps == limit:
                 break
         done += 1
-        if training.residual >= 0.0:
+        if training.residual is not None:
             bent(problem.full_gradient())
             if training.ridge:
                 model.trained_gradient.add_(model.trained, alpha=training.ridge)

@@ -52,7 +52,7 @@ HANDED_ON = ("momentum", "nesterov", "weight_decay")
 OFFERED = ("module", "batch_share")
 """Arguments that an optimizer gets if it has them: the torch module, batch / data set size."""
 
-FINE_TUNE = ("", "train", "test-batch")
+FINE_TUNE = ("off", "train", "test-batch")
 """What ``fine_tune`` may be."""
 
 
@@ -92,15 +92,16 @@ class LocalTraining:
     box : float >= 0 (default 0: no bound)
         Each step ends with the projection onto [-box, box]^d. With ``sgd`` and an extrapolation
         this is FedBCD's ASPG (accelerated stochastic projected gradient).
-    residual : float >= 0 or -1 (default -1: not measured)
+    residual : float >= 0, optional
         Stop after the first epoch that ends with a squared norm of the subproblem's full gradient
-        of at most this; ``residual`` is then reported. 0 only measures.
-    fine_tune : "", "train" or "test-batch" (default "": not)
+        of at most this; ``residual`` is then reported. 0 only measures. By default it is not
+        measured.
+    fine_tune : "off", "train" or "test-batch" (default "off")
         Measure models also after one gradient step on one mini-batch of the client's training
         examples, or of the very examples that they are then tested on: the latter only to reproduce
         tables that were made so (FedBC-FineTune and Per-FedAvg in FedBC's Table 3).
-    fine_tune_lr : float >= 0 or -1 (default -1: ``lr``)
-        Rate of that step.
+    fine_tune_lr : float >= 0, optional
+        Rate of that step, by default ``lr``.
 
     Raises
     ------
@@ -122,9 +123,9 @@ class LocalTraining:
     weight_decay: float = 0.0
     extrapolation: float = 0.0
     box: float = 0.0
-    residual: float = -1.0
-    fine_tune: str = ""
-    fine_tune_lr: float = -1.0
+    residual: float | None = None
+    fine_tune: str = "off"
+    fine_tune_lr: float | None = None
 
     def __post_init__(self) -> None:
         check("lr", self.rate, above=0.0)
@@ -135,10 +136,10 @@ class LocalTraining:
         check("weight_decay", self.weight_decay, low=0.0)
         check("extrapolation", self.extrapolation, low=0.0)
         check("box", self.box, low=0.0)
-        if self.fine_tune_lr != -1.0:
+        if self.fine_tune_lr is not None:
             check("fine_tune_lr", self.fine_tune_lr, low=0.0)
         one_of("fine_tune", self.fine_tune, FINE_TUNE)
-        if self.residual != -1.0:
+        if self.residual is not None:
             check("residual", self.residual, low=0.0)
         for name in ("random_epochs", "random_steps", "nesterov"):
             check_flag(name, getattr(self, name))

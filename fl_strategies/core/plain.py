@@ -28,7 +28,7 @@ PLAIN: Mapping[str, Sequence[Any]] = MappingProxyType(
 """Local settings under which each step is w <- w - lr g."""
 
 OWN_STEPS: Mapping[str, Sequence[Any]] = MappingProxyType(
-    {**PLAIN, "weight-decay": (0.0,), "residual": (-1.0,)}
+    {**PLAIN, "weight-decay": (0.0,), "residual": ()}
 )
 """Local settings that an algorithm with gradient steps of its own has no use for, and what they
 must be."""
@@ -48,5 +48,4 @@ def check_own_steps(algorithm: str, settings: Mapping[str, Any] | None) -> None:
 
 def tuned_at(rate: Schedule, local: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return ``local`` whose ``fine-tune`` steps by the rule's inner ``rate``, if by no other."""
-    given = (local or {}).get("fine-tune-lr", -1.0)
-    return {**(local or {}), "fine-tune-lr": rate if given == -1.0 else given}
+    return {"fine-tune-lr": rate, **(local or {})}

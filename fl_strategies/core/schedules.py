@@ -103,10 +103,10 @@ def all_among(
 ) -> None:
     """Raise ``ValueError``, which ends in ``why``, unless each setting has an allowed value.
 
-    What ``settings`` leaves open, or ``allowed`` does not name, is not looked at.
+    What ``settings`` leaves open (None), or ``allowed`` does not name, is not looked at; what has
+    no allowed values must be left open.
     """
     for name, choices in allowed.items():
-        if name in settings and settings[name] not in choices:
-            raise ValueError(
-                f"{name} must be one of {list(choices)}, got {settings[name]!r}: {why}"
-            )
+        if (value := settings.get(name)) is not None and value not in choices:
+            must = f"be one of {list(choices)}" if choices else "not be set"
+            raise ValueError(f"{name} must {must}, got {value!r}: {why}")
