@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -278,6 +279,44 @@ def hyperparameters_of(algorithm: str) -> list[str]:
 def hyperparameter_defaults(algorithm: str) -> dict[str, Any]:
     """Return the algorithm's own hyperparameters, with their defaults."""
     return STRATEGIES[algorithm].hyperparameters()
+
+
+def configs_for(
+    algorithms: Sequence[str], params: Sequence[str], common: dict[str, Any], folder: Path
+) -> list[RunConfig]:
+    """Return one checked config per algorithm, before anything runs.
+
+    Each of ``params`` ("name=value", or "algorithm.name=value") goes to every algorithm that has
+    the hyperparameter; one that no algorithm has is refused.
+    """
+    if unknown := sorted(set(algorithms) - STRATEGIES.keys()):
+        raise ValueError(f"unknown algorithms {unknown}; known: {sorted(STRATEGIES)}")
+    if len(set(algorithms)) < len(algorithms):
+        raise ValueError(f"each algorithm once, got {list(algorithms)}")
+    mine: dict[str, dict[str, Any]] = {algorithm: {} for algorithm in algorithms}
+    for item in params:
+        owner, dot, bare = item.partition("=")[0].rpartition(".")
+        value = parse_params(item[len(owner) + 1 :] if dot else item)
+        name = next(iter(value))
+        takers = [a for a in algorithms if name in hyperparameters_of(a) and owner in ("", a)]
+        if not takers:
+            known = {algorithm: hyperparameters_of(algorithm) for algorithm in algorithms}
+            raise ValueError(
+                f"no algorithm here has the hyperparameter {bare!r}; they have {known}"
+            )
+        for algorithm in takers:
+            mine[algorithm] |= value
+    return [
+        RunConfig.parse(
+            common
+            | {
+                "algorithm": algorithm,
+                "params": format_params(mine[algorithm]),
+                "output": str(folder / algorithm),
+            }
+        )
+        for algorithm in algorithms
+    ]
 
 
 NO_SETTINGS = (

@@ -29,7 +29,7 @@ from clients import (
 )
 from clients.learning.problem import laid_out
 from fl_strategies.core.params import parse_params
-from simulations import data, models, partitions
+from simulations import data, generated, models, partitions
 from simulations.config import RunConfig
 
 SHARED = ".shared"
@@ -76,17 +76,17 @@ def on_a_ray_worker() -> bool:
     return ray is not None and bool(ray.is_initialized())
 
 
-def dataset(config: RunConfig) -> data.Dataset:
+def dataset(config: RunConfig) -> generated.Dataset:
     """Return the run's data set (``data.load`` keeps it)."""
     options = parse_params(config.dataset_params)
-    if config.dataset in data.GENERATED:
+    if config.dataset in generated.GENERATED:
         options = {"clients": config.clients, "seed": config.seed} | options
     found = data.load(config.dataset, normalise=config.normalise, **options)
     return _pooled(found) if config.pooled else found
 
 
 @functools.lru_cache(maxsize=4)
-def _pooled(found: data.Dataset) -> data.Dataset:
+def _pooled(found: generated.Dataset) -> generated.Dataset:
     """Return the data set with its test rows put behind its training rows."""
     owner = None
     if found.owner is not None and found.test_owner is not None:
@@ -97,7 +97,7 @@ def _pooled(found: data.Dataset) -> data.Dataset:
 
 @functools.lru_cache(maxsize=4)
 def placed(
-    found: data.Dataset, test: bool, device: torch.device, dtype: torch.dtype
+    found: generated.Dataset, test: bool, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return inputs and labels of the training or test set, once per process, on ``device``."""
     x, y = (found.test_x, found.test_y) if test else (found.x, found.y)
@@ -123,7 +123,7 @@ def _split(config: RunConfig) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.n
 
 @functools.lru_cache(maxsize=4)
 def _parts(
-    found: data.Dataset,
+    found: generated.Dataset,
     kind: str,
     params: str,
     clients: int,

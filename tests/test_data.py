@@ -13,7 +13,7 @@ from scipy.optimize import linprog
 from sklearn.datasets import load_digits
 from tiny_data import cifar100, encoded
 
-from simulations import data
+from simulations import data, generated
 
 SHARED = Path(os.environ.get("FL_DATA", Path(__file__).parents[2] / "shared/datasets"))
 RNG = np.random.default_rng(7)
@@ -261,7 +261,7 @@ def test_the_seed_decides_the_synthetic_data_and_the_type_only_rounds_them() -> 
     assert np.array_equal(first.x, double.x.astype(np.float32))
     assert np.array_equal(first.y, double.y)
     assert not np.array_equal(first.x, other.x)
-    assert np.array_equal(data.synthetic(seed=1).x, first.x)
+    assert np.array_equal(generated.synthetic(seed=1).x, first.x)
 
 
 @pytest.mark.parametrize(

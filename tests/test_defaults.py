@@ -13,8 +13,8 @@ import pytest
 
 from fl_strategies import STRATEGIES
 from simulations.config import Scalar
-from simulations.data import BUILT_IN
 from simulations.experiment import metrics_of
+from simulations.generated import BUILT_IN
 
 SHARE = 0.6
 """Of what FedAvg reaches beyond guessing; that of single seeds differs by a tenth or two."""

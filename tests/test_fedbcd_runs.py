@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from fl_strategies.core.params import format_params, parse_params
-from simulations.config import RunConfig
-from simulations.lab.compare import configs_for, main
+from simulations.config import RunConfig, configs_for
+from simulations.lab.compare import main
 from simulations.lab.reproduce import run_cell, table
 from simulations.lab.studies import Cell, fedbcd_mnist
 

@@ -35,7 +35,7 @@ from problems import DIM, NODES, Linear, grid, make_client_app, quadratics, to_r
 from clients import FlatModel
 from clients.node.in_process import InProcessGrid
 from fl_strategies import EarlyStop, FedADMM, FedAvg, FederatedStrategy, RoundInfo, as_legacy
-from fl_strategies.compat.legacy import node_of, to_parameters
+from fl_strategies.compat.translation import node_of, to_parameters
 
 CLIENTS = 4
 

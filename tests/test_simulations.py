@@ -23,10 +23,10 @@ from clients import StateError, client_app
 from clients.node.in_process import InProcessGrid
 from fl_strategies import STRATEGIES, RoundInfo, step_decay
 from fl_strategies.core.params import format_params, parse_params
-from simulations.config import RunConfig, hyperparameters_of
+from simulations.config import RunConfig, configs_for, hyperparameters_of
 from simulations.experiment import metrics_of, run, run_in_process
 from simulations.figures import read_history
-from simulations.lab.compare import configs_for, main
+from simulations.lab.compare import main
 from simulations.results import Summary
 from simulations.worker import app
 

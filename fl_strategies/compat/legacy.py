@@ -20,22 +20,18 @@ is known by its node's id.
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, cast
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common import (
-    Code,
     EvaluateIns,
     EvaluateRes,
     FitIns,
     FitRes,
     GetParametersIns,
-    GetPropertiesIns,
     Parameters,
-    ndarrays_to_parameters,
 )
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
@@ -43,19 +39,27 @@ from flwr.server.strategy import Strategy
 from flwr.server.workflow import SecAggPlusWorkflow
 from flwr.serverapp import Grid
 
-from fl_strategies.core.records import BadReply, Upload
+from fl_strategies.compat.translation import (
+    Network,
+    answer_to,
+    check_status,
+    evaluated,
+    initial_model,
+    node_of,
+    proxies_of,
+    to_parameters,
+    trained,
+    undecoded,
+)
+from fl_strategies.core.records import Upload
 from fl_strategies.core.schedules import check
 from fl_strategies.server.replies import one_line
 from fl_strategies.server.strategy import EvaluateFn, FederatedStrategy
 from fl_strategies.server.wire import decode
 
 Failure: TypeAlias = tuple[ClientProxy, Any] | BaseException
-FAILED = 1
-"""Error code of a result whose status is not OK, or which no message can hold."""
 A_DAY = 86400
 """Seconds that Flower's own server waits for its first client."""
-NUMPY = "numpy.ndarray"
-"""Flower's name for tensors that are NumPy files."""
 
 
 def as_legacy(
@@ -159,8 +163,8 @@ class _LegacyStrategy(Strategy):
                 given = proxy.get_parameters(
                     GetParametersIns({}), self.strategy.nodes.patience, None
                 )
-                _check_status(given)
-                self._open(_initial(given.parameters))
+                check_status(given)
+                self._open(initial_model(given.parameters))
             except Exception as error:
                 reasons.append(f"node {cid}: {one_line(str(error))}")
             else:
@@ -173,7 +177,7 @@ class _LegacyStrategy(Strategy):
         if self._stopped:
             return []
         self._take(parameters)
-        network = cast(Grid, _Network(client_manager))
+        network = cast(Grid, Network(client_manager))
         messages = self.strategy.configure_train(
             server_round, self._arrays, self._secure_config(), network
         )
@@ -195,9 +199,9 @@ class _LegacyStrategy(Strategy):
     ) -> tuple[Parameters | None, dict[str, Any]]:
         if len(results) > 1:
             self._check_masks([result for _, result in results])
-        trained = functools.partial(_trained, masked=self.strategy.composition.masked)
+        read = functools.partial(trained, masked=self.strategy.composition.masked)
         arrays, metrics = self.strategy.aggregate_train(
-            server_round, self._replies(results, failures, trained)
+            server_round, self._replies(results, failures, read)
         )
         if arrays is None:
             return None, dict(metrics or {})
@@ -222,7 +226,7 @@ class _LegacyStrategy(Strategy):
     ) -> list[tuple[ClientProxy, EvaluateIns]]:
         if self._stopped:
             return []
-        network = cast(Grid, _Network(client_manager))
+        network = cast(Grid, Network(client_manager))
         messages = self.strategy.configure_evaluate(
             server_round, self._arrays, ConfigRecord(), network
         )
@@ -239,7 +243,7 @@ class _LegacyStrategy(Strategy):
     ) -> tuple[float | None, dict[str, Any]]:
         metrics = dict(
             self.strategy.aggregate_evaluate(
-                server_round, self._replies(results, failures, _evaluated)
+                server_round, self._replies(results, failures, evaluated)
             )
             or {}
         )
@@ -252,7 +256,7 @@ class _LegacyStrategy(Strategy):
     def _take(self, parameters: Parameters) -> None:
         """Go on with the server's model: a wrapper may have added noise to ours."""
         given = zip(self._arrays, parameters.tensors, strict=True)
-        self._arrays = ArrayRecord({n: Array(decode(_undecoded(data))) for n, data in given})
+        self._arrays = ArrayRecord({n: Array(decode(undecoded(data))) for n, data in given})
 
     # ---- secure aggregation -------------------------------------------------------------------
 
@@ -291,7 +295,7 @@ class _LegacyStrategy(Strategy):
         self, messages: Iterable[Message], manager: ClientManager, kind: Callable[..., Any]
     ) -> list[tuple[ClientProxy, Any]]:
         """Return an instruction for each message whose client is still connected."""
-        proxies = _proxies(manager)
+        proxies = proxies_of(manager)
         self._requests = {m.metadata.dst_node_id: m for m in messages}
         return [
             (
@@ -314,107 +318,7 @@ class _LegacyStrategy(Strategy):
         """Return the replies; a failure that is an exception names no client and is a lost one."""
         answers = [*results, *(f for f in failures if not isinstance(f, BaseException))]
         return [
-            _reply(request, result, content)
+            answer_to(request, result, content)
             for proxy, result in answers
             if (request := self._requests.get(node_of(proxy.cid))) is not None
         ]
-
-
-class _Network:
-    """What ``Nodes`` needs of a Grid: the ids of the connected clients, and a query to each."""
-
-    def __init__(self, manager: ClientManager) -> None:
-        self._manager = manager
-
-    def get_node_ids(self) -> list[int]:
-        return list(_proxies(self._manager))
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float) -> list[Message]:
-        proxies = _proxies(self._manager)
-        return [
-            _reply(message, proxies[node], functools.partial(_properties, timeout=timeout))
-            for message in messages
-            if (node := message.metadata.dst_node_id) in proxies
-        ]
-
-
-def node_of(cid: str) -> int:
-    """Return the node's id as a number: ``cid`` itself, or 64 bits of its hash if it is none."""
-    if cid.isascii() and cid.isdecimal() and int(cid) < 2**64:
-        return int(cid)
-    return int.from_bytes(hashlib.sha256(cid.encode()).digest()[:8], "big")
-
-
-def _proxies(manager: ClientManager) -> dict[int, ClientProxy]:
-    return {node_of(cid): proxy for cid, proxy in manager.all().items()}
-
-
-def to_parameters(arrays: ArrayRecord) -> Parameters:
-    """Return the record's arrays, without their names, in its order."""
-    return ndarrays_to_parameters([array.numpy() for array in arrays.values()])
-
-
-def _undecoded(data: object) -> Array:
-    if not isinstance(data, bytes):
-        raise BadReply(f"a tensor is a {type(data).__name__}, expected bytes")
-    return Array("", (), NUMPY, data)
-
-
-def _initial(parameters: Parameters) -> ArrayRecord:
-    """Return a client's model, decoded; raise ``BadReply`` unless it is one of finite numbers."""
-    arrays = [decode(_undecoded(data)) for data in parameters.tensors]
-    if not arrays or not all(np.isfinite(array).all() for array in arrays):
-        raise BadReply("it has no arrays, or numbers that are not finite")
-    return ArrayRecord({str(i): Array(array) for i, array in enumerate(arrays)})
-
-
-def _reply(request: Message, result: Any, content: Callable[[Message, Any], RecordDict]) -> Message:
-    """Return ``content(request, result)`` as a reply; an error if that cannot be made."""
-    try:
-        return Message(content(request, result), reply_to=request)
-    except BadReply as error:
-        reason = str(error)
-    except Exception as error:  # a client has made it raise
-        reason = f"{type(error).__name__}: {error}"
-    return Message(Error(FAILED, one_line(reason)), reply_to=request)
-
-
-def _check_status(result: Any) -> None:
-    if result.status.code != Code.OK:
-        raise BadReply(result.status.message)
-
-
-def _trained(request: Message, result: FitRes, *, masked: bool = False) -> RecordDict:
-    _check_status(result)
-    sent = next(iter(request.content.array_records.values()))
-    tensors = result.parameters.tensors
-    if len(tensors) != len(sent):
-        raise BadReply(f"it has {len(tensors)} arrays, expected {len(sent)}")
-    # still bytes: the strategy decodes them, as those of messages
-    arrays = {name: _undecoded(data) for name, data in zip(sent, tensors, strict=True)}
-    if masked:  # the mean of float32 arrays comes as float64
-        arrays = {n: Array(decode(a).astype(sent[n].dtype)) for n, a in arrays.items()}
-    record = ArrayRecord(arrays)
-    return RecordDict({"arrays": record, **_metrics(result, {})})
-
-
-def _evaluated(request: Message, result: EvaluateRes) -> RecordDict:
-    _check_status(result)
-    return RecordDict(_metrics(result, {"eval-loss": result.loss}))
-
-
-def _properties(request: Message, proxy: ClientProxy, *, timeout: float) -> RecordDict:
-    found = proxy.get_properties(GetPropertiesIns({}), timeout, None)
-    _check_status(found)
-    return RecordDict({"client": ConfigRecord(cast(Any, found.properties))})
-
-
-def _metrics(result: FitRes | EvaluateRes, own: dict[str, float]) -> dict[str, Any]:
-    """Return the result's metrics as records; its number of examples and ``own`` prevail."""
-    metrics = result.metrics
-    words: dict[str, Any] = {n: v for n, v in metrics.items() if isinstance(v, str | bytes | bool)}
-    numbers: dict[str, Any] = {n: v for n, v in metrics.items() if n not in words}
-    return {
-        "metrics": MetricRecord({**numbers, **own, "num-examples": result.num_examples}),
-        "config": ConfigRecord(words),
-    }

@@ -36,8 +36,7 @@ from typing import Any, TypeVar
 from clients import DirectoryStore
 from fl_strategies import STRATEGIES
 from fl_strategies.core.files import FolderLock, write_atomically
-from fl_strategies.core.params import format_params, parse_params
-from simulations.config import RunConfig, hyperparameters_of
+from simulations.config import RunConfig, configs_for
 from simulations.experiment import prepare, run_in_process
 from simulations.figures import draw_curves
 from simulations.lab.cells import diverging_allowed, finished, interrupted, run_cells
@@ -265,44 +264,6 @@ def _drop_states(config: RunConfig) -> None:
 def _makes_states(config: RunConfig) -> bool:
     """Return whether the states are the run's own, made anew by it."""
     return config.state_dir == str(Path(config.output) / STATES)
-
-
-def configs_for(
-    algorithms: Sequence[str], params: Sequence[str], common: dict[str, Any], folder: Path
-) -> list[RunConfig]:
-    """Return one checked config per algorithm, before anything runs.
-
-    Each of ``params`` ("name=value", or "algorithm.name=value") goes to every algorithm that has
-    the hyperparameter; one that no algorithm has is refused.
-    """
-    if unknown := sorted(set(algorithms) - STRATEGIES.keys()):
-        raise ValueError(f"unknown algorithms {unknown}; known: {sorted(STRATEGIES)}")
-    if len(set(algorithms)) < len(algorithms):
-        raise ValueError(f"each algorithm once, got {list(algorithms)}")
-    mine: dict[str, dict[str, Any]] = {algorithm: {} for algorithm in algorithms}
-    for item in params:
-        owner, dot, bare = item.partition("=")[0].rpartition(".")
-        value = parse_params(item[len(owner) + 1 :] if dot else item)
-        name = next(iter(value))
-        takers = [a for a in algorithms if name in hyperparameters_of(a) and owner in ("", a)]
-        if not takers:
-            known = {algorithm: hyperparameters_of(algorithm) for algorithm in algorithms}
-            raise ValueError(
-                f"no algorithm here has the hyperparameter {bare!r}; they have {known}"
-            )
-        for algorithm in takers:
-            mine[algorithm] |= value
-    return [
-        RunConfig.parse(
-            common
-            | {
-                "algorithm": algorithm,
-                "params": format_params(mine[algorithm]),
-                "output": str(folder / algorithm),
-            }
-        )
-        for algorithm in algorithms
-    ]
 
 
 def main(

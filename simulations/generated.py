@@ -1,0 +1,153 @@
+"""Data sets that need no network.
+
+digits         scikit-learn's 1797 digits, [1, 8, 8], in [0, 1]
+synthetic      FedBC's generator, [60]: :func:`synthetic`
+fedpd-weak, fedpd-strong
+               FedPD's, [20], labels at random or by a model per client: :func:`two_classes`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from fl_strategies.core.randomness import stream
+from simulations.partitions import power_law
+from simulations.text import Symbols
+
+Floats: TypeAlias = NDArray[np.floating[Any]]
+Ints: TypeAlias = NDArray[np.int64]
+Inputs: TypeAlias = Floats | Symbols
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Training and test data. Shared by all who load them: not to be written to."""
+
+    name: str
+    x: Inputs  # [n, ...], float32 unless another dtype was asked for; integers for text
+    y: Ints  # [n], classes 0 ... num_classes - 1
+    test_x: Inputs  # [n_test, ...]
+    test_y: Ints  # [n_test]
+    num_classes: int
+    owner: Ints | None = None  # [n], the natural client of each training row
+    test_owner: Ints | None = None  # [n_test]
+    vocabulary: int | None = None  # of text: x are integers 0 ... vocabulary - 1
+
+
+def synthetic(
+    *,
+    alpha: float = 0.5,
+    beta: float = 0.5,
+    clients: int = 30,
+    sizes: str = "power-law",
+    seed: int = 0,
+    dtype: DTypeLike = "float32",
+) -> Dataset:
+    """Return FedBC's synthetic(alpha, beta): 60 features, 10 classes, one owner per device.
+
+    Device i draws u_i ~ N(0, alpha), W_i [60, 10] and b_i [10] ~ N(u_i, 1); B_i ~ N(0, beta),
+    v_i [60] ~ N(B_i, 1), x ~ N(v_i, Sigma) with Sigma_jj = j^-1.2; y = argmax(x W_i + b_i).
+    As in the generator of Li et al., which FedBC adapts, alpha and beta are standard deviations.
+    The first 80 % of a device's rows are for training. alpha changes no label: u_i adds the same
+    u_i (1 + sum_j x_j) to all ten scores, so only beta makes devices more or less alike.
+
+    ``sizes``: ``"power-law"``, the paper's word without numbers: 50 rows, and a share of 200 rows
+    per device proportional to 1.1^-i; ``"lognormal"``, the authors' code: 50 + lognormal(4, 2).
+
+    References: Bedi et al., "FedBC: Calibrating Global and Local Models via Federated Learning
+    Beyond Consensus", appendix E.1; Li et al., "FedProx", MLSys 2020.
+    """
+    if not (alpha >= 0 and beta >= 0):
+        raise ValueError(f"alpha and beta must be >= 0, got {alpha} and {beta}")
+    if clients < 1:
+        raise ValueError(f"clients must be >= 1, got {clients}")
+    if sizes == "power-law":
+        extra = power_law(200 * clients, clients, 1.1)
+    elif sizes == "lognormal":
+        extra = stream(seed, "synthetic-sizes").lognormal(4, 2, clients).astype(np.int64)
+    else:
+        raise ValueError(f"unknown sizes {sizes!r}, known are power-law, lognormal")
+    train, test = [], []
+    for i, n in enumerate((50 + extra).tolist()):
+        rng = stream(seed, "synthetic", i)
+        u, centre = rng.normal(0, alpha), rng.normal(0, beta)
+        w, b = rng.normal(u, 1, (60, 10)), rng.normal(u, 1, 10)
+        x = rng.normal(centre, 1, 60) + rng.normal(size=(n, 60)) * np.arange(1, 61) ** -0.6
+        y, owner = np.argmax(x @ w + b, axis=1), np.full(n, i)
+        cut = round(0.8 * n)
+        train.append((x[:cut], y[:cut], owner[:cut]))
+        test.append((x[cut:], y[cut:], owner[cut:]))
+    x, y, owner = map(np.concatenate, zip(*train, strict=True))
+    test_x, test_y, test_owner = map(np.concatenate, zip(*test, strict=True))
+    return Dataset(
+        "synthetic", x.astype(dtype), y, test_x.astype(dtype), test_y, 10, owner, test_owner
+    )
+
+
+def two_classes(
+    strong: bool,
+    /,
+    *,
+    clients: int = 100,
+    samples: int = 400,
+    test_samples: int = 100,
+    seed: int = 0,
+    dtype: DTypeLike = "float32",
+) -> Dataset:
+    """Return FedPD's data for logistic regression: 19 normal features and a constant 1, 2 classes.
+
+    "Weakly non-IID": fair random labels. "Strongly": client i draws a model x_i [20] ~ U[-10, 10]
+    and its label is 1 where <a, x_i> + N(0, 1) > 0. ``samples`` rows a client for training; the
+    paper has no test data, here there are ``test_samples`` a client by the same law.
+
+    Reference: Zhang et al., "FedPD", IEEE Transactions on Signal Processing 2021, Section V.
+    """
+    for name, count in (("clients", clients), ("samples", samples), ("test_samples", test_samples)):
+        if count < 1:
+            raise ValueError(f"{name} must be >= 1, got {count}")
+    n = samples + test_samples
+    inputs, labels = [], []
+    for i in range(clients):
+        rng = stream(seed, "two-classes", i)
+        a = np.column_stack([rng.normal(size=(n, 19)), np.ones(n)])
+        score = a @ rng.uniform(-10, 10, 20) + rng.normal(size=n) if strong else rng.normal(size=n)
+        inputs.append(a.astype(dtype))
+        labels.append((score > 0).astype(np.int64))
+    x, y, owner = np.stack(inputs), np.stack(labels), np.repeat(np.arange(clients)[:, None], n, 1)
+    return Dataset(
+        "fedpd-strong" if strong else "fedpd-weak",
+        x[:, :samples].reshape(-1, 20),
+        y[:, :samples].ravel(),
+        x[:, samples:].reshape(-1, 20),
+        y[:, samples:].ravel(),
+        2,
+        owner[:, :samples].ravel(),
+        owner[:, samples:].ravel(),
+    )
+
+
+def digits() -> Dataset:
+    """Return scikit-learn's digits, a fixed fifth of each class kept for testing."""
+    from sklearn.datasets import load_digits  # here: it takes seconds, and other sets do without
+    from sklearn.model_selection import train_test_split
+
+    pixels, labels = load_digits(return_X_y=True)
+    x = (pixels / 16).astype(np.float32).reshape(-1, 1, 8, 8)
+    y = labels.astype(np.int64)
+    x, test_x, y, test_y = train_test_split(x, y, test_size=0.2, stratify=y, random_state=0)
+    return Dataset("digits", x, y, test_x, test_y, 10)
+
+
+GENERATED: dict[str, Callable[..., Dataset]] = {
+    "synthetic": synthetic,
+    "fedpd-weak": partial(two_classes, False),
+    "fedpd-strong": partial(two_classes, True),
+}
+"""Data sets drawn from a seed, for a number of clients."""
+BUILT_IN: dict[str, Callable[..., Dataset]] = {"digits": digits, **GENERATED}
