@@ -1,4 +1,4 @@
-"""Strategies for the Flower federated-learning framework, for clients whose data differ."""
+"""Strategies for the Flower federated-learning framework, for heterogeneous (non-IID) data."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from fl_strategies.server.replies import NothingUsable
 from fl_strategies.server.strategy import FederatedStrategy
 
 if TYPE_CHECKING:
+    __version__: str
     from fl_strategies.compat.legacy import as_legacy
 
 STRATEGIES: dict[str, type[FederatedStrategy]] = {
@@ -67,9 +68,16 @@ __all__ += [strategy.__name__ for strategy in STRATEGIES.values()]
 
 
 def __getattr__(name: str) -> object:
-    """Load what only a legacy server needs where it is asked for."""
+    """Load what only a legacy server needs, and the version, where they are asked for."""
     if name == "as_legacy":
         from fl_strategies.compat.legacy import as_legacy
 
         return as_legacy
+    if name == "__version__":  # of the installed distribution: pyproject.toml alone states it
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("fl-strategies")
+        except PackageNotFoundError:  # the source alone, as a Flower App carries it
+            raise AttributeError("fl_strategies is not installed: it has no version") from None
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -57,8 +57,9 @@ class Ditto(Averaging):
     algorithm = "ditto"
     card = Card(
         "Ditto",
-        "FedAvg, and beside it a personalized model near the global one",
-        keeps="own model",
+        "FedAvg, and a personalized model beside the global model",
+        when="personalized models are needed and the global model must stay FedAvg's",
+        keeps="personalized model",
         paper="Li, Hu, Beirami, Smith, ICML 2021",
     )
     lam: Schedule = number(

@@ -133,7 +133,8 @@ class FedADMM(FederatedStrategy):
     algorithm = "fedadmm"
     card = Card(
         "FedADMM",
-        "dual variables and a tracking update",
+        "dual variables and a tracking update, with partial participation",
+        when="data are non-IID, few clients train in a round, and clients keep state",
         keeps="model, dual",
         paper="Gong, Li, Freris, ICDE 2022",
     )

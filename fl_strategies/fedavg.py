@@ -69,6 +69,7 @@ class FedAvg(Averaging):
     card = Card(
         "FedAvg",
         "averages the clients' models",
+        when="first: the baseline to tune and to beat",
         keeps="nothing",
         paper="McMahan et al., AISTATS 2017",
     )

@@ -78,7 +78,8 @@ class FedBC(ProximityStrategy):
     algorithm = "fedbc"
     card = Card(
         "FedBC",
-        "personalized models within a distance of the global one, weighted by their duals",
+        "personalized models within a distance of the global model",
+        when="personalized models and a global model are both needed",
         keeps="model, five numbers",
         paper="Bedi et al., 2022",
     )

@@ -82,7 +82,8 @@ class FedDyn(FederatedStrategy):
     algorithm = "feddyn"
     card = Card(
         "FedDyn",
-        "dual variables bend local problems; the server subtracts their mean",
+        "dual variables bend local objectives; the server subtracts their mean",
+        when="data are non-IID and each client can keep one vector",
         keeps="dual",
         paper="Acar et al., ICLR 2021",
     )

@@ -105,7 +105,8 @@ class FedNova(FederatedStrategy):
     algorithm = "fednova"
     card = Card(
         "FedNova",
-        "clients with more local steps do not count for more",
+        "divides each client's change by its number of local steps",
+        when="clients take unequal numbers of local steps",
         keeps="nothing",
         paper="Wang et al., NeurIPS 2020",
     )

@@ -213,7 +213,8 @@ class FedPD(FederatedStrategy):
     algorithm = "fedpd"
     card = Card(
         "FedPD",
-        "primal-dual steps by all clients; exchanges skipped at random",
+        "primal-dual steps by all clients; skips communication rounds at random",
+        when="all clients take part and communication is expensive",
         keeps="model, dual",
         paper="Zhang et al., IEEE TSP 2021",
     )

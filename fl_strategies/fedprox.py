@@ -39,7 +39,8 @@ class FedProx(Averaging):
     algorithm = "fedprox"
     card = Card(
         "FedProx",
-        "pulls clients back to the global model",
+        "pulls local training towards the global model",
+        when="data are non-IID and long local training diverges",
         keeps="nothing",
         paper="Li et al., MLSys 2020",
     )

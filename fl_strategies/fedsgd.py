@@ -50,6 +50,7 @@ class FedSGD(FederatedStrategy):
     card = Card(
         "FedSGD",
         "one gradient step on all of a client's samples",
+        when="a baseline is wanted that equals centralized gradient descent",
         keeps="nothing",
         paper="McMahan et al., AISTATS 2017",
     )

@@ -79,7 +79,8 @@ class MOON(Averaging):
     algorithm = "moon"
     card = Card(
         "MOON",
-        "keeps clients' features nearer the global model's than their own last ones",
+        "a contrastive term keeps local features near the global model's",
+        when="deep models of images are trained on non-IID data",
         keeps="model",
         paper="Li, He, Song, CVPR 2021",
     )

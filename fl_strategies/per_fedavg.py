@@ -79,7 +79,8 @@ class PerFedAvg(Averaging):
     algorithm = "per-fedavg"
     card = Card(
         "Per-FedAvg",
-        "a global model that one local gradient step makes a client's own",
+        "a global model that one local gradient step personalizes",
+        when="new clients need a personalized model, and clients keep nothing",
         keeps="nothing",
         paper="Fallah, Mokhtari, Ozdaglar, NeurIPS 2020",
     )

@@ -103,7 +103,8 @@ class PerFedBC(ProximityStrategy):
     algorithm = "per-fedbc"
     card = Card(
         "Per-FedBC",
-        "the same with first-order meta-learning as local work",
+        "FedBC with first-order meta-learning as local work",
+        when="personalized models must adapt in one step, and clients keep state",
         keeps="model, five numbers",
         paper="Bedi et al., 2022",
     )

@@ -100,8 +100,9 @@ class PFedMe(Averaging):
     algorithm = "pfedme"
     card = Card(
         "pFedMe",
-        "personalized models tied to a global one, which descends on their Moreau envelopes",
-        keeps="own model",
+        "personalized models tied to the global model by a Moreau envelope",
+        when="personalized models are needed on strongly non-IID data",
+        keeps="personalized model",
         paper="Dinh, Tran, Nguyen, NeurIPS 2020",
     )
     authors_rule: ClassVar[Mapping[str, str]] = {"local_start": "global", "weights": "examples"}

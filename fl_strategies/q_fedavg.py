@@ -74,7 +74,8 @@ class QFedAvg(FederatedStrategy):
     algorithm = "q-fedavg"
     card = Card(
         "q-FedAvg",
-        "clients with a higher loss count for more",
+        "gives clients with a higher loss a larger weight",
+        when="the clients with the worst accuracy matter most",
         keeps="nothing",
         paper="Li et al., ICLR 2020",
     )

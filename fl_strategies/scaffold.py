@@ -122,7 +122,8 @@ class SCAFFOLD(FederatedStrategy):
     algorithm = "scaffold"
     card = Card(
         "SCAFFOLD",
-        "control variates take the clients' differences out of local steps",
+        "corrects each local step by control variates",
+        when="data are non-IID, clients keep state, and twice the bytes are affordable",
         keeps="control variate",
         paper="Karimireddy et al., ICML 2020",
     )

@@ -1,43 +1,53 @@
-"""The documentation site, built by `make docs`.
+"""The documentation site, built by `make docs`, without network; it needs none to be read either.
 
 Its pages are the Markdown files of the repository, the notebooks as the tests executed them last,
 and the docstrings. Docstrings of modules are plain text with equations: their paragraphs are read
 as reStructuredText, what is indented or set in columns is shown as it stands.
 """
 
-import importlib
-import pkgutil
+import importlib.metadata
+import importlib.util
 import re
 import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from docutils.nodes import Node
 from sphinx.application import Sphinx
-from sphinx.util.docutils import SphinxDirective
 
-ROOT = Path(__file__).parents[1]
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+sys.path.insert(0, str(HERE))
+
+import directives  # noqa: E402
 
 project = "fl_strategies"
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_nb"]
+author = "the fl_strategies authors"
+copyright = f"2026, {author}. Apache-2.0"
+version = release = importlib.metadata.version("fl-strategies")
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon", "myst_nb"]
 root_doc = "README"
 include_patterns = [
     "README.md",
+    "CHANGELOG.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
     "simulations/README.md",
     "simulations/DEPLOYMENT.md",
     "notebooks/*.ipynb",
-    "notebooks/*.rst",
+    "notebooks/api/*.rst",
+    "notebooks/pages/**.md",
 ]
 exclude_patterns = [".*", "build"]
 html_theme = "furo"
-html_title = "fl_strategies"
+html_title = f"fl_strategies {release}"
 html_copy_source = False
+html_css_files = ["site.css"]
 highlight_language = "none"  # equations are no Python
 nb_execution_mode = "off"
 myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
 autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
@@ -45,45 +55,60 @@ python_maximum_signature_line_length = 88
 # two modules may have a `State` each, and a signature does not say whose it means
 suppress_warnings = ["ref.python"]
 
+_mathjax = importlib.util.find_spec("sphinx-mathjax-offline")
+if _mathjax is None or _mathjax.origin is None:
+    raise ImportError("the site's formulas need the package sphinx-mathjax-offline: make docs")
+mathjax_path = "tex-svg-full.js"  # one file, without fonts to load
+html_static_path = ["site.css", str(Path(_mathjax.origin).parent / "static/mathjax" / mathjax_path)]
+
 CONTENTS = """
-```{toctree}
+```{{toctree}}
+:hidden:
+notebooks/pages/install
+notebooks/pages/quickstart
+notebooks/pages/flower-app
+notebooks/pages/algorithms/index
+notebooks/pages/solvers
+notebooks/pages/recipes/index
+```
+
+```{{toctree}}
+:hidden:
+:caption: Operation
+simulations/README
+notebooks/pages/faults
+simulations/DEPLOYMENT
+SECURITY
+notebooks/pages/board
+```
+
+```{{toctree}}
 :hidden:
 :caption: Tutorials
 :glob:
 notebooks/[0-9]*
 ```
 
-```{toctree}
+```{{toctree}}
 :hidden:
-:caption: Reference
-notebooks/fl_strategies
-notebooks/clients
-simulations/README
-simulations/DEPLOYMENT
-SECURITY
+:caption: Project
 CONTRIBUTING
+CHANGELOG
+```
+
+```{{toctree}}
+:hidden:
+:caption: API
+:maxdepth: 1
+{api}
 ```
 """
-
-
-class Modules(SphinxDirective):
-    """``.. modules:: package`` documents every module of a package, a new one too."""
-
-    required_arguments = 1
-
-    def run(self) -> list[Node]:
-        package = importlib.import_module(self.arguments[0])
-        lines = []
-        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            lines += [info.name, "-" * len(info.name), ""]
-            lines += [f".. automodule:: {info.name}", "   :members:", ""]
-        return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
 
 
 def page(app: Sphinx, name: str, source: list[str]) -> None:
     """Give the first page its table of contents, and a notebook the outputs it had last."""
     if name == root_doc:
-        source[0] += CONTENTS
+        source[0] += CONTENTS.format(api="\n".join(directives.API))
     executed = ROOT / "build" / f"{name}.ipynb"
     if executed.exists():
         app.env.note_dependency(executed)
@@ -94,23 +119,17 @@ def docstring(
     app: Sphinx, what: str, name: str, thing: object, options: Any, lines: list[str]
 ) -> None:
     """Turn a docstring, in place, into reStructuredText without surprises."""
-    lines[:] = plain(lines) if what == "module" else map(escaped, lines)
+    lines[:] = plain(lines) if what == "module" else map(directives.escaped, lines)
 
 
 def plain(lines: Iterable[str]) -> Iterable[str]:
     """Yield a module's docstring, its indented and columned paragraphs as literal blocks."""
     for block in "\n".join(lines).strip().split("\n\n"):
         if block.startswith("- ") or not re.search(r"^ |\S  +\S", block, re.MULTILINE):
-            yield from map(escaped, block.split("\n"))
+            yield from map(directives.escaped, block.split("\n"))
         else:
             yield from ["::", "", *(f"   {line}" for line in block.split("\n"))]
         yield ""
-
-
-def escaped(line: str) -> str:
-    """Return the line with |S|, a number of clients, no longer a name to be substituted."""
-    pieces = re.split(r"(``.*?``)", line)
-    return "".join(p if p.startswith("``") else p.replace("|", r"\|") for p in pieces)
 
 
 def skip(app: Sphinx, what: str, name: str, thing: Any, skipped: bool, options: Any) -> bool | None:
@@ -126,7 +145,12 @@ def index(app: Sphinx, error: Exception | None) -> None:
 
 def setup(app: Sphinx) -> None:
     """Connect the above."""
-    app.add_directive("modules", Modules)
+    directives.write_api(HERE / "api")
+    app.add_directive("algorithm", directives.Algorithm)
+    app.add_directive("board", directives.Board)
+    app.add_directive("hyperparameters", directives.Hyperparameters)
+    app.add_directive("options", directives.EveryStrategy)
+    app.add_directive("paragraphs", directives.Paragraphs)
     app.connect("source-read", page)
     app.connect("autodoc-process-docstring", docstring)
     app.connect("autodoc-skip-member", skip)

@@ -137,7 +137,7 @@ ALGORITHMS: dict[tuple[str, str], dict[str, Any]] = {
     },
 }
 """Over those, for (algorithm, data set), and for (algorithm, "") on any. On the data sets that are
-built in, no algorithm stays far behind FedAvg: README.md, "What the defaults come to"."""
+built in, no algorithm stays far behind FedAvg: notebooks/pages/board.md."""
 
 
 SOLVERS: dict[str, dict[str, Any]] = {solver: {"lr": rate} for solver, rate in RATES.items()}

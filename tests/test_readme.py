@@ -31,8 +31,15 @@ from simulations.config import RunConfig
 ROOT = Path(__file__).parents[1]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+QUICKSTART = "notebooks/pages/quickstart.md"
+
+
+def blocks(language: str, page: str = "README.md") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def test_the_readmes_python_runs_as_one_program(
@@ -77,7 +84,7 @@ def test_the_demo_ends_with_a_table_and_the_path_of_its_results(tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("engine")
-def test_flwr_run_as_the_readme_types_it_works_and_is_stopped_as_it_says(tmp_path: Path) -> None:
+def test_flwr_run_as_the_quickstart_types_it_works_and_is_stopped(tmp_path: Path) -> None:
     """In a clean clone, with a Flower home and ports of the test's own."""
     subprocess.run(["git", "clone", "-q", str(ROOT), str(tmp_path / "clone")], check=True)
     with socket.socket() as one, socket.socket() as two:
@@ -92,7 +99,7 @@ def test_flwr_run_as_the_readme_types_it_works_and_is_stopped_as_it_says(tmp_pat
         "HOME": str(tmp_path),
     }
     run, stop = (
-        next(b for b in blocks("bash") if b.startswith(start))
+        next(b for b in blocks("bash", QUICKSTART) if b.startswith(start))
         for start in ("FLWR_DISABLE", "LINK=")
     )
     run = run.replace("supernodes=100", "supernodes=4").strip()
@@ -120,7 +127,8 @@ def test_flwr_run_as_the_readme_types_it_works_and_is_stopped_as_it_says(tmp_pat
 
 def test_the_readmes_table_is_that_of_the_code() -> None:
     rows = [
-        f"| {card.title} | `{name}` | {card.about} | {card.keeps} | {card.paper} |\n"
+        f"| [{card.title}](notebooks/pages/algorithms/{name}.md) | `{name}` | {card.about}"
+        f" | {card.when} | {card.keeps} |\n"
         for name, strategy in fl_strategies.STRATEGIES.items()
         for card in [strategy.card]
     ]

@@ -201,7 +201,8 @@ class FedBCD(BookedStrategy):
     algorithm = "fedbcd"
     card = Card(
         "FedBCD",
-        "personalized models tied to cloud servers by a penalty",
+        "personalized models, tied to the global model by a penalty",
+        when="each client needs a personalized model",
         keeps="model, last iterate",
         paper="Wu et al., AAAI 2021",
     )

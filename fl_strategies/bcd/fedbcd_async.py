@@ -113,7 +113,8 @@ class FedBCDAsync(BookedStrategy):
     client_module = "clients.fedbcd"
     card = Card(
         "FedBCD, async-cloud",
-        "the first cloud servers to finish mix their models",
+        "FedBCD with several cloud servers; the first to finish mix their models",
+        when="several cloud servers share the clients, and some are slow",
         keeps="model, last iterate",
         paper="Wu et al., AAAI 2021",
     )

@@ -114,7 +114,8 @@ class FedBCDI(CloudStrategy):
     client_module = "clients.fedbcd"
     card = Card(
         "FedBCD-I",
-        "devices also train while out of contact",
+        "FedBCD whose clients also train without contact to the server",
+        when="clients are available more often than they are connected",
         keeps="model, last iterate",
         paper="Wu et al., AAAI 2021",
     )

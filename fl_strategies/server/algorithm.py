@@ -25,6 +25,8 @@ class Card(NamedTuple):
 
     title: str
     about: str
+    when: str
+    """When to use it."""
     keeps: str
     """What its clients keep from round to round."""
     paper: str

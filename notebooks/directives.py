@@ -1,0 +1,180 @@
+"""What the site's pages derive from the code: cards, hyperparameters, paragraphs, API pages."""
+
+import importlib
+import inspect
+import pkgutil
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from docutils.nodes import Node
+from sphinx.util.docutils import SphinxDirective
+
+from fl_strategies import STRATEGIES
+from fl_strategies.core.hyperparameters import Hyperparameter
+from fl_strategies.server.options import Options
+
+PACKAGES = ("fl_strategies", "clients")
+
+
+def modules() -> list[str]:
+    """Return the names of all modules that have a page: those with public names."""
+    found = []
+    for package in map(importlib.import_module, PACKAGES):
+        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not info.ispkg:
+                found.append(info.name)
+    return found
+
+
+API = [f"notebooks/api/{name}" for name in modules()]
+"""Documents of the API, one a module."""
+
+
+def write_api(folder: Path) -> None:
+    """Write the page of every module, and delete those of modules that there are no more."""
+    folder.mkdir(exist_ok=True)
+    pages = {
+        f"{name}.rst": f"{name}\n{'=' * len(name)}\n\n.. automodule:: {name}\n   :members:\n"
+        for name in modules()
+    }
+    for path in folder.glob("*.rst"):
+        if path.name not in pages:
+            path.unlink()
+    for name, text in pages.items():
+        path = folder / name
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+
+
+def escaped(line: str) -> str:
+    """Return the line with |S|, a number of clients, no longer a name to be substituted."""
+    pieces = re.split(r"(``.*?``)", line)
+    return "".join(p if p.startswith("``") else p.replace("|", r"\|") for p in pieces)
+
+
+class FromCode(SphinxDirective):
+    """A directive whose content is made of the code."""
+
+    required_arguments = 1
+    optional_arguments = 1
+    final_argument_whitespace = True
+
+    def run(self) -> list[Node]:
+        return self.parse_text_to_nodes("\n".join(self.lines()))
+
+    def lines(self) -> list[str]:
+        """Return the content, in the language of the page."""
+        raise NotImplementedError
+
+
+class Algorithm(FromCode):
+    """``{algorithm} fedadmm``: what there is to know of it in a few lines."""
+
+    def lines(self) -> list[str]:
+        return card(self.arguments[0])
+
+
+def card(name: str) -> list[str]:
+    """Return the table at the head of an algorithm's page, in MyST."""
+    strategy = STRATEGIES[name]
+    about, module = strategy.card, strategy.__module__
+    rows = {
+        "Use it when": about.when,
+        "Strategy": f"`fl_strategies.{strategy.__name__}`, `--algorithms {name}` in commands",
+        "Clients keep": about.keeps,
+        "A client receives and sends": traffic(name),
+        "Paper": about.paper,
+        "Source": f"[{module}](/notebooks/api/{module}.rst)",
+    }
+    return ["| | |", "|---|---|", *(f"| **{key}** | {text} |" for key, text in rows.items())]
+
+
+def traffic(name: str) -> str:
+    """Return in words what one client downloads and uploads in a communication round."""
+    strategy = STRATEGIES[name]
+    vectors = 1 + len(strategy.beside)
+    what = "the model" if vectors == 1 else f"the model and {', '.join(strategy.beside)}"
+    times = "" if vectors == 1 else f"{vectors} "
+    return f"{what}: {times}d numbers each way, {4 * vectors}d bytes in float32"
+
+
+class Hyperparameters(FromCode):
+    """``{hyperparameters} fedadmm``: its own, as they are declared."""
+
+    def lines(self) -> list[str]:
+        strategy = STRATEGIES[self.arguments[0]]
+        own = {name: strategy.declarations[name] for name in strategy.hyperparameters()}
+        return declared(own) if own else [f"{strategy.card.title} has none of its own."]
+
+
+class EveryStrategy(FromCode):
+    """``{options}``: those of every strategy."""
+
+    required_arguments = 0
+
+    def lines(self) -> list[str]:
+        return declared(Options.declarations)
+
+
+def declared(found: Mapping[str, Hyperparameter]) -> list[str]:
+    """Return the table of what is declared, in MyST."""
+    head = ["| name | values | default | meaning |", "|---|---|---|---|"]
+    return [*head, *(row(name, each) for name, each in found.items())]
+
+
+def row(name: str, found: Hyperparameter) -> str:
+    """Return a hyperparameter's row, in MyST."""
+    default = found.default
+    shown = f'"{default}"' if isinstance(default, str) else str(default)
+    if isinstance(default, Mapping | tuple) and not default:
+        shown = "none"
+    cells = [f"`{name}`", f"`{found.range}`", f"`{shown}`", marked(found.about)]
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+class Board(FromCode):
+    """``{board} fedadmm``: its row of the first table of the Board."""
+
+    def lines(self) -> list[str]:
+        text = (Path(__file__).parent / "pages/board.md").read_text()
+        head = re.search(r"^\| algorithm \|.*\n\|---.*$", text, re.MULTILINE)
+        found = re.search(rf"^\| {self.arguments[0]} \|.*$", text, re.MULTILINE)
+        if head is None or found is None:
+            raise self.error(f"the Board has no row of {self.arguments[0]}")
+        about = "Final test accuracy in per cent with the default settings, see the"
+        link = "[Board](/notebooks/pages/board.md)."
+        return [*head[0].split("\n"), found[0], "", f"{about} {link}"]
+
+
+class Paragraphs(FromCode):
+    """``{paragraphs} module words``: those of its docstring that begin with one of the words.
+
+    A list right after such a paragraph belongs to it.
+    """
+
+    def lines(self) -> list[str]:
+        found = paragraphs(self.arguments[0], shlex.split(self.arguments[1]))
+        if not found:
+            raise self.error(f"{self.arguments[0]} has no such paragraph: {self.arguments[1]}")
+        return found
+
+
+def paragraphs(module: str, words: Sequence[str]) -> list[str]:
+    """Return the paragraphs of the module's docstring that begin with ``words``, in MyST."""
+    blocks = inspect.cleandoc(importlib.import_module(module).__doc__ or "").split("\n\n")
+    lines: list[str] = []
+    taken = False
+    for block in blocks:
+        taken = block.startswith(tuple(words)) or (taken and block.startswith("- "))
+        if taken:
+            lines += [*map(marked, block.split("\n")), ""]
+    return lines
+
+
+def marked(line: str) -> str:
+    """Return a docstring's line as Markdown that shows the same."""
+    line = re.sub(r"``(.*?)``", r"`\1`", line)
+    pieces = re.split(r"(`.*?`)", line)
+    return "".join(p if p.startswith("`") else re.sub(r"([*_$<>\\])", r"\\\1", p) for p in pieces)
