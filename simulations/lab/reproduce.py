@@ -1,16 +1,19 @@
 """Studies: many runs from one command, whose table is committed.
 
-    python -m simulations.lab.reproduce STUDY --output DIR [--jobs 2] [--only TEXT]
+    python -m simulations.lab.reproduce STUDY --output DIR [--jobs 2] [--only TEXT] [--quick]
 
-A study is a list of cells (``studies``). A cell that is finished under DIR, with the
-same settings, is not run again, so that the command can be repeated after an interruption;
-``DIR/table.md`` is written anew after every cell. A cell ends at its number of rounds, at its
-target, when all its clients diverge, or when as many rounds as its patience bring no new best
-accuracy.
+A study is a list of cells (``studies``), or settings of the board (``published``), whose numbers
+stand beside ours, with intervals over seeds and a verdict (``board``). A cell that is finished
+under DIR, with the same settings, is not run again, so that the command can be repeated after an
+interruption; ``DIR/table.md``, or ``DIR/board.md`` and ``DIR/board.json``, is written anew after
+every cell. A cell ends at its number of rounds, at its target, when all its clients diverge, or
+when as many rounds as its patience bring no new best accuracy. ``--quick`` runs two rounds of two
+settings of the board with a small model: whether it all still runs.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import math
@@ -18,16 +21,21 @@ import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from fl_strategies import EarlyStop, RoundInfo
 from fl_strategies.core.files import write_atomically
 from simulations.experiment import run_in_process
 from simulations.figures import read_history
+from simulations.lab import board
 from simulations.lab.cells import diverging_allowed, interrupted, run_cells
 from simulations.lab.command_line import Command
+from simulations.lab.published import BOARD
 from simulations.lab.studies import DELTA_SGD_ALPHAS, FEDBC_RULES, STUDIES, Cell
 from simulations.results import writable
 from simulations.tables import grid
+
+N = TypeVar("N", Cell, board.Setting)
 
 
 def diverged(info: RoundInfo) -> bool:
@@ -199,35 +207,68 @@ TABLES: dict[str, Callable[[list[Cell], Path], str]] = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a study from the command line."""
     parser = Command("reproduce", __doc__)
-    parser.add_argument("study", choices=sorted(STUDIES), help="what is run")
+    parser.add_argument("study", choices=sorted([*STUDIES, *BOARD]), help="what is run")
     parser.add_argument("--output", type=Path, required=True, help="folder for the results")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time, one thread each")
     parser.add_argument("--only", default="", help="cells whose name has this text")
     parser.add_argument("--quiet", action="store_true", help="no line for each round")
+    parser.add_argument("--quick", action="store_true", help="the board, shrunk: whether it runs")
     args = parser.read(arguments)
     folder: Path = args.output.expanduser().absolute()
     logging.getLogger("flwr").setLevel(logging.ERROR)
+    with parser.explained():
+        writable(folder, "results folder")
+        try:
+            text = (run_settings if args.study in BOARD else run_study)(args, folder)
+        except KeyboardInterrupt:
+            raise SystemExit(interrupted(folder)) from None
+    print(text)
+
+
+def run_study(args: argparse.Namespace, folder: Path) -> str:
+    """Run the cells of a study that ``--only`` chooses; return the study's table."""
+    if args.quick:
+        raise ValueError(f"--quick is of the board, {', '.join(BOARD)}, got {args.study}")
     cells = STUDIES[args.study]()
     make_table = TABLES.get(args.study, table)
 
     def write_table() -> None:
         write_atomically(folder / "table.md", make_table(cells, folder).encode())
 
-    with parser.explained():
-        chosen = [cell for cell in cells if args.only in cell.name]
-        if not chosen:
-            names = ", ".join(cell.name for cell in cells)
-            raise ValueError(f"--only {args.only!r} is in no cell's name; cells: {names}")
-        writable(folder, "results folder")
-        work = {
-            cell.settings(folder): partial(run_cell, cell, folder, quiet=args.quiet)
-            for cell in chosen
-        }
-        try:
-            run_cells(work, jobs=args.jobs, on_done=write_table)
-        except KeyboardInterrupt:
-            raise SystemExit(interrupted(folder)) from None
-    print(make_table(cells, folder))
+    work = {
+        cell.settings(folder): partial(run_cell, cell, folder, quiet=args.quiet)
+        for cell in chosen(cells, args.only)
+    }
+    run_cells(work, jobs=args.jobs, on_done=write_table)
+    return make_table(cells, folder)
+
+
+def run_settings(args: argparse.Namespace, folder: Path) -> str:
+    """Run the settings of the board that ``--only`` chooses; return the study's part of it."""
+    settings = BOARD[args.study]
+    if args.quick:
+        settings = [board.shrunk(setting) for setting in settings[:2]]
+    command = f"python -m simulations.lab.reproduce {args.study}{' --quick' * args.quick}"
+
+    def write_board() -> str:
+        found = [board.found(setting, folder) for setting in settings]
+        text = board.markdown(found, command)
+        write_atomically(folder / "board.md", text.encode())
+        write_atomically(folder / "board.json", json.dumps(board.records(found), indent=2).encode())
+        return text
+
+    wanted = chosen(settings, args.only)
+    board.run(wanted, folder, jobs=args.jobs, quiet=args.quiet, on_done=write_board)
+    return write_board()
+
+
+def chosen(named: Sequence[N], text: str) -> list[N]:
+    """Return those whose name has the text; ``ValueError`` if none has."""
+    found = [one for one in named if text in one.name]
+    if not found:
+        names = ", ".join(one.name for one in named)
+        raise ValueError(f"--only {text!r} is in no cell's name; cells: {names}")
+    return found
 
 
 if __name__ == "__main__":

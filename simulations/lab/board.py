@@ -1,0 +1,377 @@
+"""The board: what papers publish, what is found here, with which certainty, and the verdict.
+
+A :class:`Setting` is one published comparison: rules on the same data, of which one is the paper's.
+Each rule's learning rate is chosen from one grid, on training samples held out (the rule of
+``simulations.tables``); then each runs with the same seeds, from which
+
+interval        the 95 % t interval of the mean over seeds
+prediction      the 95 % t interval in which one more run would lie
+difference      of the paper's rule less the best baseline (by its mean here), in pairs of the same
+                seed, with its 95 % t interval
+
+*Reproduced* is a setting whose difference lies on the published side of 0 with its whole interval,
+and whose published number lies in the interval of prediction; *order only*, if the number does not;
+*not*, if the interval holds 0 or lies on the other side. A setting without a paper's rule, of a
+benchmark, is reproduced if each published number lies in its rule's interval of prediction. What
+cannot be run says why.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, Literal, NamedTuple
+
+from scipy.stats import t
+
+from fl_strategies.core.params import format_params
+from simulations.config import RunConfig
+from simulations.experiment import run_in_process
+from simulations.lab.cells import diverging_allowed, finished, run_cells
+from simulations.tables import curve, grid, run_figures, score, tuned
+
+Verdict = Literal["reproduced", "order only", "not", "not run", "not possible here"]
+Figure = Literal["rounds_to_target", "final_accuracy", "late_accuracy"]
+"""``late_accuracy`` is the mean over the last ten tests: partial participation is noisy."""
+
+FEWER_IS_BETTER = ("rounds_to_target",)
+CONFIDENCE = 0.95
+LATE = 10
+SHARE = 0.2
+"""Of each client's training samples, held out to choose the learning rate by."""
+
+
+class Rule(NamedTuple):
+    """An algorithm with hyperparameters, and what its run-config sets beside the setting's."""
+
+    algorithm: str
+    params: Mapping[str, Any] = {}
+    config: Mapping[str, Any] = {}
+    reference: bool = False
+    """A row to compare with that is no baseline: training in one place, the authors' own form."""
+
+
+class Setting(NamedTuple):
+    """A published comparison, and how it is run here."""
+
+    name: str
+    where: str
+    """Paper, table, row."""
+    figure: Figure
+    ours: str
+    """The rule of the paper; "" for a benchmark's setting."""
+    rules: Mapping[str, Rule]
+    published: Mapping[str, float]
+    """Its figure by rule: a share, or rounds (more than the horizon for "not within it")."""
+    config: Mapping[str, Any]
+    rates: tuple[float, ...] = ()
+    """Learning rates to choose from; none: those of the configs."""
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
+    impossible: str = ""
+    """Why it cannot be run here."""
+
+    @property
+    def horizon(self) -> int:
+        """Rounds of a run."""
+        return int(self.config["rounds"])
+
+
+class Interval(NamedTuple):
+    """A mean, and how far its interval goes to either side."""
+
+    mean: float
+    half: float
+
+    @property
+    def low(self) -> float:
+        """Its lower end."""
+        return self.mean - self.half
+
+    @property
+    def high(self) -> float:
+        """Its upper end."""
+        return self.mean + self.half
+
+
+def interval(values: Sequence[float], *, of_next: bool = False) -> Interval:
+    """Return the t interval of the mean of ``values``, or of one value more.
+
+    Raises ``ValueError`` for fewer than two values, of which there is none.
+    """
+    n = len(values)
+    if n < 2:
+        raise ValueError(f"an interval needs at least two values, got {n}")
+    factor = math.sqrt(1.0 / n + of_next)
+    half = float(t.ppf((1 + CONFIDENCE) / 2, n - 1)) * stdev(values) * factor
+    return Interval(fmean(values), half)
+
+
+class Row(NamedTuple):
+    """A rule of a setting: what is published, and what its seeds came to."""
+
+    rule: str
+    published: float | None
+    values: tuple[float, ...]
+    lr: float | None
+    seconds: float
+    """Of all its runs, the choice of its rate included."""
+
+
+class Judged(NamedTuple):
+    """A setting with what was found, as ``board.json`` holds it."""
+
+    setting: Setting
+    rows: tuple[Row, ...]
+    best: str
+    """The best baseline, by its mean here."""
+    difference: Interval | None
+    verdict: Verdict
+
+
+def judge(setting: Setting, rows: Sequence[Row]) -> Judged:
+    """Return the verdict on ``rows``, those of the rules that ran with every seed."""
+    if setting.impossible:
+        return Judged(setting, tuple(rows), "", None, "not possible here")
+    sign = -1.0 if setting.figure in FEWER_IS_BETTER else 1.0
+    whole = {row.rule: row for row in rows if len(row.values) == len(setting.seeds)}
+    baselines = [
+        row
+        for name, row in whole.items()
+        if name != setting.ours and not setting.rules[name].reference
+    ]
+    ours = whole.get(setting.ours)
+    if not baselines or (setting.ours and ours is None):
+        return Judged(setting, tuple(rows), "", None, "not run")
+    if ours is None:
+        return Judged(setting, tuple(rows), "", None, _foretold(setting, whole))
+    best = max(baselines, key=lambda row: sign * fmean(row.values))
+    found = interval([a - b for a, b in zip(ours.values, best.values, strict=True)])
+    rivals = [setting.published[row.rule] for row in baselines if row.rule in setting.published]
+    behind = ours.published is not None and any(
+        sign * ours.published < sign * rival for rival in rivals
+    )
+    side = -sign if behind else sign  # where the paper's own numbers have the difference
+    verdict: Verdict = "not"
+    if (found.low if side > 0 else -found.high) > 0:
+        verdict = "reproduced" if _within(ours) else "order only"
+    return Judged(setting, tuple(rows), best.rule, found, verdict)
+
+
+def _within(row: Row) -> bool:
+    """Return whether the published number could be that of one more run."""
+    ahead = interval(row.values, of_next=True)
+    return row.published is not None and ahead.low <= row.published <= ahead.high
+
+
+def _foretold(setting: Setting, whole: Mapping[str, Row]) -> Verdict:
+    """Return the verdict on a benchmark's numbers."""
+    if setting.published.keys() - whole.keys():
+        return "not run"
+    return "reproduced" if all(_within(whole[rule]) for rule in setting.published) else "not"
+
+
+# ---- runs ---------------------------------------------------------------------------------------
+
+
+def placed(setting: Setting, rule: str, name: str, folder: Path, **others: Any) -> RunConfig:
+    """Return the checked config of a run of ``rule`` into ``folder / setting / name``."""
+    one = setting.rules[rule]
+    config = {
+        **setting.config,
+        **one.config,
+        "algorithm": one.algorithm,
+        "params": format_params(dict(one.params)),
+        "output": str(folder / setting.name / name),
+    }
+    return replace(RunConfig.parse(config), **others)
+
+
+def trials(setting: Setting, folder: Path) -> dict[tuple[str, float], RunConfig]:
+    """Return the runs that choose each rule's learning rate."""
+    return {
+        (rule, rate): placed(
+            setting, rule, f"tuning/{rule}-lr{rate:g}", folder,
+            lr=rate, seed=setting.seeds[0], validation=SHARE, stop_at_target=False,
+            fraction_evaluate=0.0,
+        )
+        for rule in setting.rules
+        for rate in setting.rates
+    }  # fmt: skip
+
+
+def chosen(setting: Setting, folder: Path) -> dict[str, float] | None:
+    """Return each rule's learning rate; None as long as a trial is missing."""
+    scores: dict[str, dict[float, float]] = {}
+    for (rule, rate), config in trials(setting, folder).items():
+        if not finished(config):
+            return None
+        scores.setdefault(rule, {})[rate] = score(config)
+    rows = [row for rule, mine in scores.items() for row in tuned(rule, mine)]
+    return {row["algorithm"]: row["lr"] for row in rows if row["chosen"]}
+
+
+def runs(setting: Setting, folder: Path) -> dict[tuple[str, int], RunConfig]:
+    """Return the runs that are compared; none as long as rates are not chosen."""
+    rates = chosen(setting, folder)
+    if rates is None:
+        return {}
+    return {
+        (rule, seed): placed(
+            setting, rule, f"{rule}-seed{seed}", folder, seed=seed,
+            **({"lr": rates[rule]} if rates else {}),
+        )
+        for rule in setting.rules
+        for seed in setting.seeds
+    }  # fmt: skip
+
+
+def run(
+    settings: Sequence[Setting],
+    folder: Path,
+    *,
+    jobs: int = 1,
+    quiet: bool = False,
+    on_done: Callable[[], object] = lambda: None,
+) -> None:
+    """Run what is not finished of the settings, ``jobs`` runs at a time."""
+    for setting in settings:
+        if setting.impossible:
+            continue
+        for phase in (trials, runs):
+            configs = phase(setting, folder).values()
+            if configs:
+                work = {config: partial(run_one, config, quiet=quiet) for config in configs}
+                run_cells(work, jobs=jobs, on_done=on_done)
+
+
+def run_one(config: RunConfig, *, quiet: bool = False) -> None:
+    """Run one; that it diverges is a result."""
+    with diverging_allowed(config):
+        run_in_process(config, quiet=quiet)
+
+
+def found(setting: Setting, folder: Path) -> Judged:
+    """Return the verdict on the runs of a setting that are finished."""
+    made = {} if setting.impossible else runs(setting, folder)
+    tried = {} if setting.impossible else trials(setting, folder)
+    rows = []
+    for rule in setting.rules:
+        mine = [config for (name, _), config in made.items() if name == rule and finished(config)]
+        spent = [config for (name, _), config in tried.items() if name == rule and finished(config)]
+        values = tuple(_value(setting, config) for config in mine)
+        seconds = sum(_summary(config)["seconds"] for config in [*mine, *spent])
+        lr = mine[0].lr if mine else None
+        rows.append(Row(rule, setting.published.get(rule), values, lr, seconds))
+    return judge(setting, rows)
+
+
+def _summary(config: RunConfig) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((Path(config.output) / "summary.json").read_text())
+    return read
+
+
+def _value(setting: Setting, config: RunConfig) -> float:
+    """Return the run's figure; rounds to a target that was not reached count as one more."""
+    if setting.figure == "late_accuracy":
+        tests = [row["test_accuracy"] for row in curve(config) if row["test_accuracy"] is not None]
+        return fmean(tests[-LATE:]) if tests else 0.0
+    value = run_figures(config, _summary(config))[setting.figure]
+    if value is None:
+        return float(setting.horizon + 1) if setting.figure in FEWER_IS_BETTER else 0.0
+    return value
+
+
+# ---- what is written ----------------------------------------------------------------------------
+
+
+def records(board: Sequence[Judged]) -> list[dict[str, Any]]:
+    """Return the board as ``board.json`` holds it: an object per setting and rule."""
+    return [
+        {
+            "setting": each.setting.name,
+            "where": each.setting.where,
+            "figure": each.setting.figure,
+            "rule": row.rule,
+            "published": row.published,
+            "values": list(row.values),
+            "lr": row.lr,
+            "seconds": row.seconds,
+            "best baseline": each.best,
+            "difference": None if each.difference is None else list(each.difference),
+            "verdict": each.verdict,
+        }
+        for each in board
+        for row in each.rows
+    ]
+
+
+def markdown(board: Sequence[Judged], command: str) -> str:
+    """Return a table per setting: published, ours, the interval; and the verdict below it."""
+    return "\n".join(_section(each, command) for each in board)
+
+
+def _section(each: Judged, command: str) -> str:
+    setting = each.setting
+    title = f"### {setting.where}\n"
+    if setting.impossible:
+        return f"{title}\n*Not possible here:* {setting.impossible}.\n"
+    heads = ["rule", "published", "ours", "95 % interval", "lr", "seeds", "core-hours"]
+    rows = []
+    for row in each.rows:
+        name = f"**{row.rule}**" if row.rule == setting.ours else row.rule
+        about = ["-" if row.published is None else _told(setting, row.published)]
+        if row.values:
+            about.append(_told(setting, fmean(row.values)))
+            about.append(_range(setting, row.values))
+            about += [f"{row.lr:g}", str(len(row.values)), f"{row.seconds / 3600:.2f}"]
+        rows.append([name, *about, *["-"] * (len(heads) - 1 - len(about))])
+    verdict = f"Verdict: *{each.verdict}*."
+    if each.difference is not None:
+        low, high = each.difference.low, each.difference.high
+        verdict += (
+            f" {setting.ours} less {each.best}, in pairs: {_plain(setting, each.difference.mean)}"
+            f" [{_plain(setting, low)}, {_plain(setting, high)}]."
+        )
+    run_it = f"`{command} --only {setting.name}`"
+    return f"{title}\n{grid(heads, rows)}\n{verdict} {run_it}\n"
+
+
+def _range(setting: Setting, values: Sequence[float]) -> str:
+    if len(values) < 2:
+        return "-"
+    found = interval(values)
+    return f"[{_plain(setting, found.low)}, {_plain(setting, found.high)}]"
+
+
+def _told(setting: Setting, value: float) -> str:
+    if setting.figure in FEWER_IS_BETTER:
+        return f"> {setting.horizon}" if value > setting.horizon else f"{value:.4g}"
+    return f"{100 * value:.1f} %"
+
+
+def _plain(setting: Setting, value: float) -> str:
+    return f"{value:.1f}" if setting.figure in FEWER_IS_BETTER else f"{100 * value:.1f} %"
+
+
+def shrunk(setting: Setting) -> Setting:
+    """Return the setting with two rounds of two clients, two seeds and a small model.
+
+    That is a test that all of it still runs; what it comes to says nothing.
+    """
+    clients = int(setting.config["clients"])
+    small: dict[str, Any] = {"rounds": 2, "evaluate-every": 2, "epochs": 1}
+    small |= {"model": "logistic", "target": 0.05, "stop-at-target": False}
+    rules = {
+        name: rule._replace(config={k: v for k, v in rule.config.items() if k not in small})
+        for name, rule in setting.rules.items()
+    }
+    small["fraction"] = min(1.0, 2 / clients)
+    config = {**setting.config, **small}
+    return setting._replace(
+        config=config, rules=rules, seeds=setting.seeds[:2], rates=setting.rates[:2]
+    )

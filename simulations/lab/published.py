@@ -1,0 +1,252 @@
+"""What papers publish, and how it is run here: the settings of ``simulations.lab.board``.
+
+Numbers are the papers' own; where a paper leaves something open, the setting's comment says what
+was chosen. Every rule of a setting has the same rates to choose from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fl_strategies import FedADMM, FedBC
+from simulations.lab.board import Rule, Setting
+
+BEYOND = 101.0
+"""More rounds than FedADMM's horizon of 100: "100+" in its tables."""
+
+CENTRALISED = {"clients": 1, "fraction": 1.0, "partition": "iid", "partition-params": ""}
+"""All data at one client, which trains in every round."""
+
+
+def reference(**config: Any) -> Rule:
+    """Return training on all data in one place, for as many epochs as a client has."""
+    return Rule("fedavg", config=CENTRALISED | config, reference=True)
+
+
+# ---- FedADMM: Gong, Li, Freris, ICDE 2022, Table III --------------------------------------------
+
+DRAWN = {"random-epochs": "true"}
+FIXED = {"random-epochs": "false"}
+PENALTY = {"rho": 0.01, "eta": 1.0, "local_start": "client", "tracking": "client"}
+
+
+def fedadmm_rules() -> dict[str, Rule]:
+    """Return the rules of Table III: E is drawn for FedADMM and FedProx and fixed elsewhere."""
+    return {
+        "fedadmm": Rule("fedadmm", PENALTY, DRAWN),
+        "fedadmm-authors": Rule("fedadmm", PENALTY | dict(FedADMM.authors_rule), DRAWN, True),
+        "fedavg": Rule("fedavg", config=FIXED),
+        "fedprox": Rule("fedprox", {"mu": 0.1}, DRAWN),
+        "scaffold": Rule("scaffold", config=FIXED),
+        "centralised": reference(**FIXED),
+    }
+
+
+TABLE_III: dict[tuple[str, int, str], tuple[float, float, float, float]] = {
+    ("mnist", 100, "iid"): (10, 19, 29, 27),
+    ("mnist", 100, "shards"): (33, 77, BEYOND, 76),
+    ("mnist", 1000, "iid"): (8, 61, 78, 61),
+    ("mnist", 1000, "shards"): (13, 73, BEYOND, 84),
+    ("fashion_mnist", 1000, "iid"): (3, 10, 14, 12),
+    ("fashion_mnist", 1000, "shards"): (7, 33, 61, 40),
+    ("cifar10", 1000, "iid"): (7, 24, 32, 37),
+    ("cifar10", 1000, "shards"): (9, 50, 68, BEYOND),
+}
+"""Rounds to the target of FedADMM, FedAvg, FedProx (of the best mu) and SCAFFOLD."""
+
+TARGETS = {"mnist": 0.97, "fashion_mnist": 0.8, "cifar10": 0.45}
+FEW_IMAGES = "7,000 of the 50,000 training images are at hand"
+
+
+def table_iii(model: Mapping[str, str], prefix: str) -> list[Setting]:
+    """Return the settings of Table III with a model per data set."""
+    return [
+        Setting(
+            name=f"{prefix}-{dataset}-{clients}-{partition}",
+            where=f"FedADMM, Table III: {dataset}, {clients} clients, {partition}",
+            figure="rounds_to_target",
+            ours="fedadmm",
+            rules=fedadmm_rules(),
+            published=dict(zip(("fedadmm", "fedavg", "fedprox", "scaffold"), rounds, strict=True)),
+            config={
+                "dataset": dataset,
+                "clients": clients,
+                "partition": partition,
+                "fraction": 0.1,
+                "rounds": 100,
+                "epochs": 5 if clients == 100 else 20,
+                "batch-size": 200 if clients == 100 else {"iid": 0, "shards": 10}[partition],
+                "momentum": 0.0,  # not stated
+                "model": model[dataset],
+                "target": TARGETS[dataset],
+                "stop-at-target": True,
+                "autocast": "bfloat16" if model[dataset].startswith("cnn") else "",
+            },
+            rates=(0.01, 0.1, 0.2, 0.5),
+            impossible=FEW_IMAGES if dataset == "cifar10" else "",
+        )
+        for (dataset, clients, partition), rounds in TABLE_III.items()
+    ]
+
+
+CNN = {"mnist": "cnn1", "fashion_mnist": "cnn1", "cifar10": "cnn2"}
+MLP = {"mnist": "mlp", "fashion_mnist": "mlp", "cifar10": "mlp"}
+
+
+# ---- FedBC: Bedi et al., Table 1 ----------------------------------------------------------------
+
+FEDBC_RULES = ("fedavg", "q-fedavg", "fedprox", "scaffold", "fedbc")
+FEDBC_TABLE_1 = {
+    1: dict(zip(FEDBC_RULES, (0.8361, 0.8712, 0.8623, 0.8384, 0.8783), strict=True)),
+    5: dict(zip(FEDBC_RULES, (0.8342, 0.8676, 0.8559, 0.8295, 0.8748), strict=True)),
+}
+"""Global test accuracy by E."""
+
+
+def fedbc_table_1(data: int, epochs: int) -> Setting:
+    """Return Table 1 for one E on one data set of synthetic(0.5, 0.5) with the authors' sizes.
+
+    mu, alpha, batch size, momentum and rounds are those of the authors' script; q is not stated.
+    """
+    return Setting(
+        name=f"fedbc-E{epochs}-data{data}",
+        where=f"FedBC, Table 1: synthetic(0.5, 0.5) of seed {data}, E = {epochs}",
+        figure="late_accuracy",
+        ours="fedbc",
+        rules={
+            "fedavg": Rule("fedavg"),
+            "fedavg-uniform": Rule("fedavg", {"weights": "uniform"}),
+            "q-fedavg": Rule("q-fedavg", {"q": 0.1}),
+            "fedprox": Rule("fedprox", {"mu": 1.0}),
+            "scaffold": Rule("scaffold", config={"momentum": 0.0}),
+            "fedbc": Rule("fedbc", {"alpha": 1e-3}),
+            "fedbc-authors": Rule("fedbc", {"alpha": 1e-3, **FedBC.authors_rule}, {}, True),
+        },
+        published=FEDBC_TABLE_1[epochs],
+        config={
+            "dataset": "synthetic",
+            "dataset-params": f"sizes=lognormal seed={data}",
+            "clients": 30,
+            "fraction": 1 / 3,
+            "rounds": 50,
+            "batch-size": 20,
+            "momentum": 0.5,
+            "epochs": epochs,
+        },
+        rates=(0.001, 0.01, 0.1, 0.5, 1.0),
+    )
+
+
+# ---- Delta-SGD: Kim et al., Table 1 -------------------------------------------------------------
+
+SOLVERS: dict[str, dict[str, Any]] = {
+    "sgd": {"solver": "sgd", "lr": 0.1, "momentum": 0.0},
+    "sgd-decay": {"solver": "sgd", "lr": 0.1, "momentum": 0.0, "lr-decay": True},
+    "sgdm": {"solver": "sgd", "lr": 0.1, "momentum": 0.9},
+    "sgdm-decay": {"solver": "sgd", "lr": 0.1, "momentum": 0.9, "lr-decay": True},
+    "adam": {"solver": "adam", "lr": 0.001, "momentum": 0.0},
+    "adagrad": {"solver": "adagrad", "lr": 0.01, "momentum": 0.0},
+    "sps": {"solver": "sps", "lr": 1.0, "momentum": 0.0, "solver-params": "c=0.5 growth=0"},
+    "delta-sgd": {
+        "solver": "delta-sgd",
+        "lr": 0.2,
+        "momentum": 0.0,
+        "solver-params": "gamma=2 delta=0.1 theta_0=1",
+    },
+}
+"""One setting for all data, which is the paper's point: its own of Delta-SGD, elsewhere the rates
+of its authors' ``run.sh``, as the paper states grids alone. Its SPS is the uncapped one."""
+
+DELTA_SGD_TABLE_1: dict[tuple[str, float], dict[str, float]] = {
+    key: dict(zip(SOLVERS, accuracies, strict=True))
+    for key, accuracies in {
+        ("mnist", 1): (0.983, 0.978, 0.985, 0.984, 0.947, 0.643, 0.101, 0.984),
+        ("mnist", 0.1): (0.981, 0.980, 0.976, 0.980, 0.964, 0.899, 0.960, 0.981),
+        ("mnist", 0.01): (0.968, 0.972, 0.779, 0.940, 0.808, 0.724, 0.697, 0.975),
+        ("fashion_mnist", 1): (0.865, 0.863, 0.852, 0.872, 0.718, 0.455, 0.859, 0.873),
+        ("fashion_mnist", 0.1): (0.836, 0.847, 0.836, 0.861, 0.804, 0.463, 0.850, 0.864),
+        ("fashion_mnist", 0.01): (0.790, 0.793, 0.757, 0.795, 0.606, 0.459, 0.440, 0.802),
+    }.items()
+}
+
+
+def delta_sgd_table_1(dataset: str, alpha: float, rounds: int, rules: tuple[str, ...]) -> Setting:
+    """Return a column of Table 1 (500 rounds there) for one alpha."""
+    return Setting(
+        name=f"delta-sgd-{dataset}-alpha{alpha:g}",
+        where=f"Delta-SGD, Table 1: {dataset}, alpha = {alpha:g}, {rounds} rounds",
+        figure="final_accuracy",
+        ours="delta-sgd",
+        rules={name: Rule("fedavg", config=SOLVERS[name]) for name in rules},
+        published={name: DELTA_SGD_TABLE_1[dataset, alpha][name] for name in rules},
+        config={
+            "dataset": dataset,
+            "model": "cnn-10-20",
+            "partition": "dirichlet",
+            "partition-params": f"alpha={alpha:g} rows_per_client=500",
+            "clients": 100,
+            "fraction": 0.1,
+            "rounds": rounds,
+            "epochs": 1,
+            "random-epochs": "false",
+            "batch-size": 64,
+            "evaluate-every": 5,
+        },
+    )
+
+
+# ---- NIID-Bench: Li, Diao, Chen, He, ICDE 2022, Table III ---------------------------------------
+
+NIID_BENCH = {
+    "mnist": {"fedavg": 0.989, "fedprox": 0.989, "scaffold": 0.990, "fednova": 0.989},
+    "fashion_mnist": {"fedavg": 0.881, "fedprox": 0.881, "scaffold": 0.884, "fednova": 0.885},
+}
+
+
+def niid_bench(dataset: str) -> Setting:
+    """Return its label skew by Dirichlet(0.5): 10 parties, all of them in each of 50 rounds."""
+    return Setting(
+        name=f"niid-bench-{dataset}",
+        where=f"NIID-Bench, Table III: {dataset}, Dirichlet(0.5)",
+        figure="final_accuracy",
+        ours="",
+        rules={
+            "fedavg": Rule("fedavg", config={"momentum": 0.9}),
+            "fedprox": Rule("fedprox", {"mu": 0.01}, {"momentum": 0.9}),
+            "scaffold": Rule("scaffold", config={"momentum": 0.0}),  # ours takes plain steps alone
+            "fednova": Rule("fednova", config={"momentum": 0.9}),
+            "moon": Rule("moon", {"mu": 1.0}, {"momentum": 0.9}),
+        },
+        published=NIID_BENCH[dataset],
+        config={
+            "dataset": dataset,
+            "model": "cnn-6-16",
+            "partition": "dirichlet",
+            "partition-params": "alpha=0.5",
+            "clients": 10,
+            "fraction": 1.0,
+            "rounds": 50,
+            "epochs": 10,
+            "random-epochs": "false",
+            "batch-size": 64,
+            "lr": 0.01,
+        },
+        seeds=(1, 2, 3),
+    )
+
+
+BOARD: dict[str, list[Setting]] = {
+    "fedadmm": table_iii(CNN, "fedadmm"),
+    "fedadmm-mlp": table_iii(MLP, "fedadmm-mlp"),
+    "fedbc": [fedbc_table_1(data, epochs) for epochs in (1, 5) for data in range(5)],
+    "delta-sgd": [
+        *(
+            delta_sgd_table_1("mnist", a, 500, ("sgdm", "adam", "delta-sgd"))
+            for a in (1, 0.1, 0.01)
+        ),
+        *(delta_sgd_table_1("fashion_mnist", a, 200, tuple(SOLVERS)) for a in (1, 0.1, 0.01)),
+    ],
+    "niid-bench": [niid_bench(dataset) for dataset in NIID_BENCH],
+}
+"""Settings by study."""

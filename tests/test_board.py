@@ -1,0 +1,122 @@
+"""The board's intervals cover what they say, and its verdicts are those of its rule."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from simulations.lab import board
+from simulations.lab.board import Interval, Row, Rule, Setting, interval, judge
+from simulations.lab.published import BOARD
+from simulations.lab.reproduce import main
+
+SETTINGS = [setting for settings in BOARD.values() for setting in settings]
+RULES = {"new": Rule("fedadmm"), "old": Rule("fedavg"), "all": Rule("fedavg", reference=True)}
+ACCURACY = Setting(
+    "one", "A paper, Table 1", "final_accuracy", "new", RULES, {"new": 0.9, "old": 0.8},
+    {"rounds": 100, "clients": 10}, seeds=(1, 2, 3),
+)  # fmt: skip
+ROUNDS = ACCURACY._replace(figure="rounds_to_target", published={"new": 10.0, "old": 20.0})
+BENCHMARK = ACCURACY._replace(ours="")
+
+
+def rows(setting: Setting, new: tuple[float, ...], old: tuple[float, ...]) -> list[Row]:
+    """Rows with a reference that is best of all, which no verdict looks at."""
+    best = 0.0 if setting.figure == "rounds_to_target" else 1.0
+    values = {"new": new, "old": old, "all": (best,) * 3}
+    return [Row(name, setting.published.get(name), v, 0.1, 1.0) for name, v in values.items()]
+
+
+@pytest.mark.parametrize("of_next", [False, True])
+@pytest.mark.parametrize("n", [2, 5])
+def test_intervals_hold_95_of_100_means_and_further_values(n: int, of_next: bool) -> None:
+    rng = np.random.default_rng(n)
+    drawn = rng.normal(3.0, 2.0, (4000, n + 1))
+    found = [interval(list(values[:n]), of_next=of_next) for values in drawn]
+    sought = drawn[:, n] if of_next else np.full(4000, 3.0)
+    held = [one.low <= value <= one.high for one, value in zip(found, sought, strict=True)]
+    assert np.mean(held) == pytest.approx(0.95, abs=4 * np.sqrt(0.95 * 0.05 / 4000))
+
+
+def test_one_value_has_no_interval() -> None:
+    with pytest.raises(ValueError, match="at least two values, got 1"):
+        interval([1.0])
+
+
+@pytest.mark.parametrize(
+    ("setting", "new", "old", "verdict"),
+    [
+        (ACCURACY, (0.89, 0.90, 0.91), (0.80, 0.81, 0.82), "reproduced"),
+        (ACCURACY, (0.70, 0.71, 0.72), (0.60, 0.61, 0.62), "order only"),
+        (ACCURACY, (0.89, 0.90, 0.91), (0.91, 0.90, 0.89), "not"),
+        (ACCURACY, (0.80, 0.81, 0.82), (0.89, 0.90, 0.91), "not"),
+        (ACCURACY, (0.80, 0.95, 0.65), (0.70, 0.85, 0.55), "reproduced"),  # seeds in pairs
+        (ROUNDS, (9.0, 10.0, 11.0), (20.0, 21.0, 22.0), "reproduced"),
+        (ROUNDS, (30.0, 31.0, 32.0), (50.0, 51.0, 52.0), "order only"),
+        (ROUNDS, (20.0, 21.0, 22.0), (9.0, 10.0, 11.0), "not"),
+        (ACCURACY, (0.89, 0.90), (0.80, 0.81, 0.82), "not run"),
+        (ACCURACY, (0.89, 0.90, 0.91), (), "not run"),
+        (BENCHMARK, (0.89, 0.90, 0.91), (0.79, 0.80, 0.81), "reproduced"),
+        (BENCHMARK, (0.89, 0.90, 0.91), (0.89, 0.90, 0.91), "not"),
+        (BENCHMARK, (0.89, 0.90, 0.91), (), "not run"),
+    ],
+)
+def test_a_verdict_follows_from_the_paired_difference_and_the_published_number(
+    setting: Setting, new: tuple[float, ...], old: tuple[float, ...], verdict: str
+) -> None:
+    assert judge(setting, rows(setting, new, old)).verdict == verdict
+
+
+def test_a_paper_whose_rule_is_behind_by_its_own_numbers_is_reproduced_where_it_is_behind() -> None:
+    setting = ACCURACY._replace(published={"new": 0.8, "old": 0.9})
+    behind = rows(setting, (0.79, 0.80, 0.81), (0.89, 0.90, 0.91))
+    assert judge(setting, behind).verdict == "reproduced"
+    ahead = rows(setting, (0.79, 0.80, 0.81), (0.69, 0.70, 0.71))
+    assert judge(setting, ahead).verdict == "not"
+
+
+def test_the_difference_is_that_to_the_best_baseline_in_pairs() -> None:
+    found = judge(ACCURACY, rows(ACCURACY, (0.8, 0.9, 1.0), (0.7, 0.8, 0.9)))
+    assert found.best == "old"
+    assert found.difference is not None
+    assert found.difference == pytest.approx(Interval(0.1, 0.0), abs=1e-12)
+
+
+def test_what_cannot_be_run_says_why() -> None:
+    setting = ACCURACY._replace(impossible="the data are not at hand")
+    found = judge(setting, [])
+    assert found.verdict == "not possible here"
+    assert "the data are not at hand" in board.markdown([found], "command")
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_every_setting_is_one_that_runs(setting: Setting, tmp_path: Path) -> None:
+    assert setting.published.keys() <= setting.rules.keys()
+    assert not setting.ours or setting.ours in setting.published
+    for rule in setting.rules:
+        config = board.placed(setting, rule, rule, tmp_path)
+        assert config.rounds == setting.horizon
+    names = [one.name for one in SETTINGS]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("study", ["fedbc", "delta-sgd"])
+def test_the_shrunk_board_runs_is_written_and_resumes(
+    study: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only = BOARD[study][0].name
+    command = [study, "--quick", "--only", only, "--quiet", "--output", str(tmp_path)]
+    main(command)
+    found = [r for r in json.loads((tmp_path / "board.json").read_text()) if r["setting"] == only]
+    assert [record["rule"] for record in found] == list(BOARD[study][0].rules)
+    assert all(len(record["values"]) == 2 for record in found)
+    assert found[0]["verdict"] in ("reproduced", "order only", "not")
+    text = (tmp_path / "board.md").read_text()
+    assert f"reproduce {study} --quick --only {only}" in text
+    capsys.readouterr()
+    main(command)
+    assert "cells done" not in capsys.readouterr().out
+    assert (tmp_path / "board.md").read_text() == text
