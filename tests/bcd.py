@@ -6,12 +6,9 @@ from typing import Any
 
 import numpy as np
 from laws import RATE, START, local
-from problems import (
-    Quadratic,
-)
+from problems import CLIENT_OF, Quadratic, fields_of
 
 from clients.node.in_process import InProcessGrid
-from clients.node.state import ContextStore, Owner, peek
 from fl_strategies import FedBCD
 
 
@@ -22,14 +19,10 @@ def fedbcd_(**knobs: Any) -> FedBCD:
 def devices(federation: InProcessGrid, acked: dict[int, int]) -> dict[int, dict[str, Any]]:
     """Return, by client, what it keeps as of the reply used last; newcomers have nothing."""
     found = {}
-    for client, context in enumerate(federation.contexts.values()):
-        store = ContextStore(context)
-        about = context.state.config_records.get(store.prefix)
-        if about is not None:
-            owner = Owner(*(str(about[name]) for name in ("algorithm", "model", "run")))
-            _, fields = peek(store, owner, acked.get(client, -1))
-            if fields is not None:
-                found[client] = dict(fields)
+    for node, context in federation.contexts.items():
+        client = CLIENT_OF[node]
+        if fields := fields_of(context, acked.get(client, -1)):
+            found[client] = dict(fields)
     return found
 
 

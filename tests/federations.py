@@ -25,7 +25,7 @@ from problems import (
     to_vector,
 )
 
-from clients.node.in_process import InProcessGrid
+from clients.node.in_process import Fault, InProcessGrid
 from fl_strategies import (
     FederatedStrategy,
     RoundInfo,
@@ -131,24 +131,24 @@ class Strangers(NumPyClient):
         return [w[:4].reshape(2, 2), w[4:]], 7, {}
 
 
-def drop_after_first(share: float) -> Any:
-    """Return the fault of ``drop``, but for the first round."""
+def drop(share: float, *, after: int = 0) -> Fault:
+    """Return a fault that loses this share of the replies to training after so many rounds."""
     rng = np.random.default_rng(7)
 
     def fault(request: Message, reply: Message) -> Message | None:
-        in_first = request.content.config_records.get("config", {}).get("server-round") == 1
-        lost = request.metadata.message_type == "train" and not in_first and rng.random() < share
-        return None if lost else reply
+        number = request.content.config_records.get("config", {}).get("server-round")
+        trained = request.metadata.message_type == "train" and number not in range(1, after + 1)
+        return None if trained and rng.random() < share else reply
 
     return fault
 
 
-def drop(share: float) -> Any:
-    """Return a fault that loses this share of the replies to training."""
-    rng = np.random.default_rng(7)
+def lose(*which: tuple[int, int], masked: bool = False) -> Fault:
+    """Return a fault that loses the replies to training of each (round, client)."""
 
     def fault(request: Message, reply: Message) -> Message | None:
-        lost = request.metadata.message_type == "train" and rng.random() < share
-        return None if lost else reply
+        config = request.content.config_records.get("fitins.config" if masked else "config", {})
+        about = (config.get("server-round"), CLIENT_OF[request.metadata.dst_node_id])
+        return None if request.metadata.message_type == "train" and about in which else reply
 
     return fault

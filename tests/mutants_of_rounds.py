@@ -22,7 +22,7 @@ ROUNDS = [
     ),
     *of(
         "fl_strategies/core/clipping.py",
-        "tests/test_hostile.py",
+        "tests/test_clipping.py",
         {
             "if norm(u) <= bound:": "if norm(u) >= bound:",
             "largest * float(np.linalg.norm(u / largest))": "float(np.linalg.norm(u))",
@@ -59,7 +59,8 @@ ROUNDS = [
     ),
     *of(
         "fl_strategies/core/files.py",
-        "tests/test_state.py tests/test_checkpoints.py",
+        "tests/test_state.py tests/test_checkpoints.py tests/test_checkpoint_folders.py"
+        " tests/test_resuming.py",
         {
             'if metadata["sha256"] != _digest(arrays):': "if not metadata:",
             "            os.replace(temporary, path)\n    finally": (
@@ -70,7 +71,8 @@ ROUNDS = [
     ),
     *of(
         "fl_strategies/core/columns.py",
-        "tests/test_stacks.py tests/test_fedbc.py tests/test_fedpd.py",
+        "tests/test_stacks.py tests/test_fedbc.py tests/test_fedpd.py tests/test_fedpd_rules.py"
+        " tests/test_fedpd_skipping.py",
         {
             "total[..., None] if total.ndim": "total if total.ndim",
             "number.clip(min=low).clip(max=high)": "number.clip(min=low)",
@@ -92,7 +94,7 @@ ROUNDS = [
     ),
     *of(
         "fl_strategies/server/bounds.py",
-        "tests/test_hostile.py",
+        "tests/test_clipping.py",
         {
             "<= self.bound:\n                raise": "<= 10 * self.bound:\n                raise",
             "change = upload.vector - self.reference(upload)": "change = upload.vector",
@@ -111,7 +113,8 @@ ROUNDS = [
     ),
     *of(
         "fl_strategies/server/replies.py",
-        "tests/test_hostile.py tests/test_replies.py tests/test_strategy.py",
+        "tests/test_hostile_replies.py tests/test_odd_replies.py tests/test_replies.py"
+        " tests/test_strategy.py",
         {
             "if client in came:": "if False:",
             "if node not in asked.clients:": "if False:",
@@ -122,7 +125,7 @@ ROUNDS = [
     ),
     *of(
         "fl_strategies/server/checkpoints.py",
-        "tests/test_checkpoints.py",
+        "tests/test_checkpoints.py tests/test_checkpoint_folders.py tests/test_resuming.py",
         {
             "sorted(self._held)[-self.keep :]": "sorted(self._held)[: self.keep]",
             "-value if self.smaller else value": "value",
@@ -132,7 +135,8 @@ ROUNDS = [
     ),
     *of(
         "fl_strategies/server/run.py",
-        "tests/test_checkpoints.py tests/test_strategy.py",
+        "tests/test_checkpoints.py tests/test_checkpoint_folders.py tests/test_resuming.py"
+        " tests/test_strategy.py",
         {
             "self.rounds_before += self.round": "self.rounds_before += 1",
             "elif before != self.id:": "elif False:",
@@ -158,7 +162,8 @@ ROUNDS = [
     ),
     *of(
         "clients/learning/oracle.py",
-        "tests/test_solvers.py tests/test_problem.py tests/test_fedpd.py tests/test_pfedme.py"
+        "tests/test_solvers.py tests/test_problem.py tests/test_fedpd.py"
+        " tests/test_fedpd_rules.py tests/test_fedpd_skipping.py tests/test_pfedme.py"
         " tests/test_per_fedavg.py tests/test_ditto.py tests/test_local.py",
         {
             "self._decayed(new) - before": "self._decayed(new) + before",
@@ -170,7 +175,8 @@ ROUNDS = [
     ),
     *of(
         "clients/base.py",
-        "tests/test_local.py tests/test_bridge.py tests/test_fedadmm.py tests/test_fedpd.py",
+        "tests/test_local.py tests/test_bridge.py tests/test_fedadmm.py tests/test_fedpd.py"
+        " tests/test_fedpd_rules.py tests/test_fedpd_skipping.py",
         {
             "if asked_for != self.algorithm:": "if False:",
             "len(self.rounds(config)) * self.most_steps(config)": "self.most_steps(config)",
@@ -182,7 +188,8 @@ ROUNDS = [
     ),
     *of(
         "clients/keeping.py",
-        "tests/test_state.py tests/test_fedadmm.py tests/test_checkpoints.py",
+        "tests/test_state.py tests/test_fedadmm.py tests/test_checkpoints.py"
+        " tests/test_checkpoint_folders.py tests/test_resuming.py",
         {
             'config.get("acked-round"))[1]': "None)[1]",
             "Kept(nonce=fresh_nonce())": 'Kept(nonce="0")',
@@ -232,7 +239,8 @@ ROUNDS = [
     ),
     *of(
         "clients/node/state.py",
-        "tests/test_state.py tests/test_fedadmm.py tests/test_checkpoints.py",
+        "tests/test_state.py tests/test_fedadmm.py tests/test_checkpoints.py"
+        " tests/test_checkpoint_folders.py tests/test_resuming.py",
         {
             "if acked_round not in rounds:": "if not rounds:",
             "acked_round = rounds[-1]": "acked_round = rounds[0]",

@@ -81,7 +81,8 @@ RULES = [
     ),
     *of(
         "fl_strategies/fedpd.py",
-        "tests/test_fedpd.py tests/test_laws.py -k fedpd",
+        "tests/test_fedpd.py tests/test_fedpd_rules.py tests/test_fedpd_skipping.py"
+        " tests/test_laws.py -k fedpd",
         {
             "slope=state.lam, pull=1.0 / eta": "slope=-state.lam, pull=1.0 / eta",
             "pull=1.0 / eta, centre": "pull=eta, centre",

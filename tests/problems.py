@@ -253,17 +253,31 @@ def grid(
     return InProcessGrid(make_client_app(problems, **options), len(problems), fault=fault)
 
 
+def fields_of(context: Context, acked: int) -> Fields | None:
+    """Return the fields of a client's state as of the reply used last; a newcomer has none."""
+    store = ContextStore(context)
+    about = context.state.config_records.get(store.prefix)
+    if about is None:
+        return None
+    owner = Owner(*(str(about[name]) for name in ("algorithm", "model", "run")))
+    return peek(store, owner, acked)[1]
+
+
 def kept(federation: InProcessGrid, acked: Mapping[int, int]) -> list[Fields]:
     """Return the fields of the state of each client that the server counts on."""
     found = []
-    for client, context in enumerate(federation.contexts.values()):
-        store = ContextStore(context)
-        about = context.state.config_records[store.prefix]
-        owner = Owner(*(str(about[name]) for name in ("algorithm", "model", "run")))
-        _, fields = peek(store, owner, acked.get(client, -1))
+    for node, context in federation.contexts.items():
+        fields = fields_of(context, acked.get(CLIENT_OF[node], -1))
         assert fields is not None
         found.append(fields)
     return found
+
+
+def forget(federation: InProcessGrid, client: int) -> None:
+    """Let a client lose its state."""
+    state = federation.contexts[NODES[client]].state
+    for name in list(state):
+        del state[name]
 
 
 class Softplus:

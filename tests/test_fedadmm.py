@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from federations import drop_after_first
+from federations import drop
 from flwr.app import Array, ArrayRecord
 from laws import RATE, START, local, train
 from problems import (
     DIM,
     NODES,
+    forget,
     grid,
     kept,
     make_client_app,
@@ -81,7 +82,7 @@ def test_theta_is_the_mean_of_w_plus_y_over_rho(rounds: int, rho: Any) -> None:
 
 
 def test_lost_replies_leave_the_invariant_exact() -> None:
-    federation = grid(quadratics(10), fault=drop_after_first(0.3))
+    federation = grid(quadratics(10), fault=drop(0.3, after=1))
     theta, acked = run(full_first(), federation, 50)
     assert invariant_gap(theta, federation, acked) < 1e-11
 
@@ -89,7 +90,7 @@ def test_lost_replies_leave_the_invariant_exact() -> None:
 def test_the_invariant_holds_in_float32_with_mini_batches_and_lost_replies() -> None:
     """Rounding: u has entries below 100, rho = 0.5 doubles those of y, 50 rounds add up."""
     app = make_client_app(quadratics(10), dtype=torch.float32)
-    federation = InProcessGrid(app, 10, fault=drop_after_first(0.3))
+    federation = InProcessGrid(app, 10, fault=drop(0.3, after=1))
     one = full_first(local=local(solver="sgd", **{"batch-size": 3, "random-epochs": True}))
     start = ArrayRecord(
         {k: Array(a.numpy().astype(np.float32)) for k, a in to_record(START).items()}
@@ -99,7 +100,7 @@ def test_the_invariant_holds_in_float32_with_mini_batches_and_lost_replies() -> 
 
 
 def test_without_acknowledgement_lost_replies_break_the_invariant() -> None:
-    federation = grid(quadratics(10), fault=drop_after_first(0.3))
+    federation = grid(quadratics(10), fault=drop(0.3, after=1))
     theta, _ = run(full_first(acknowledge=False), federation, 50)
     newest = {
         client: max(int(key.rsplit("-", 1)[1]) for key in context.state.array_records)
@@ -111,7 +112,7 @@ def test_without_acknowledgement_lost_replies_break_the_invariant() -> None:
 @pytest.mark.slow
 def test_with_lost_replies_it_still_converges_to_the_optimum() -> None:
     problems = quadratics(6)
-    theta, _ = run(full_first(), grid(problems, fault=drop_after_first(0.3)), 600)
+    theta, _ = run(full_first(), grid(problems, fault=drop(0.3, after=1)), 600)
     np.testing.assert_allclose(theta, optimum(problems), atol=1e-6)
 
 
@@ -132,9 +133,7 @@ def test_a_client_whose_state_is_lost_counts_as_a_newcomer() -> None:
     one = full_first(fraction_train=1.0)
     theta, acked = run(one, federation, 3)
     lost = states(federation, acked)[2]
-    context = list(federation.contexts.values())[2]
-    for key in list(context.state):
-        del context.state[key]
+    forget(federation, 2)
     after = to_vector(one.start(federation, to_record(theta), 1).arrays)
     offset = ((lost.w + lost.y / lost.rho) - theta) / 4
     u = [state.w + state.y / state.rho for state in states(federation, one.ledger.acked)]
@@ -145,9 +144,7 @@ def test_refuse_leaves_out_a_client_whose_state_is_lost(caplog: pytest.LogCaptur
     federation = grid(quadratics(4))
     one = full_first(fraction_train=1.0, lost_state="refuse")
     theta, _ = run(one, federation, 3)
-    context = list(federation.contexts.values())[2]
-    for key in list(context.state):
-        del context.state[key]
+    forget(federation, 2)
     result = one.start(federation, to_record(theta), 1)
     assert result.train_metrics_clientapp[1]["clients-rejected"] == 1
     assert (
@@ -173,7 +170,7 @@ def test_a_newcomer_in_a_later_round_starts_from_the_theta_it_receives() -> None
 def test_a_second_start_goes_on_where_the_first_ended() -> None:
     problems = quadratics(6)
     settings = local(solver="sgd", **{"batch-size": 3, "random-epochs": True})
-    at_once, in_two = (grid(problems, fault=drop_after_first(0.3)) for _ in range(2))
+    at_once, in_two = (grid(problems, fault=drop(0.3, after=1)) for _ in range(2))
     whole, acked = run(full_first(local=settings), at_once, 8)
     one = full_first(local=settings)
     first = train(one, in_two, 3)
@@ -297,8 +294,8 @@ def test_state_in_a_directory_gives_the_same_model_as_in_the_context(tmp_path: A
     problems = quadratics(4)
     app = make_client_app(problems, store=lambda c: DirectoryStore(tmp_path, client_id(c)))
     np.testing.assert_array_equal(
-        train(full_first(), InProcessGrid(app, 4, fault=drop_after_first(0.3)), 8),
-        train(full_first(), grid(problems, fault=drop_after_first(0.3)), 8),
+        train(full_first(), InProcessGrid(app, 4, fault=drop(0.3, after=1)), 8),
+        train(full_first(), grid(problems, fault=drop(0.3, after=1)), 8),
     )
 
 

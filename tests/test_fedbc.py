@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from federations import lose
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from laws import RATE, START, local, train
 from problems import (
@@ -18,6 +19,7 @@ from problems import (
     Formula,
     Linear,
     Quadratic,
+    forget,
     grid,
     kept,
     make_client_app,
@@ -59,16 +61,6 @@ def states(federation: InProcessGrid, acked: dict[int, int]) -> list[State]:
         State(x=fields["x"], **{n: fields[n].item() for n in State._fields if n != "x"})
         for fields in kept(federation, acked)
     ]
-
-
-def lost(*rounds: int) -> Any:
-    """Lose every reply to training in these rounds, after the client has done its work."""
-
-    def fault(request: Message, reply: Message) -> Message | None:
-        config = request.content.config_records.get("config", {})
-        return None if config.get("server-round") in rounds else reply
-
-    return fault
 
 
 # ---- the dual step ------------------------------------------------------------------------------
@@ -411,13 +403,8 @@ class Without(FedBC):
 
 def test_lost_replies_leave_the_state_of_a_run_without_them() -> None:
     problems = quadratics(3)
-
-    def fault(request: Message, reply: Message) -> Message | None:
-        config = request.content.config_records.get("config", {})
-        mine = request.metadata.dst_node_id == NODES[1]
-        return None if mine and config.get("server-round") in (3, 4) else reply
-
     knobs = {"alpha": 0.01, "fraction_evaluate": 0.0, "local": local()}
+    fault = lose((3, 1), (4, 1))
     losing, sparing = grid(problems, fault=fault), grid(problems)
     one, other = FedBC(**knobs), Without(**knobs)
     np.testing.assert_array_equal(train(one, losing, 6), train(other, sparing, 6))
@@ -434,12 +421,8 @@ def test_lost_replies_leave_the_state_of_a_run_without_them() -> None:
 def test_the_clock_counts_the_dual_steps_of_clients_whose_replies_are_lost() -> None:
     """Present clients were told of them, and made up for them."""
 
-    def fault(request: Message, reply: Message) -> Message | None:
-        train_it = request.metadata.message_type == "train"
-        return None if train_it and request.metadata.dst_node_id == NODES[1] else reply
-
     one = strategy()
-    train(one, grid(quadratics(3), fault=fault), 2)
+    train(one, grid(quadratics(3), fault=lose((1, 1), (2, 1))), 2)
     assert one.state.clock == 2 * 3
 
 
@@ -450,9 +433,7 @@ def test_a_client_whose_state_is_lost_begins_again_at_z_with_lambda_zero() -> No
     one = strategy(callbacks=[lambda info: seen.update(info.clients)])
     z = train(one, federation, 3)
     assert seen[2]["lambda"] > 0.0
-    context = list(federation.contexts.values())[2]
-    for key in list(context.state):
-        del context.state[key]
+    forget(federation, 2)
     one.start(federation, to_record(z), 1)
     w = z
     for _ in range(4):
@@ -466,9 +447,7 @@ def test_a_lost_state_may_be_refused(caplog: pytest.LogCaptureFixture) -> None:
     federation = grid(quadratics(3))
     one = strategy(lost_state="refuse")
     z = train(one, federation, 2)
-    context = next(iter(federation.contexts.values()))
-    for key in list(context.state):
-        del context.state[key]
+    forget(federation, 0)
     one.start(federation, to_record(z), 1)
     assert "client 0 left out: the state which the server booked for it is lost" in caplog.text
 
@@ -476,7 +455,7 @@ def test_a_lost_state_may_be_refused(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_void_round_takes_no_dual_steps() -> None:
     problems = quadratics(3)
     one = strategy(dual_momentum=0.5)
-    train(one, grid(problems, fault=lost(2, 3)), 4)
+    train(one, grid(problems, fault=lose(*((r, i) for r in (2, 3) for i in range(3)))), 4)
     assert one.state.clock == 2 * 3
 
 

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from bcd import aspg, devices, fedbcd_, sum_of_last_models
-from federations import drop
+from federations import drop, lose
 from flwr.app import Message
 from laws import RATE, START, STEPS, local, train
 from problems import (
     DIM,
     NODES,
     Formula,
+    forget,
     grid,
     make_client_app,
     quadratics,
@@ -36,12 +37,6 @@ from fl_strategies.core.subproblem import Subproblem
 
 def fedbcd_i_(**knobs: Any) -> FedBCDI:
     return FedBCDI(**{"box": None, "fraction_evaluate": 0.0, "local": local(), **knobs})
-
-
-def forget(federation: InProcessGrid, client: int) -> None:
-    context = list(federation.contexts.values())[client]
-    for key in list(context.state):
-        del context.state[key]
 
 
 # ---- the devices' steps -------------------------------------------------------------------------
@@ -363,12 +358,8 @@ def test_who_is_available_is_drawn_anew_in_each_round_and_by_each_cloud_server()
 
 
 def test_a_device_asked_in_vain_was_available_without_contact() -> None:
-    def lost(request: Message, reply: Message) -> Message | None:
-        round_ = request.content.config_records.get("config", {}).get("server-round")
-        return None if request.metadata.dst_node_id == NODES[0] and round_ in (2, 3) else reply
-
     one = fedbcd_i_()
-    train(one, grid(quadratics(3), fault=lost), 3)
+    train(one, grid(quadratics(3), fault=lose((2, 0), (3, 0))), 3)
     assert [one.request(4, i)["offline-rounds"] for i in range(3)] == [3, 1, 1]
 
 

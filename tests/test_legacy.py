@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from federations import Strangers, run_legacy, serve
-from flwr.app import ArrayRecord, Message, MetricRecord
+from federations import Strangers, drop, run_legacy, serve
+from flwr.app import ArrayRecord, MetricRecord
 from flwr.common import Code, Parameters, Status, parameters_to_ndarrays
 from flwr.server import Server, SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
@@ -51,25 +51,16 @@ def test_the_model_is_that_of_the_message_api_to_the_bit(row: Row) -> None:
 
 
 def test_lost_replies_leave_fedadmms_invariant_as_they_do_with_the_message_api() -> None:
-    def lossy() -> Any:
-        rng = np.random.default_rng(5)
-
-        def fault(request: Message, reply: Message) -> Message | None:
-            lost = request.metadata.message_type == "train" and rng.random() < 0.3
-            return None if lost else reply
-
-        return fault
-
     options: dict[str, Any] = {
         "min_available_nodes": CLIENTS,
         "fraction_evaluate": 0.0,
         "local": local(),
     }
     usual = FedADMM(rho=0.5, **options).start(
-        grid(quadratics(CLIENTS), fault=lossy()), to_record(START), 20
+        grid(quadratics(CLIENTS), fault=drop(0.3)), to_record(START), 20
     )
     strategy = FedADMM(rho=0.5, **options)
-    legacy, _ = run_legacy(strategy, 20, on=grid(quadratics(CLIENTS), fault=lossy()))
+    legacy, _ = run_legacy(strategy, 20, on=grid(quadratics(CLIENTS), fault=drop(0.3)))
     lost = [m["clients-lost"] for m in strategy.result.train_metrics_clientapp.values()]
     assert sum(lost) > 5
     np.testing.assert_array_equal(legacy, to_vector(usual.arrays))

@@ -15,8 +15,8 @@ from laws import START, contrast_gradient, contrasted_steps, local, train
 from problems import (
     CLIENT_OF,
     DIM,
-    NODES,
     Linear,
+    forget,
     grid,
     make_client_app,
     oracle_of,
@@ -363,9 +363,7 @@ def test_rounds_with_absent_new_reset_and_unheard_clients_are_those_of_the_equat
     federation = grid(problems, fault=fault)
     one = strategy(fraction_train=0.6)
     half = train(one, federation, 8)
-    state = federation.contexts[NODES[2]].state
-    for key in list(state):
-        del state[key]
+    forget(federation, 2)
     found = to_vector(one.start(federation, to_record(half), 8).arrays)
 
     theta, own = START, {}

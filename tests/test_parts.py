@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, Message
+from federations import lose
+from flwr.app import ArrayRecord, Context
 from laws import START, Row, every_algorithm, local
-from problems import CLIENT_OF, Linear, half_mean_square, quadratics, to_vector
+from problems import Linear, half_mean_square, quadratics, to_vector
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -152,14 +153,10 @@ def test_what_is_not_shared_is_trained_along_and_stays_with_its_client(
     patterns, own = SPLITS[split]
     share = {"share": patterns(net())}
 
-    def lost(request: Message, reply: Message) -> Message | None:
-        number = request.content.config_records.get("config", {}).get("server-round")
-        return None if (number, CLIENT_OF[request.metadata.dst_node_id]) == (2, 1) else reply
-
     def store(context: Context) -> Any:
         return DirectoryStore(tmp_path, client_id(context))
 
-    on = of_one_process(share, store if where == "directory" else ContextStore, fault=lost)
+    on = of_one_process(share, store if where == "directory" else ContextStore, fault=lose((2, 1)))
     model = FlatModel(net(), **share)
     strategy = FedAvg(fraction_evaluate=0.0, local=SETTINGS, **model.layout_options)
     found = strategy.start(on, ArrayRecord(model.state_dict()), 3).arrays

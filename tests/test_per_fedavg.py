@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Message
+from federations import lose
 from laws import RATE, START, local, train
 from problems import (
     DIM,
@@ -134,11 +134,7 @@ def test_a_run_equals_the_pure_rule_on_fresh_mini_batches_whatever_gets_lost(for
     problems = quadratics(3)
     settings = local(solver="sgd", epochs=2, **{"batch-size": 4})
 
-    def lost(request: Message, reply: Message) -> Message | None:
-        server_round = request.content.config_records.get("config", {}).get("server-round")
-        return None if (server_round, request.metadata.dst_node_id) == (2, NODES[0]) else reply
-
-    federation = grid(problems, fault=lost)
+    federation = grid(problems, fault=lose((2, 0)))
     one = strategy(local=settings, meta_gradient=form, node_wait=1e-3)
     theta = train(one, federation, 1)
     absent = federation.contexts.pop(NODES[2])

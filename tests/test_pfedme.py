@@ -7,21 +7,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Message
+from federations import lose
 from laws import RATE, START, local, train
 from problems import (
-    CLIENT_OF,
     DIM,
     NODES,
     Quadratic,
+    forget,
     grid,
+    kept,
     quadratics,
     to_record,
     to_vector,
 )
 
 from clients.node.in_process import InProcessGrid
-from clients.node.state import ContextStore, Owner, peek
 from fl_strategies import PFedMe, pfedme
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.records import Upload
@@ -117,15 +117,7 @@ def test_the_server_moves_by_beta_towards_the_mean_and_beyond() -> None:
 
 def thetas(federation: InProcessGrid, acked: Mapping[int, int]) -> list[np.ndarray]:
     """Return the theta of each client that the server counts on."""
-    found = []
-    for node, context in federation.contexts.items():
-        store = ContextStore(context)
-        about = context.state.config_records[store.prefix]
-        owner = Owner(*(str(about[name]) for name in ("algorithm", "model", "run")))
-        _, fields = peek(store, owner, acked.get(CLIENT_OF[node], -1))
-        assert fields is not None
-        found.append(fields["theta"])
-    return found
+    return [fields["theta"] for fields in kept(federation, acked)]
 
 
 class Twin:
@@ -161,11 +153,7 @@ def test_a_run_equals_the_twin_with_lost_replies_newcomers_and_clients_that_come
     """Round 2: client 0's reply is lost. 3 and 4: client 1 is away. Client 3 is new in round 4."""
     problems = quadratics(4)
 
-    def lost(request: Message, reply: Message) -> Message | None:
-        server_round = request.content.config_records.get("config", {}).get("server-round")
-        return None if (server_round, request.metadata.dst_node_id) == (2, NODES[0]) else reply
-
-    federation = grid(problems, fault=lost)
+    federation = grid(problems, fault=lose((2, 0)))
     one = strategy(local=MINI, inner_steps=3, node_wait=1e-3)
     contexts, twin, w = dict(federation.contexts), Twin(problems), START
     plan = [((0, 1, 2), (0, 1, 2)), ((0, 1, 2), (1, 2)), ((0, 2), (0, 2)),
@@ -184,9 +172,7 @@ def test_a_client_whose_state_is_lost_starts_from_the_common_model_again() -> No
     problems = quadratics(3)
     federation, one, twin = grid(problems), strategy(local=MINI, inner_steps=3), Twin(problems)
     w = train(one, federation, 2)
-    context = federation.contexts[NODES[1]]
-    for key in list(context.state):
-        del context.state[key]
+    forget(federation, 1)
     w = to_vector(one.start(federation, to_record(w), 1).arrays)
     for number in (1, 2):
         twin.round(number, (0, 1, 2))

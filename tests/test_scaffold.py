@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from federations import drop_after_first
+from federations import drop
 from flwr.app import Array, ArrayRecord, Message, RecordDict
 from laws import RATE, START, STEPS, local, train
 from problems import (
@@ -16,6 +16,7 @@ from problems import (
     Formula,
     Linear,
     Quadratic,
+    forget,
     grid,
     half_mean_square,
     kept,
@@ -112,7 +113,7 @@ def test_rounds_are_the_matrix_recursion(knobs: dict[str, Any], share: float) ->
 
 def test_with_lost_replies_it_still_converges_to_the_optimum_and_fedavg_does_not() -> None:
     problems = quadratics(4)
-    found = train(one(fraction_train=0.5), grid(problems, fault=drop_after_first(0.3)), 100)
+    found = train(one(fraction_train=0.5), grid(problems, fault=drop(0.3, after=1)), 100)
     np.testing.assert_allclose(found, optimum(problems), atol=1e-6)
     uniform = FedAvg(weights="uniform", fraction_evaluate=0.0, local=local())
     assert np.abs(train(uniform, grid(problems), 60) - optimum(problems)).max() > 1e-2
@@ -144,7 +145,7 @@ def test_one_full_step_of_all_clients_is_gradient_descent() -> None:
 
 @pytest.mark.parametrize("option", ["I", "II"])
 def test_c_is_the_mean_of_the_clients_c_also_when_replies_are_lost(option: str) -> None:
-    federation = grid(quadratics(6), fault=drop_after_first(0.3))
+    federation = grid(quadratics(6), fault=drop(0.3, after=1))
     strategy = one(option=option, min_train_nodes=6)
     theta = train(strategy, federation, 1)
     strategy.fraction_train, strategy.min_train_nodes = 0.5, 1
@@ -154,7 +155,7 @@ def test_c_is_the_mean_of_the_clients_c_also_when_replies_are_lost(option: str) 
 
 
 def test_without_acknowledgement_lost_replies_make_c_another_than_the_mean() -> None:
-    federation = grid(quadratics(6), fault=drop_after_first(0.3))
+    federation = grid(quadratics(6), fault=drop(0.3, after=1))
     strategy = one(acknowledge=False)
     train(strategy, federation, 25)
     rounds = [
@@ -168,7 +169,7 @@ def test_without_acknowledgement_lost_replies_make_c_another_than_the_mean() -> 
 def test_the_invariant_holds_in_float32_with_mini_batches_and_lost_replies() -> None:
     """Rounding: each change used has entries below 200 and is rounded once, by 2^-24 of itself."""
     app = make_client_app(quadratics(6), dtype=torch.float32)
-    federation = InProcessGrid(app, 6, fault=drop_after_first(0.3))
+    federation = InProcessGrid(app, 6, fault=drop(0.3, after=1))
     settings = local(solver="sgd", **{"batch-size": 3, "random-epochs": True})
     start = {name: Array(a.numpy().astype(np.float32)) for name, a in to_record(START).items()}
     strategy = one(local=settings)
@@ -207,9 +208,7 @@ def test_what_a_lost_state_had_put_into_c_stays_there(policy: str) -> None:
     strategy = one(lost_state=policy)
     theta = train(strategy, federation, 3)
     before = [fields["c"] for fields in kept(federation, strategy.ledger.acked)]
-    context = list(federation.contexts.values())[2]
-    for key in list(context.state):
-        del context.state[key]
+    forget(federation, 2)
     result = strategy.start(federation, to_record(theta), 2)
     rejected = result.train_metrics_clientapp[2]["clients-rejected"]
     assert rejected == (1 if policy == "refuse" else 0)
@@ -220,7 +219,7 @@ def test_what_a_lost_state_had_put_into_c_stays_there(policy: str) -> None:
 
 
 def test_a_second_start_goes_on_where_the_first_ended() -> None:
-    at_once, in_two = (grid(quadratics(5), fault=drop_after_first(0.3)) for _ in range(2))
+    at_once, in_two = (grid(quadratics(5), fault=drop(0.3, after=1)) for _ in range(2))
     whole, strategy = one(fraction_train=0.6), one(fraction_train=0.6)
     expected = train(whole, at_once, 6)
     first = train(strategy, in_two, 2)

@@ -1,0 +1,123 @@
+"""FedPD: exchanges that are skipped cost no message and change no round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, Message
+from laws import START, train
+from pd import VR, same, states, strategy
+from problems import CLIENT_OF, grid, quadratics, to_record, to_vector
+
+from fl_strategies import FedPD, Uploads, fedpd
+from fl_strategies.core.randomness import stream
+
+
+class OneMessageARound(FedPD):
+    """Sends each client its own x0 in every algorithm round, and averages when the coin says so."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.own = dict[int, ArrayRecord]()
+
+    def next_rounds(self, state: fedpd.ServerState) -> range:
+        return range(state.done, state.done + 1)
+
+    def exchanges_in(self, num_rounds: int) -> int:
+        return num_rounds
+
+    def configure_train(self, *args: Any) -> Iterable[Message]:
+        for message in super().configure_train(*args):
+            client = CLIENT_OF[message.metadata.dst_node_id]
+            if client in self.own:
+                message.content["arrays"] = self.own[client]
+            yield message
+
+    def aggregate(self, state: fedpd.ServerState, theta: Any, uploads: Uploads) -> Any:
+        mean, after = super().aggregate(state, theta, uploads)
+        if fedpd.exchanges_after(state.done, p=self.p, seed=self.seed):
+            self.own = {}
+            return mean, after
+        self.own = {upload.client: to_record(upload.vector) for upload in uploads}
+        return theta, after
+
+
+@pytest.mark.parametrize("knobs", [{}, VR], ids=["I", "II"])
+def test_skipped_rounds_inside_one_message_are_those_of_one_message_each(
+    knobs: dict[str, Any],
+) -> None:
+    problems = quadratics(3)
+    one, federation = strategy(p=0.6, seed=3, **knobs), grid(problems)
+    model = train(one, federation, 12)
+    done = one.state.done
+    assert one.state.exchanges < done - 2
+    options = {"eta": 0.5, "fraction_evaluate": 0.0, "local": one.local}
+    twin, apart = OneMessageARound(p=0.6, seed=3, **options, **knobs), grid(problems)
+    np.testing.assert_array_equal(train(twin, apart, done), model)
+    same(states(federation, one.ledger.acked), states(apart, twin.ledger.acked))
+
+
+def test_skipped_rounds_cost_no_message_and_are_reported() -> None:
+    asked: list[int] = []
+
+    def count(request: Message, reply: Message) -> Message:
+        if request.metadata.message_type == "train":
+            asked.append(int(request.content.config_records["config"]["algorithm-rounds"]))
+        return reply
+
+    rounds, problems = 20, quadratics(3)
+    one = strategy(p=0.5, seed=1)
+    result = one.start(grid(problems, fault=count), to_record(START), rounds)
+    coins = [stream(1, "coin", r).random() >= 0.5 for r in range(rounds)]
+    last = max(np.flatnonzero(coins)) + 1
+    assert not coins[-1]  # so that there are rounds after the last exchange
+    assert len(asked) == 3 * sum(coins)
+    assert sum(asked) == 3 * last
+    metrics = result.train_metrics_clientapp
+    assert list(metrics) == list(range(1, sum(coins) + 1))
+    final = metrics[sum(coins)]
+    assert final["exchanges"] == sum(coins)
+    assert final["algorithm-round"] == last
+    saved = sum(float(record["bytes-saved"]) for record in metrics.values())  # type: ignore[arg-type]
+    model = sum(len(array.data) for array in to_record(START).values())
+    assert saved == 2 * 3 * model * (last - sum(coins))
+
+
+def test_about_one_minus_p_of_the_rounds_exchange() -> None:
+    for p in (0.0, 0.25, 0.9):
+        share = np.mean([fedpd.exchanges_after(r, p=p, seed=5) for r in range(4000)])
+        assert abs(share - (1 - p)) <= 4 * np.sqrt(p * (1 - p) / 4000)
+
+
+def test_the_coins_follow_the_seed() -> None:
+    def coins(seed: int) -> list[bool]:
+        return [fedpd.exchanges_after(r, p=0.5, seed=seed) for r in range(40)]
+
+    assert coins(1) == coins(1) != coins(2)
+
+
+def test_starts_of_one_round_each_come_to_every_exchange() -> None:
+    problems, short, whole = quadratics(3), strategy(p=0.5), strategy(p=0.5)
+    federation, arrays = grid(problems), to_record(START)
+    for _ in range(12):
+        arrays = short.start(federation, arrays, 1).arrays
+    np.testing.assert_array_equal(to_vector(arrays), train(whole, grid(problems), 12))
+    assert short.state.exchanges == whole.state.exchanges > 3
+
+
+def test_a_second_start_goes_on_with_the_rounds_that_were_left() -> None:
+    problems = quadratics(3)
+    at_once, in_two = strategy(p=0.5, seed=1), strategy(p=0.5, seed=1)
+    model = train(at_once, grid(problems), 20)
+    federation = grid(problems)
+    half = in_two.start(federation, to_record(START), 7).arrays
+    found = in_two.start(federation, half, 13).arrays
+    np.testing.assert_array_equal(to_vector(found), model)
+
+
+def test_a_run_without_any_exchange_leaves_the_model_as_it_was() -> None:
+    seed = next(s for s in range(99) if not fedpd.exchanges_after(0, p=0.9, seed=s))
+    np.testing.assert_array_equal(train(strategy(p=0.9, seed=seed), grid(quadratics(2)), 1), START)

@@ -1,0 +1,175 @@
+"""Callbacks, a second start and a run of the command line resume with their run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import ArrayRecord, Message, MetricRecord
+from laws import START, TABLE
+from problems import to_record
+from resumed import FEDADMM, federation, interrupted, loss, outcome, run, stop_at, strategy
+
+from fl_strategies import BestModel, Checkpoints, EarlyStop, History, RoundInfo
+from simulations.config import RunConfig
+from simulations.experiment import run_in_process
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) | {"seconds": 0} for line in path.read_text().splitlines()]
+
+
+# ---- what goes on beside ----------------------------------------------------------------------
+
+
+def test_a_second_start_that_was_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    row = next(row for row in TABLE if row.name == "fedpd")
+    found = []
+    for folder, cut in ((tmp_path / "whole", None), (tmp_path / "parts", 7)):
+        one = strategy(row, folder)
+        first = run(one, folder, 9, resume=False)
+        if cut is not None:
+            one.callbacks = (stop_at(cut),)
+        on = federation(folder)
+        try:
+            found.append(one.start(on, first.arrays, 20, evaluate_fn=loss))
+        except KeyboardInterrupt:
+            again = strategy(row, folder)
+            found.append(again.start(on, to_record(START), 20, evaluate_fn=loss, resume=True))
+    assert outcome(found[0]) == outcome(found[1])
+
+
+def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
+    done = run(strategy(FEDADMM, tmp_path), tmp_path, 4)
+
+    def fault(request: Message, reply: Message) -> Message | None:
+        raise AssertionError("a client was asked")
+
+    assert outcome(run(strategy(FEDADMM, tmp_path), tmp_path, 4, fault=fault)) == outcome(done)
+
+
+def test_a_run_that_a_callback_ended_stays_ended(tmp_path: Path) -> None:
+    stop = EarlyStop("test-loss", target=1e9, smaller=True)
+    done = run(strategy(FEDADMM, tmp_path, callbacks=[stop]), tmp_path, 9)
+    assert len(done.train_metrics_clientapp) == 1
+    again = run(strategy(FEDADMM, tmp_path), tmp_path, 9)
+    assert outcome(again) == outcome(done)
+
+
+def test_history_best_model_and_early_stop_go_on(tmp_path: Path) -> None:
+    def callbacks(folder: Path) -> list[Any]:
+        return [
+            History(folder / "history.jsonl"),
+            BestModel(folder / "best", "test-loss", smaller=True),
+            EarlyStop("loss-that-rises", patience=11),
+        ]
+
+    def rising(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        return MetricRecord({**loss(0, arrays), "loss-that-rises": -float(server_round)})
+
+    found = []
+    for folder, cut in ((tmp_path / "whole", None), (tmp_path / "parts", 8)):
+        folder.mkdir()
+        one = strategy(FEDADMM, folder, callbacks=callbacks(folder), checkpoints={"every": 3})
+        if cut is not None:
+            interrupted(one, folder, cut, evaluate_fn=rising)
+            assert len((folder / "history.jsonl").read_text().splitlines()) == cut
+            one = strategy(FEDADMM, folder, callbacks=callbacks(folder), checkpoints={"every": 3})
+        result = run(one, folder, evaluate_fn=rising)
+        assert len(result.train_metrics_clientapp) == 12
+        best = one.callbacks[1]
+        rows = lines_of(folder / "history.jsonl")
+        found.append((rows, best.best, best.best_round, (folder / "best").read_bytes()))
+    assert found[0] == found[1]
+
+
+# ---- a round's callbacks and its checkpoint ----------------------------------------------------
+
+
+class Seen:
+    """Notes down the rounds that it sees, over all lives of a run; raises once, after one."""
+
+    def __init__(self, seen: list[int], fails: int = 0, error: Exception | None = None) -> None:
+        self.seen, self.fails, self.error = seen, fails, error
+
+    def __call__(self, info: RoundInfo) -> None:
+        self.seen.append(info.server_round)
+        if self.error is not None and info.server_round == self.fails:
+            raise self.error
+
+
+@pytest.mark.parametrize("fails", [1, 4, 5, 8])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_round_whose_callback_raises_has_its_checkpoint_and_is_seen_once_by_all(
+    fails: int, place: int, tmp_path: Path
+) -> None:
+    """Whatever ``every`` is. The run goes on, to the same end, with the next round."""
+    whole = run(strategy(FEDADMM, tmp_path / "whole"), tmp_path / "whole", 8)
+    error, seen = ConnectionError("the tracker is away"), [list[int](), list[int]()]
+
+    def callbacks(error: Exception | None) -> list[Any]:
+        failing = [Seen(rows, fails, error if n == place else None) for n, rows in enumerate(seen)]
+        return [*failing, History(tmp_path / "history.jsonl")]
+
+    with pytest.raises(ConnectionError) as raised:
+        run(strategy(FEDADMM, tmp_path, callbacks=callbacks(error)), tmp_path, 8)
+    assert raised.value is error
+    assert raised.value.__context__ is None
+    assert Checkpoints(tmp_path / "checkpoints").rounds()[-1] == fails
+    found = run(strategy(FEDADMM, tmp_path, callbacks=callbacks(None)), tmp_path, 8)
+    assert outcome(found) == outcome(whole)
+    assert seen == [list(range(1, 9))] * 2
+    assert [row["round"] for row in lines_of(tmp_path / "history.jsonl")] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_of_several_errors_the_first_is_raised_and_a_stop_is_not_forgotten(
+    stops: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors = [KeyError("metric"), OSError("disk\x1b[2J")]
+    callbacks = [lambda _: stops, *(Seen([], 1, error) for error in errors)]
+    with pytest.raises(KeyError, match="metric"):
+        run(strategy(FEDADMM, tmp_path, callbacks=callbacks), tmp_path, 3)
+    assert r"another callback raised OSError: disk\x1b[2J" in caplog.text
+    again = run(strategy(FEDADMM, tmp_path), tmp_path, 3)
+    assert len(again.train_metrics_clientapp) == (1 if stops else 3)
+
+
+# ---- the command line ---------------------------------------------------------------------------
+
+
+def test_a_run_of_the_command_line_goes_on(tmp_path: Path) -> None:
+    """Settings that matter must be the same; more rounds may be asked for."""
+
+    def config(folder: str, **others: Any) -> RunConfig:
+        keys = {"clients": 5, "rounds": 6, "checkpoint-every": 2, "seed": 2, "resume": True}
+        lies = {"output": str(tmp_path / folder), "state-dir": str(tmp_path / folder / "states")}
+        return RunConfig.parse(keys | lies | others)
+
+    whole = run_in_process(config("whole"))
+    with pytest.raises(KeyboardInterrupt):
+        run_in_process(config("parts"), [stop_at(5)])
+    with pytest.raises(ValueError, match=r"resumed with other settings: lr was .*, is 0.01"):
+        run_in_process(config("parts", lr=0.01))
+    run_in_process(config("parts", rounds=5))
+    summary = run_in_process(config("parts"))
+    assert replace(summary, seconds=0) == replace(whole, seconds=0)
+    for name in ("history.jsonl", "clients.jsonl"):
+        assert lines_of(tmp_path / "parts" / name) == lines_of(tmp_path / "whole" / name)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"resume": True}, "resume needs checkpoint-every > 0, and output"),
+        ({"checkpoint-every": 2}, "checkpoint-every needs state-dir: clients of fedadmm keep"),
+        ({"checkpoint-every": -1}, "checkpoint_every must be >= 0, got -1"),
+        ({"checkpoint-keep": 0}, "checkpoint_keep must be >= 1, got 0"),
+    ],
+)
+def test_run_configs_that_could_not_resume_are_refused(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        RunConfig.parse(keys)
