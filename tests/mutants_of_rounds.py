@@ -116,11 +116,31 @@ ROUNDS = [
         "tests/test_hostile_replies.py tests/test_odd_replies.py tests/test_replies.py"
         " tests/test_strategy.py",
         {
-            "if client in came:": "if False:",
-            "if node not in asked.clients:": "if False:",
-            "if not answers(message, asked.requests.get(node)):": "if False:",
+            "elif client in came:": "elif False:",
+            "if node not in asked.by_node:": "if False:",
+            "if answers(message, request.about)]": "]",
             "if used or not unusable:": "if used:",
             "c if c.isprintable() else": "c if c else",
+        },
+    ),
+    *of(
+        "fl_strategies/server/hosting.py",
+        "tests/test_hosts.py",
+        {
+            "MOST_BYTES // max(size, 1)": "MOST_CLIENTS",
+            "type(v) is int and v >= 0": "type(v) is int",
+            "len(stack) != len(clients)": "False",
+            "twice = {*failures} & {*numbers, *words, *slices}": "twice = {*()}",
+        },
+    ),
+    *of(
+        "fl_strategies/server/nodes.py",
+        "tests/test_hosts.py tests/test_strategy.py",
+        {
+            "if client < self.population or client in self._node_of:": "if False:",
+            "population != self.population": "False",
+            "len({*ids}) < len(ids)": "False",
+            "self._waiting.pop(node, None)": "pass",
         },
     ),
     *of(

@@ -228,6 +228,7 @@ def make_client_app(
     dtype: torch.dtype = torch.float64,
     mods: list[Mod] | None = None,
     place: Callable[[Context], int] = id_of,
+    hosts: Any = None,
 ) -> ClientApp:
     """Return a ClientApp whose client has problem ``place(context)``, to train and to evaluate.
 
@@ -243,7 +244,7 @@ def make_client_app(
             mine, client_id=id_of(context), test=mine, store=store(context), training=training
         )
 
-    return client_app(client_fn, mods)
+    return client_app(client_fn, mods, hosts=hosts)
 
 
 def grid(

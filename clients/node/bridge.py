@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import io
 import sys
 from collections.abc import Callable, Mapping
 from logging import DEBUG, ERROR
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from flwr.app import (
-    Array,
     ArrayRecord,
     ConfigRecord,
     Context,
@@ -24,12 +19,19 @@ from flwr.app import (
 )
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod
+from flwr.clientapp.mod import (
+    LocalDpMod,
+    adaptiveclipping_mod,
+    fixedclipping_mod,
+)
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from flwr.common import log
-from flwr.common.constant import ErrorCode, SType
+from flwr.common.constant import ErrorCode
 
+from clients.node.host import Host, Hosts
+from clients.node.records import check_names, divided, encoded
 from fl_strategies.core.reasons import of_exception
+from fl_strategies.server.hosting import is_hosted
 from fl_strategies.server.wire import decode
 
 ClientFn = Callable[[Context], NumPyClient]
@@ -42,7 +44,12 @@ def client_id(context: Context) -> int:
     return int(context.node_config.get("partition-id", context.node_id))
 
 
-def client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> ClientApp:
+def client_app(
+    client_fn: ClientFn,
+    mods: list[Mod] | None = None,
+    *,
+    hosts: Hosts | Callable[[Context], Hosts] = None,
+) -> ClientApp:
     """Return a ClientApp that answers train, evaluate and query messages by a NumPyClient.
 
     Parameters
@@ -52,25 +59,43 @@ def client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> ClientApp:
     mods : list, optional
         Flower mods around train and evaluate. Those that clip or add noise work on training alone,
         as Flower documents them.
+    hosts : sequence of int, int, or function of the context that returns one, optional
+        What makes the node a host (:mod:`clients.node.host`). The ids of its clients: a hospital
+        group, a gateway with several data owners. Or a number N: any of the clients 0, ..., N - 1,
+        where the strategy has this ``shared_population``, and all hosts reach all states
+        (``DirectoryStore``). None, also as what the function returns: the node is one client.
+        ``client_fn`` gets a context of the client: its id as ``partition-id``, a state of its own.
 
     Strings and bytes among a client's metrics travel in a ConfigRecord, numbers in the MetricRecord
     (``num-examples`` added; ``evaluate``'s loss as ``eval-loss``). A query is answered with
-    ``client-id`` and ``num-partitions``. The same app also answers a legacy ``Server``.
+    ``client-id`` and ``num-partitions``. The same app also answers a legacy ``Server``; a host does
+    not, and mods that clip, add noise or mask are refused on one, whose messages are about several
+    clients.
 
     An exception is answered with Flower's error for it, whose reason is one line, the innermost
     exception first; ``FLWR_LOG_LEVEL=DEBUG`` has the client's own log show the traceback.
     """
-    return _BridgedApp(client_fn, mods)
+    return _BridgedApp(client_fn, mods, hosts)
 
 
 class _BridgedApp(ClientApp):
-    def __init__(self, client_fn: ClientFn, mods: list[Mod] | None) -> None:
+    def __init__(
+        self,
+        client_fn: ClientFn,
+        mods: list[Mod] | None,
+        hosts: Hosts | Callable[[Context], Hosts],
+    ) -> None:
         super().__init__()
+        self._client_fn, self._hosts = client_fn, hosts
+        own = [mod for mod in mods or [] if _changes_uploads(mod) or _masks(mod)]
+        self._one_each = [getattr(mod, "__name__", type(mod).__name__) for mod in own]
         mods = [_for_training(mod) if _changes_uploads(mod) else mod for mod in mods or []]
         self._legacy = ClientApp(lambda context: client_fn(context).to_client(), mods)
 
         @self.train(mods=mods)
         def train(message: Message, context: Context) -> Message:
+            if host := self._host(context):
+                return Message(host.train(message, context), reply_to=message)
             client = client_fn(context)
             names, arrays, config = _request(message, client)
             trained, examples, metrics = client.fit(arrays, config)
@@ -81,6 +106,8 @@ class _BridgedApp(ClientApp):
 
         @self.evaluate(mods=mods)
         def evaluate(message: Message, context: Context) -> Message:
+            if host := self._host(context):
+                return Message(host.evaluate(message, context), reply_to=message)
             client = client_fn(context)
             _, arrays, config = _request(message, client)
             loss, examples, metrics = client.evaluate(arrays, config)
@@ -88,10 +115,9 @@ class _BridgedApp(ClientApp):
 
         @self.query()
         def query(message: Message, context: Context) -> Message:
-            about: dict[str, Any] = {
-                "client-id": client_id(context),
-                "num-partitions": int(context.node_config.get("num-partitions", 0)),
-            }
+            host = self._host(context)
+            about: dict[str, Any] = host.about if host else {"client-id": client_id(context)}
+            about["num-partitions"] = int(context.node_config.get("num-partitions", 0))
             return Message(RecordDict({CLIENT: ConfigRecord(about)}), reply_to=message)
 
     def __call__(self, message: Message, context: Context) -> Message:
@@ -101,6 +127,7 @@ class _BridgedApp(ClientApp):
             and any(key.startswith(("fitins.", "evaluateins.")) for key in message.content)
         )
         try:
+            self._check_host(message, context, legacy=legacy)
             return self._legacy(message, context) if legacy else super().__call__(message, context)
         except Exception as error:
             reason = of_exception(error)
@@ -108,6 +135,31 @@ class _BridgedApp(ClientApp):
                 log(ERROR, "client %d failed: %s", client_id(context), reason)
             log(DEBUG, "client %d failed", client_id(context), exc_info=error)
             return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+
+    def _host(self, context: Context) -> Host | None:
+        """Return what answers for the node's clients; None where it is one client."""
+        hosts = self._hosts(context) if callable(self._hosts) else self._hosts
+        return None if hosts is None else Host(self._client_fn, hosts)
+
+    def _check_host(self, message: Message, context: Context, *, legacy: bool) -> None:
+        """Raise ``ValueError`` where one message per client meets a node of several."""
+        host = self._host(context)
+        if host is None:
+            if message.has_content() and is_hosted(message.content):
+                raise ValueError("the request is about several clients, and this node is one")
+            return
+        if self._one_each:
+            raise ValueError(
+                f"{self._one_each} change one client's upload, and this node hosts several, whose"
+                " uploads travel in one message: give each client a node of its own"
+            )
+        trains = message.metadata.message_type in (MessageType.TRAIN, MessageType.EVALUATE)
+        if legacy or (trains and not is_hosted(message.content)):
+            raise ValueError(
+                "this node hosts several clients, and the request is about one, as those of a"
+                " legacy server and of Flower's own strategies: give each client a node of its own,"
+                " or use a strategy of fl_strategies"
+            )
 
 
 def _on_ray() -> bool:
@@ -118,6 +170,10 @@ def _on_ray() -> bool:
 
 def _changes_uploads(mod: Mod) -> bool:
     return mod in (fixedclipping_mod, adaptiveclipping_mod) or isinstance(mod, LocalDpMod)
+
+
+def _masks(mod: Mod) -> bool:
+    return getattr(mod, "__name__", "").startswith("secagg")
 
 
 def _for_training(mod: Mod) -> Mod:
@@ -147,39 +203,14 @@ def _request(message: Message, client: NumPyClient) -> tuple[list[str], list[Any
         )
     record = next(iter(content.array_records.values()))
     config = dict(next(iter(content.config_records.values()), {}))
-    expected = getattr(client, "array_names", list(record))
-    if list(record)[: len(expected)] != expected:
-        raise ValueError(
-            f"the client's model shares arrays {expected}, {list(record)} were received: begin with"
-            " ArrayRecord(model.state_dict()) of a FlatModel like the clients'"
-        )
+    check_names(client, list(record))
     return list(record), [decode(array) for array in record.values()], config
-
-
-def encoded(array: npt.ArrayLike) -> Array:
-    """Return ``array`` as Flower's record of it."""
-    values = np.asarray(array, order="C")
-    data = b"".join((_header(values.dtype.str, values.shape), values.data))
-    return Array(str(values.dtype), values.shape, SType.NUMPY, data)
-
-
-@functools.lru_cache(maxsize=256)
-def _header(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Return what stands before the values in NumPy's format; every round has the same few."""
-    file = io.BytesIO()
-    about = {"descr": dtype, "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(file, about)
-    return file.getvalue()
 
 
 def _reply(
     message: Message, examples: int, metrics: Mapping[str, Any], arrays: ArrayRecord | None = None
 ) -> Message:
-    numbers: dict[str, Any] = {"num-examples": examples}
-    words: dict[str, Any] = {}
-    for name, value in metrics.items():
-        plain = value.item() if isinstance(value, np.generic) else value
-        (words if isinstance(plain, str | bytes | bool) else numbers)[name] = plain
+    numbers, words = divided(examples, metrics)
     content = RecordDict({METRICS: MetricRecord(numbers)})
     if arrays is not None:
         content[ARRAYS] = arrays

@@ -22,6 +22,7 @@ from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
+from clients.node.host import HostContext
 from fl_strategies.core.hyperparameters import Scalar
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.reasons import of_exception
@@ -48,9 +49,12 @@ class InProcessGrid(Grid):
     ----------
     client_app : ClientApp
     num_clients : int >= 1
-        Node ``node_ids(num_clients)[i]`` has ``partition-id`` i and ``num-partitions`` as its node
-        config. Like Flower's, these ids are random 64-bit numbers, half of them above 2^63; unlike
-        Flower's they are the same in every run.
+    hosts : int >= 0 (default 0)
+        Nodes that the app makes hosts of clients (``client_app(..., hosts=...)``); 0: each client
+        has a node of its own. Node ``node_ids(...)[i]`` has ``partition-id`` i and
+        ``num-partitions``, the number of nodes, as its node config. Like Flower's, these ids are
+        random 64-bit numbers, half of them above 2^63; unlike Flower's they are the same in every
+        run.
     run_config : dict, optional
         What the apps find in ``context.run_config``.
     fault : callable, optional
@@ -66,6 +70,7 @@ class InProcessGrid(Grid):
         client_app: ClientApp,
         num_clients: int,
         *,
+        hosts: int = 0,
         run_config: dict[str, Scalar] | None = None,
         fault: Fault | None = None,
         state_memory: int = STATE_MEMORY,
@@ -80,16 +85,34 @@ class InProcessGrid(Grid):
         self._run: Any = None
         self._replies: dict[str, Message] = {}
         self._message_ids = itertools.count(1)
+        self._num_clients, self._run_config = num_clients, dict(run_config or {})
+        self.clients: dict[int, Context] = {}
+        """By id, the contexts of hosted clients that were asked."""
+        nodes = hosts or num_clients
         self.contexts = {
-            node: Context(
-                run_id=1,
-                node_id=node,
-                node_config={"partition-id": i, "num-partitions": num_clients},
-                state=RecordDict(),
-                run_config=dict(run_config or {}),
-            )
-            for i, node in enumerate(node_ids(num_clients))
+            node: self._context(HostContext if hosts else Context, node, i, nodes)
+            for i, node in enumerate(node_ids(nodes))
         }
+
+    def _context(self, kind: type[Context], node: int, place: int, of: int) -> Context:
+        """Return the context of a node, or of a client, that is number ``place`` of ``of``."""
+        context = kind(
+            run_id=1,
+            node_id=node,
+            node_config={"partition-id": place, "num-partitions": of},
+            state=RecordDict(),
+            run_config=dict(self._run_config),
+        )
+        if isinstance(context, HostContext):
+            context.fetch, context.keep = self._fetch, self._states.keep
+        return context
+
+    def _fetch(self, client: int) -> Context:
+        """Return the context of a hosted client, which its first request makes."""
+        if client not in self.clients:
+            self.clients[client] = self._context(Context, client, client, self._num_clients)
+        self._states.fetch(self.clients[client])
+        return self.clients[client]
 
     def set_run(self, run: Any) -> None:
         """Set the run that this grid serves."""
@@ -120,6 +143,7 @@ class InProcessGrid(Grid):
         ids = []
         for message in messages:
             message_id = str(next(self._message_ids))
+            message.metadata.__dict__["_message_id"] = message_id  # as Flower's grids do
             ids.append(message_id)
             reply = self.answer(message)
             if reply is not None:
@@ -155,21 +179,16 @@ class _States:
     """The states of clients that do not work: in memory up to ``limit`` bytes, else in a file."""
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit
+        self.limit, self.in_memory = limit, 0
         self._kept: dict[int, int] = {}
         self._file: IO[bytes] | None = None
         self._stored: dict[int, int] = {}
         self._rooms: dict[int, tuple[int, int]] = {}
         self._end = 0
 
-    @property
-    def in_memory(self) -> int:
-        """Bytes of the states in memory."""
-        return sum(self._kept.values())
-
     def fetch(self, context: Context) -> None:
         """Give the client its state back, before it works."""
-        self._kept.pop(context.node_id, None)
+        self.in_memory -= self._kept.pop(context.node_id, 0)
         length = self._stored.pop(context.node_id, None)
         if length is not None:
             assert self._file is not None
@@ -182,6 +201,7 @@ class _States:
         size = _bytes(context.state)
         if self.in_memory + size <= self.limit:
             self._kept[context.node_id] = size
+            self.in_memory += size
         else:
             self._store(context)
 

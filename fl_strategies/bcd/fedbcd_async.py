@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,15 +48,16 @@ from fl_strategies.core.hyperparameters import choice, flag, number
 from fl_strategies.core.records import BadReply, Uploads
 from fl_strategies.core.vectors import Vector
 from fl_strategies.server.algorithm import Card
-from fl_strategies.server.replies import content_as, gone, sender
+from fl_strategies.server.replies import content_as, contents, gone, sender
 from fl_strategies.server.wire import decode
 
 if TYPE_CHECKING:
-    from flwr.app import ArrayRecord, ConfigRecord, Message, Metadata, RecordDict
+    from flwr.app import ArrayRecord, ConfigRecord, Message
     from flwr.serverapp import Grid
 
     from fl_strategies.core.layout import Arrays
-    from fl_strategies.server.replies import Asked
+    from fl_strategies.server.replies import Asked, Request
+    from fl_strategies.server.wire import Content
 
 PAUSE = 0.5
 """Seconds between two looks for replies, while none come."""
@@ -78,12 +80,10 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Request:
-    """A message on its way: to which node, as which client, in which round, of which cloud."""
+class Late:
+    """A request on its way: in which round, of which cloud."""
 
-    about: Metadata
-    node: int
-    client: int
+    request: Request
     server_round: int
     cloud: int
 
@@ -153,7 +153,7 @@ class FedBCDAsync(BookedStrategy):
         if self.rigorous and self.order == "arrival":
             raise ValueError('rigorous needs order="virtual", got order="arrival"')
         self._phases: dict[int, Phase] = {}
-        self.underway: dict[str, Request] = {}
+        self.underway: dict[str, Late] = {}
         self._ready: list[int] = []
         self._alone: list[int] = []
         self._mixing: dict[int, Phase] = {}
@@ -225,7 +225,7 @@ class FedBCDAsync(BookedStrategy):
         nodes = self.nodes.wait(grid, max(self.min_available_nodes, self.min_train_nodes))
         self.state = self.meet(self.state, nodes)
         unfinished = dict(self.state.unfinished)
-        busy = {request.client for request in self.underway.values()}
+        busy = {client for late in self.underway.values() for client in late.request.clients}
         free = {client: node for client, node in nodes.items() if client not in busy}
         requests: list[Message] = []
         for n in range(self.servers):
@@ -262,9 +262,9 @@ class FedBCDAsync(BookedStrategy):
         phases = list(self._mixing.values())
         self._asked = replace(
             self._asked,
-            clients={k: v for phase in phases for k, v in phase.asked.clients.items()},
+            clients=[client for phase in phases for client in phase.asked.clients],
             rounds={k: v for phase in phases for k, v in phase.asked.rounds.items()},
-            requests={k: v for phase in phases for k, v in phase.asked.requests.items()},
+            requests=[request for phase in phases for request in phase.asked.requests],
             bytes_down=sum(phase.asked.bytes_down for phase in phases),
             started=min((phase.asked.started for phase in phases), default=time.monotonic()),
         )
@@ -287,8 +287,7 @@ class FedBCDAsync(BookedStrategy):
 
     def ended(self, state: ServerState, uploads: Uploads) -> ServerState:
         at_work = {
-            n: (p.server_round, list(p.asked.clients.values()), p.buffers)
-            for n, p in self._phases.items()
+            n: (p.server_round, list(p.asked.clients), p.buffers) for n, p in self._phases.items()
         }
         begun = {**at_work, **self._mixing}
         # what nobody is here to go on with stays unfinished
@@ -312,54 +311,48 @@ class FedBCDAsync(BookedStrategy):
         new = {n: phase for n, phase in self._phases.items() if phase.end is None}
         for reply in replies:
             node = reply.metadata.src_node_id
-            asked = [
-                phase
-                for phase in new.values()
-                if node in phase.asked.clients or gone(reply, phase.asked) is not None
-            ]
-            for phase in asked or list(new.values())[:1]:  # a stray one is logged with any
+            asked = [phase for phase in new.values() if _is_of(reply, phase.asked)]
+            asked = asked or [phase for phase in new.values() if node in phase.asked.by_node]
+            for phase in (asked or list(new.values()))[:1]:  # a stray one is logged with any
                 phase.replies.append(reply)
         for n, phase in new.items():
-            clients = phase.asked.clients.values()
-            took = self.duration(phase.server_round, clients, self._work(phase))
+            took = self.duration(phase.server_round, phase.asked.clients, self._work(phase))
             phase.end = self.state.clocks[n] + took
 
     def _work(self, phase: Phase) -> dict[int, float]:
         """Return the K that each client's first reply reports, where that can be read."""
         work: dict[int, float] = {}
 
-        def reported(client: int, content: RecordDict) -> float:
+        def reported(client: int, content: Content) -> float:
             return float(self.read(client, content)[0].numbers["work"])
 
         for reply in phase.replies:
             try:
-                client = sender(reply, phase.asked)
-                if client not in work:
-                    work[client] = 1.0
-                    work[client] = content_as(client, reply, reported)
+                found = contents(reply, sender(reply, phase.asked))
             except BadReply:  # which is logged when the phase is used
                 continue
+            for client, content in found.items():
+                if client in phase.asked.clients and client not in work:
+                    work[client] = 1.0
+                    with suppress(BadReply):
+                        work[client] = content_as(client, content, reported)
         return work
 
     # ---- by arrival ---------------------------------------------------------------------------
 
     def _push(self, requests: list[Message], grid: Grid) -> None:
-        cloud_of = {
-            node: (n, phase)
+        asked = {
+            id(request.about): (request, n, phase)
             for n, phase in self._phases.items()
-            for node in phase.asked.clients
+            for request in phase.asked.requests
             if phase.end is None
         }
         # a request that Flower could not send has the id None, and all of them may have no id
         for message_id, message in zip(grid.push_messages(requests), requests, strict=False):
             if not message_id:
                 continue
-            node = message.metadata.dst_node_id
-            n, phase = cloud_of[node]
-            client = phase.asked.clients[node]
-            self.underway[message_id] = Request(
-                message.metadata, node, client, phase.server_round, n
-            )
+            request, n, phase = asked[id(message.metadata)]
+            self.underway[message_id] = Late(request, phase.server_round, n)
             phase.waiting.add(message_id)
 
     def _pull(self, grid: Grid) -> None:
@@ -368,7 +361,7 @@ class FedBCDAsync(BookedStrategy):
         for reply in replies:
             self._arrived(reply)
         now = time.monotonic()
-        underway = {request.cloud for request in self.underway.values()}
+        underway = {late.cloud for late in self.underway.values()}
         for n, phase in self._phases.items():
             # with no reply yet, one that is late from an earlier phase is waited for
             complete = not phase.waiting and (phase.replies or n not in underway)
@@ -379,17 +372,27 @@ class FedBCDAsync(BookedStrategy):
 
     def _arrived(self, reply: Message) -> None:
         about = reply.metadata
-        by_node = (key for key, r in self.underway.items() if r.node == about.src_node_id)
+        by_node = (k for k, late in self.underway.items() if late.request.node == about.src_node_id)
         # Flower's replies name the message, its own error replies, which come from no node, too
-        request = self.underway.pop(about.reply_to_message_id or next(by_node, ""), None)
-        if request is None or request.cloud not in self._phases:
+        late = self.underway.pop(about.reply_to_message_id or next(by_node, ""), None)
+        if late is None or late.cloud not in self._phases:
             return
-        phase = self._phases[request.cloud]
+        phase, request = self._phases[late.cloud], late.request
         phase.waiting &= self.underway.keys()
         phase.replies.append(reply)
-        phase.asked = replace(
-            phase.asked,
-            clients=phase.asked.clients | {request.node: request.client},
-            rounds={**phase.asked.rounds, request.client: request.server_round},
-            requests={**phase.asked.requests, request.node: request.about},
-        )
+        if request not in phase.asked.requests:
+            phase.asked = replace(
+                phase.asked,
+                clients=[*dict.fromkeys([*phase.asked.clients, *request.clients])],
+                rounds={**phase.asked.rounds, **dict.fromkeys(request.clients, late.server_round)},
+                requests=[*phase.asked.requests, request],
+            )
+
+
+def _is_of(reply: Message, asked: Asked) -> bool:
+    """Return whether ``reply`` answers one of the requests ``asked``, or says that it cannot."""
+    try:
+        sender(reply, asked)
+    except BadReply:
+        return gone(reply, asked) is not None
+    return True

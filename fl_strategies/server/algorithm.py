@@ -73,7 +73,7 @@ class Algorithm(Options):
         self.lost_state = lost_state
         self.state: State = None
         self.ledger = Ledger(lost_state, self.acknowledge, kept_rounds)
-        self.nodes = Nodes(self.node_wait)
+        self.nodes = Nodes(self.node_wait, self.shared_population)
         self.run = Run(self.algorithm)
         self.theta: Vector = np.zeros(0)
 

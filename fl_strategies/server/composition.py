@@ -82,6 +82,15 @@ class Composition:
             )
         self.wrapped = True
 
+    def check_hosts(self, hosts: Collection[int]) -> None:
+        """Raise ``ValueError`` where a wrapper would meet nodes that host several clients."""
+        if self.wrapped and hosts:
+            raise ValueError(
+                f"a wrapper around {self.strategy} needs one client per message, whose update it"
+                f" clips; nodes {sorted(hosts)[:3]} host several clients: give each a node of its"
+                " own"
+            )
+
     def begin_round(self, config: ConfigRecord, theta: Vector) -> None:
         """Take note of the round's model, and the bound that a wrapper tells clients in it."""
         self.theta = theta

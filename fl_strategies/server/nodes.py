@@ -1,14 +1,16 @@
 """Which clients are connected, through which nodes.
 
 Flower's node ids are random and change when a node restarts, so each node is asked once for the
-stable id of its client. A client is the node that said so first, as long as this one is connected:
-one that comes later with the same id (restarted under a new node id, or hostile) waits until then.
+stable id of its client, or, if it is a host, of its clients. A client is with the node that said so
+first, as long as this one is connected: another that says so later (restarted under a new node id,
+or hostile) waits until then. In a shared population, which the ServerApp's configuration allows
+(``shared_population``), any host may run any client, and a client is with :data:`ANY_HOST`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from logging import ERROR, INFO, WARNING
 from typing import Any
 
@@ -25,6 +27,10 @@ NO_QUERY = "No query function registered"
 """How Flower says that an app has none, which does not pass."""
 
 
+ANY_HOST = -1
+"""In place of the node of a client that any of the ``hosts`` may run."""
+
+
 class Nodes:
     """The directory of nodes and clients.
 
@@ -33,22 +39,31 @@ class Nodes:
     patience : float > 0, seconds
         How long a query may take, how long a node that did not answer one is left alone, and how
         long the first round waits for nodes that the connected ones say exist.
+    population : int >= 0 (default 0)
+        Size of the shared population: its clients 0, 1, ... are run by any host that offers to run
+        them all, and by no other node. 0: there is none, and such a node is refused.
 
     Attributes
     ----------
     known : set of int
         Ids of all clients ever connected.
+    hosts : dict of int to bool
+        The connected nodes that take messages about several clients; whether they run any client.
     """
 
-    def __init__(self, patience: float) -> None:
-        self.patience = patience
+    def __init__(self, patience: float, population: int = 0) -> None:
+        self.patience, self.population = patience, population
         self.known: set[int] = set()
-        self._client_of: dict[int, int] = {}
-        self._waiting: dict[int, int] = {}
+        self.hosts: dict[int, bool] = {}
+        self._clients_of: dict[int, Sequence[int]] = {}
+        self._waiting: dict[int, list[int]] = {}
+        self._refused: set[int] = set()
+        self._node_of: dict[int, int] = {}
         self._last: dict[int, int] = {}
         self._failures: dict[int, int] = {}
         self._ask_again: dict[int, float] = {}
         self._expected = 0
+        self._expected_hosts = 0
         self._met = False
 
     def wait(self, grid: Grid, needed: int) -> dict[int, int]:
@@ -61,7 +76,7 @@ class Nodes:
         while True:
             nodes = self.connected(grid)
             waited = time.monotonic() - started
-            more = not self._met and len(nodes) < self._expected and waited < self.patience
+            more = not self._met and waited < self.patience and self._fewer_than_expected(nodes)
             if len(nodes) >= needed and not more:
                 self._met = True
                 return nodes
@@ -74,40 +89,57 @@ class Nodes:
     def connected(self, grid: Grid) -> dict[int, int]:
         """Return node by client id for all clients that are connected, asking new nodes first."""
         online = set(grid.get_node_ids())
-        self._client_of = {node: c for node, c in self._client_of.items() if node in online}
-        for node, client in list(self._waiting.items()):
-            if node not in online:
-                del self._waiting[node]
-            elif self._node_of(client) is None:
-                self._take(self._waiting.pop(node), node)
+        self._forget(online)
         now = time.monotonic()
         new = [
             node
-            for node in sorted(online - self._client_of.keys() - self._waiting.keys())
+            for node in sorted(online - self._clients_of.keys() - self._refused)
             if self._ask_again.get(node, now) <= now
         ]
         if new:
-            queries = [
-                Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY)
-                for node in new
-            ]
-            self._ask_again |= dict.fromkeys(new, now + 2 * self.patience)
-            asked = {query.metadata.dst_node_id: query.metadata for query in queries}
-            nameless: dict[str, list[int]] = {}
-            for reply in grid.send_and_receive(queries, timeout=self.patience):
-                node = reply.metadata.src_node_id
-                if node not in asked or not answers(reply, asked[node]):
-                    continue
-                del asked[node]
-                if reply.has_content():
-                    self._introduce(node, reply.content.config_records.get("client", {}))
-                else:
-                    reason = root_cause(reply.error.reason) if reply.has_error() else "no content"
-                    if self._fail(node, reason):
-                        nameless.setdefault(one_line(reason), []).append(node)
-            for reason, mine in nameless.items():
-                log(WARNING, "%s, known by node id: %s", named(mine, "node"), reason)
-        return {client: node for node, client in self._client_of.items()}
+            self._ask(new, grid, now)
+        return dict(self._node_of)
+
+    def _fewer_than_expected(self, nodes: Mapping[int, int]) -> bool:
+        shared = sum(self.hosts.values())
+        return len(nodes) < self._expected or 0 < shared < self._expected_hosts
+
+    def _forget(self, online: set[int]) -> None:
+        """Let nodes go that are not ``online``, and have those that wait for their clients."""
+        self._refused &= online
+        for node in self._clients_of.keys() - online:
+            for client in self._clients_of.pop(node):
+                if self._node_of.get(client) == node:
+                    del self._node_of[client]
+            self._waiting.pop(node, None)
+            if self.hosts.pop(node, False) and not any(self.hosts.values()):
+                for client in range(self.population):
+                    del self._node_of[client]
+        for node, clients in list(self._waiting.items()):
+            self._waiting[node] = [c for c in clients if not self._take(c, node)]
+            if not self._waiting[node]:
+                del self._waiting[node]
+
+    def _ask(self, new: Sequence[int], grid: Grid, now: float) -> None:
+        queries = [
+            Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY) for node in new
+        ]
+        self._ask_again |= dict.fromkeys(new, now + 2 * self.patience)
+        asked = {query.metadata.dst_node_id: query.metadata for query in queries}
+        nameless: dict[str, list[int]] = {}
+        for reply in grid.send_and_receive(queries, timeout=self.patience):
+            node = reply.metadata.src_node_id
+            if node not in asked or not answers(reply, asked[node]):
+                continue
+            del asked[node]
+            if reply.has_content():
+                self._introduce(node, reply.content.config_records.get("client", {}))
+            else:
+                reason = root_cause(reply.error.reason) if reply.has_error() else "no content"
+                if self._fail(node, reason):
+                    nameless.setdefault(one_line(reason), []).append(node)
+        for reason, mine in nameless.items():
+            log(WARNING, "%s, known by node id: %s", named(mine, "node"), reason)
 
     def _fail(self, node: int, reason: str) -> bool:
         """Return whether the node's id serves as its client's from now on.
@@ -124,7 +156,14 @@ class Nodes:
     def _introduce(self, node: int, about: Mapping[str, Any]) -> None:
         partitions = about.get("num-partitions", 0)
         partitions = partitions if _natural(partitions) else 0
+        self._ask_again.pop(node, None)
+        if "any-of" in about:
+            self._introduce_any(node, about["any-of"], partitions)
+            return
         self._expected = max(self._expected, partitions)
+        if "client-ids" in about:
+            self._introduce_host(node, about["client-ids"], partitions)
+            return
         client = about.get("client-id", node)
         if not _natural(client) or (client != node and 0 < partitions <= client):
             log(
@@ -135,30 +174,71 @@ class Nodes:
                 partitions,
             )
             client = node
-        self._ask_again.pop(node, None)
-        if (other := self._node_of(client)) is not None:
-            log(
-                ERROR,
-                "node %d calls itself client %d, which is node %d as long as that is connected",
-                node,
-                client,
-                other,
-            )
-            self._waiting[node] = client
+        self._clients_of[node] = (client,)
+        self._claim(node, (client,), "calls itself")
+
+    def _introduce_host(self, node: int, clients: Any, partitions: int) -> None:
+        """Take a node that hosts ``clients``, if these are ids, each once."""
+        ids = clients if isinstance(clients, list) and all(map(_natural, clients)) else []
+        if not ids or len({*ids}) < len(ids) or 0 < partitions <= max(ids):
+            self._refuse(node, f"says that it hosts {clients!r:.100} of {partitions} clients")
             return
-        self._take(client, node)
+        self._clients_of[node] = ids
+        self.hosts[node] = False
+        self._claim(node, ids, "hosts")
 
-    def _node_of(self, client: int) -> int | None:
-        """Return the connected node that is ``client``, if there is one."""
-        node = self._last.get(client)
-        return node if node is not None and self._client_of.get(node) == client else None
+    def _introduce_any(self, node: int, population: Any, partitions: int) -> None:
+        """Take a node that runs any client of the population, if that is the shared one."""
+        if not self.population or population != self.population:
+            own = self.population or "no"
+            self._refuse(
+                node,
+                f"offers to run any of {one_line(repr(population))} clients; the run's shared"
+                f" population has {own} clients (shared_population): a host that is to have"
+                " clients of its own lists them",
+            )
+            return
+        self._expected_hosts = max(self._expected_hosts, partitions)
+        self._clients_of[node], self.hosts[node] = (), True
+        if self._node_of.get(0) != ANY_HOST:
+            everybody = range(self.population)
+            self._node_of |= dict.fromkeys(everybody, ANY_HOST)
+            self.known.update(everybody)
 
-    def _take(self, client: int, node: int) -> None:
+    def _refuse(self, node: int, why: str) -> None:
+        log(ERROR, "node %d %s; it is not asked", node, why)
+        self._refused.add(node)
+
+    def _claim(self, node: int, clients: Iterable[int], verb: str) -> None:
+        """Have ``node`` be those of ``clients`` that no connected one is, and wait for others."""
+        waits = [client for client in clients if not self._take(client, node)]
+        if not waits:
+            return
+        self._waiting[node] = waits
+        if waits[0] < self.population:
+            log(
+                ERROR, "node %d %s %s, of the population that hosts share", node, verb, named(waits)
+            )
+            return
+        log(
+            ERROR,
+            "node %d %s %s, which is node %d as long as that is connected",
+            node,
+            verb,
+            named(waits),
+            self._node_of[waits[0]],
+        )
+
+    def _take(self, client: int, node: int) -> bool:
+        """Return whether ``client`` is now with ``node``: with no other, and not shared."""
+        if client < self.population or client in self._node_of:
+            return False
         before = self._last.get(client, node)
         if before != node:
             log(INFO, "client %d is now node %d and no longer node %d", client, node, before)
-        self._client_of[node], self._last[client] = client, node
+        self._node_of[client] = self._last[client] = node
         self.known.add(client)
+        return True
 
 
 def _natural(value: object) -> bool:

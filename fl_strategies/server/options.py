@@ -134,6 +134,14 @@ class Options(Declared):
         " for nodes that the connected ones say exist.",
         above=0.0,
     )
+    shared_population: int = number(
+        default=0,
+        about="Number of clients 0, 1, ... that any host may run (`clients.client_app(...,"
+        " hosts=...)`), as in a simulation: all hosts can reach their data and states. 0: a client"
+        " belongs to the node that introduced it first.",
+        integer=True,
+        low=0,
+    )
     checkpoints: Checkpoints | None = option(
         default=None,
         type_name="Checkpoints",

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from logging import WARNING
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import numpy as np
-from flwr.app import Message, Metadata, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Message, Metadata, MetricRecord, RecordDict
 from flwr.common import log
 
 from fl_strategies.core.names import is_taken
 from fl_strategies.core.reasons import by_reason, named, root_cause
 from fl_strategies.core.records import BadReply, Reply
-from fl_strategies.server.wire import MAX_METRICS
+from fl_strategies.server.hosting import unpack_reply
+from fl_strategies.server.wire import MAX_METRICS, Content, Failed
 
 T = TypeVar("T")
 
@@ -24,16 +26,36 @@ Naming: TypeAlias = Callable[[str], str]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The requests of one phase: which node was asked, as which client, from when on."""
+class Request:
+    """One message: the node it goes to, the clients it is about, and what identifies it.
 
-    clients: dict[int, int]
+    ``hosted`` says that it is packed as one about several (:mod:`fl_strategies.server.hosting`).
+    """
+
+    node: int
+    clients: tuple[int, ...]
+    about: Metadata | None = None
+    hosted: bool = False
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The requests of one phase: who was asked, by which messages, from when on."""
+
+    clients: Sequence[int]
     bytes_down: int
     started: float
     rounds: Mapping[int, int] = field(default_factory=dict)
     """By client, the round of its request where it is not the present one."""
-    requests: Mapping[int, Metadata] = field(default_factory=dict)
-    """By node, what identifies its request."""
+    requests: Sequence[Request] = ()
+
+    @cached_property
+    def by_node(self) -> dict[int, list[Request]]:
+        """The requests to each node."""
+        found: dict[int, list[Request]] = {}
+        for request in self.requests:
+            found.setdefault(request.node, []).append(request)
+        return found
 
 
 @dataclass(frozen=True)
@@ -89,16 +111,14 @@ class Patience:
         return {client for _, who in self._causes.values() for client in who}
 
 
-def sift(
-    replies: Iterable[Message], asked: Asked, read: Callable[[int, RecordDict], T]
-) -> Sifted[T]:
+def sift(replies: Iterable[Message], asked: Asked, read: Callable[[int, Content], T]) -> Sifted[T]:
     """Tell usable replies from others: the first to each request, that ``read`` can read.
 
     They are read in the order of clients, whichever came first. Each distinct reason to leave
     replies out is one log line, those that never came another.
     """
     good: dict[int, T] = {}
-    came: dict[int, Message] = {}
+    came: dict[int, Content | BadReply] = {}
     again: list[int] = []
     failed: set[int] = set()
     found: list[tuple[int | None, str]] = []
@@ -112,23 +132,34 @@ def sift(
         unforeseen.setdefault(reason, fault.__cause__)
 
     for message in replies:
-        client = None
+        lost = gone(message, asked)
+        if lost is not None:
+            for client in lost.clients:
+                left_out(client, BadReply(f"none came: {root_cause(message.error.reason)}"))
+            continue
         try:
-            client = gone(message, asked)
-            if client is not None:
-                raise BadReply(f"none came: {root_cause(message.error.reason)}")
-            client = sender(message, asked)
-            if client in came:
-                again.append(client)
-                continue
-            came[client] = message
-            bytes_up += _bytes(message)
+            request = sender(message, asked)
         except BadReply as fault:
-            left_out(client, fault)
-    for client, message in sorted(came.items()):
-        failed |= {client} if message.has_error() else set()
+            left_out(None, fault)
+            continue
+        bytes_up += _bytes(message)
+        for client, content in contents(message, request).items():
+            if client not in request.clients:
+                left_out(
+                    None,
+                    BadReply(
+                        f"node {request.node} answers for client {client}, of which it was not"
+                        " asked"
+                    ),
+                )
+            elif client in came:
+                again.append(client)
+            else:
+                came[client] = content
+    for client, content in sorted(came.items(), key=lambda pair: pair[0]):
+        failed |= {client} if isinstance(content, Failed) else set()
         try:
-            good[client] = content_as(client, message, read)
+            good[client] = content_as(client, content, read)
         except BadReply as fault:
             left_out(client, fault)
     for client in again:  # after what was wrong with the first
@@ -136,14 +167,14 @@ def sift(
     for reason, clients in by_reason(found).items():
         whose = f"repl{'y' if len(clients) == 1 else 'ies'} of {named(clients)}"
         log(WARNING, "%s left out: %s", whose, reason, exc_info=unforeseen[reason])
-    if lost := sorted(set(asked.clients.values()) - came.keys()):
-        log(WARNING, "no reply from %d clients: %s", len(lost), lost[:20])
+    if missing := sorted(set(asked.clients) - came.keys()):
+        log(WARNING, "no reply from %d clients: %s", len(missing), missing[:20])
     counts = {
         "clients-asked": len(asked.clients),
         "clients-used": len(good),
         "clients-rejected": len(came) - len(good),
         "clients-failed": len(failed),  # of the rejected, those that answered by an error
-        "clients-lost": len(lost),
+        "clients-lost": len(missing),
         "bytes-down": asked.bytes_down,
         "bytes-up": bytes_up,
     }
@@ -152,25 +183,29 @@ def sift(
     return Sifted(good, dict(found), counts, unusable)
 
 
-def gone(message: Message, asked: Asked) -> int | None:
-    """Return the client whose node is gone, where Flower says so: it names the request alone."""
+def gone(message: Message, asked: Asked) -> Request | None:
+    """Return the request whose node is gone, where Flower says so: it names the request alone."""
     about = message.metadata
-    if not message.has_error() or about.src_node_id in asked.clients:
+    if not message.has_error() or about.src_node_id in asked.by_node:
         return None
-    ids = {request.message_id: node for node, request in asked.requests.items()}
-    node = ids.get(about.reply_to_message_id) if about.reply_to_message_id else None
-    return None if node is None else asked.clients[node]
+    name = about.reply_to_message_id
+    if not name:
+        return None
+    return next((r for r in asked.requests if r.about and r.about.message_id == name), None)
 
 
-def sender(message: Message, asked: Asked) -> int:
-    """Return the client whose request ``message`` answers; raise :class:`BadReply` if none's."""
+def sender(message: Message, asked: Asked) -> Request:
+    """Return the request that ``message`` answers; raise :class:`BadReply` if it answers none."""
     node = message.metadata.src_node_id
-    if node not in asked.clients:
+    if node not in asked.by_node:
         reason = f": {root_cause(message.error.reason)}" if message.has_error() else ""
         raise BadReply(f"node {node} was not asked{reason}")
-    if not answers(message, asked.requests.get(node)):
+    found = [request for request in asked.by_node[node] if answers(message, request.about)]
+    if not found:
         raise BadReply(f"node {node} answers another request than this round's")
-    return asked.clients[node]
+    if len(found) == 1:
+        return found[0]
+    return replace(found[0], clients=tuple(c for request in found for c in request.clients))
 
 
 def answers(reply: Message, request: Metadata | None) -> bool:
@@ -183,17 +218,35 @@ def answers(reply: Message, request: Metadata | None) -> bool:
     )
 
 
-def content_as(client: int, message: Message, read: Callable[[int, RecordDict], T]) -> T:
-    """Return what ``read`` makes of the content; raise :class:`BadReply` if it has none, or bad.
+def contents(message: Message, request: Request) -> Mapping[int, Content | BadReply]:
+    """Return what ``message``, a reply to ``request``, holds of each client: content, or a fault.
+
+    Of a reply of a host that is wrong as a whole all clients of the request have the fault.
+    """
+    fault: BadReply | None = None
+    if message.has_error():
+        fault = Failed(f"error {message.error.code}: {root_cause(message.error.reason)}")
+    elif not message.has_content():
+        fault = BadReply("it has no content")
+    elif not request.hosted:
+        return {request.clients[0]: cast(Content, message.content)}
+    else:
+        try:
+            return unpack_reply(message.content)
+        except BadReply as found:
+            fault = found
+    return dict.fromkeys(request.clients, fault)
+
+
+def content_as(client: int, content: Content | BadReply, read: Callable[[int, Content], T]) -> T:
+    """Return what ``read`` makes of the content; raise :class:`BadReply` if it is bad.
 
     Whatever else ``read`` raises, the content has made it raise: it is the cause of a BadReply.
     """
-    if message.has_error():
-        raise BadReply(f"error {message.error.code}: {root_cause(message.error.reason)}")
-    if not message.has_content():
-        raise BadReply("it has no content")
+    if isinstance(content, BadReply):
+        raise content
     try:
-        return read(client, message.content)
+        return read(client, content)
     except BadReply:
         raise
     except Exception as error:
@@ -208,6 +261,16 @@ def one_line(text: str) -> str:
     line = " ".join(text.split())[:500]
     shown = [c if c.isprintable() else c.encode("unicode_escape").decode() for c in line]
     return "".join(shown)[:500]
+
+
+def as_records(content: Any) -> RecordDict:
+    """Return what a client said in numbers and words as Flower's records."""
+    if isinstance(content, RecordDict):
+        return content
+    said: Any = {**content.metric_records, **content.config_records}
+    kinds = {**dict.fromkeys(content.metric_records, MetricRecord),
+             **dict.fromkeys(content.config_records, ConfigRecord)}  # fmt: skip
+    return RecordDict({name: kinds[name](dict(record)) for name, record in said.items()})
 
 
 def _bytes(message: Message) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from logging import DEBUG
 from typing import Any, Protocol
@@ -34,11 +34,14 @@ from fl_strategies.core.vectors import Vector
 from fl_strategies.server.algorithm import Algorithm
 from fl_strategies.server.bounds import NormBound
 from fl_strategies.server.composition import Composition
+from fl_strategies.server.hosting import pack_request, per_message
 from fl_strategies.server.identity import Identity
+from fl_strategies.server.nodes import ANY_HOST
 from fl_strategies.server.options import Options
 from fl_strategies.server.replies import (
     Asked,
     Patience,
+    Request,
 )
 from fl_strategies.server.wire import decode
 
@@ -83,13 +86,13 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
         self._wire: Layout | None = None
         self._model: Arrays = NOTHING
         self._checks: list[Part] = []
-        self._asked = Asked({}, 0, 0.0)
+        self._asked = Asked((), 0, 0.0)
         self._said_taken = False
 
     @property
     def asked(self) -> list[int]:
         """The clients asked in the present phase of the round, ascending."""
-        return sorted(self._asked.clients.values())
+        return sorted(self._asked.clients)
 
     @property
     def parts(self) -> list[Part]:
@@ -132,14 +135,21 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
 
     def request(self, server_round: int, client: int) -> dict[str, Scalar]:
         """Return the config that ``client`` is sent in ``server_round``."""
+        return self._alike(server_round) | self._own(server_round, client)
+
+    def _alike(self, server_round: int) -> dict[str, Scalar]:
+        """Return what every client is told."""
         own = told(type(self).declarations, lambda name: getattr(self, name))
-        state = self.first_state(self.theta) if self.state is None else self.state
-        values = {**self.local, **own, **self.tell(state, server_round, client)}
-        request: dict[str, Scalar] = {
-            name: at(value, server_round) if isinstance(value, Mapping) else value
-            for name, value in values.items()
+        return _at({**self.local, **own}, server_round) | {
+            "run-id": self.run.id,
+            "server-round": server_round,
+            "seed": self.seed,
         }
-        request |= {"run-id": self.run.id, "server-round": server_round, "seed": self.seed}
+
+    def _own(self, server_round: int, client: int) -> dict[str, Scalar]:
+        """Return what ``client`` is told beside or in place of that."""
+        state = self.first_state(self.theta) if self.state is None else self.state
+        request = _at(self.tell(state, server_round, client), server_round)
         for part in self.parts:
             request |= part.ask(client)
         return request
@@ -153,32 +163,47 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
         chosen: Sequence[int],
         message_type: str,
     ) -> list[Message]:
-        """Return a message for each client ``chosen``, and take note of who is asked."""
-        if self.beside and message_type == MessageType.TRAIN:
+        """Return the messages to the clients ``chosen``, and take note of who is asked.
+
+        Each has one of its own, but for those of hosts, which get the model once.
+        """
+        trains = message_type == MessageType.TRAIN
+        if self.beside and trains:
             arrays = self._with_vectors(arrays)
         size = sum(len(array.data) for array in arrays.values())
-        clients = {nodes[client]: client for client in chosen}
-        self._asked = Asked(clients, size * len(chosen), time.monotonic())
-        messages = [
-            Message(
-                RecordDict(
-                    {
-                        self.arrayrecord_key: arrays,
-                        self.configrecord_key: ConfigRecord(
-                            {**config, **self.request(server_round, client)}
-                        ),
-                    }
-                ),
-                dst_node_id=node,
-                message_type=message_type,
-            )
-            for node, client in clients.items()
-        ]
-        # tell() may look at who is asked
-        self._asked = replace(
-            self._asked, requests={m.metadata.dst_node_id: m.metadata for m in messages}
-        )
+        self._asked = Asked(tuple(chosen), 0, time.monotonic())  # tell() may look at who is asked
+        alike = {**config, **self._alike(server_round)}
+        configs = {client: {**alike, **self._own(server_round, client)} for client in chosen}
+        found, messages = [], []
+        for node, clients in self._by_node(nodes, chosen, size if trains else 0):
+            hosted = node in self.nodes.hosts
+            keys = self.arrayrecord_key, self.configrecord_key
+            if hosted:
+                content = pack_request(keys, arrays, {c: configs[c] for c in clients})
+            else:
+                content = RecordDict({keys[0]: arrays, keys[1]: ConfigRecord(configs[clients[0]])})
+            message = Message(content, dst_node_id=node, message_type=message_type)
+            messages.append(message)
+            found.append(Request(node, tuple(clients), message.metadata, hosted))
+        self._asked = replace(self._asked, bytes_down=size * len(messages), requests=found)
         return messages
+
+    def _by_node(
+        self, nodes: Mapping[int, int], chosen: Sequence[int], size: int
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Yield the node and the clients of each message; ``size`` is that of a client's upload."""
+        shared = [client for client in chosen if nodes[client] == ANY_HOST]
+        of: dict[int, list[int]] = {}
+        for client in chosen:
+            if nodes[client] != ANY_HOST:
+                of.setdefault(nodes[client], []).append(client)
+        hosts = sorted(node for node, any_client in self.nodes.hosts.items() if any_client)
+        for place, client in enumerate(shared):
+            of.setdefault(hosts[place % len(hosts)], []).append(client)
+        most = per_message(size)
+        for node, clients in of.items():
+            for start in range(0, len(clients), most):
+                yield node, clients[start : start + most]
 
     def _with_vectors(self, arrays: ArrayRecord) -> ArrayRecord:
         """Return ``arrays`` followed by those of the vectors that travel beside the model."""
@@ -187,3 +212,8 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
         all_of_them = [self.theta, *(vectors[name] for name in self.beside)]
         found = self._wire.unpack(np.concatenate(all_of_them), self._model)
         return ArrayRecord({name: Array(array) for name, array in found.items()} | dict(arrays))
+
+
+def _at(values: Mapping[str, Any], server_round: int) -> dict[str, Scalar]:
+    """Return ``values`` with schedules as they are in the round."""
+    return {n: at(v, server_round) if isinstance(v, Mapping) else v for n, v in values.items()}

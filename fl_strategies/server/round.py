@@ -26,7 +26,6 @@ from flwr.app import (
     Message,
     MessageType,
     MetricRecord,
-    RecordDict,
 )
 from flwr.common import log
 from flwr.serverapp import Grid
@@ -42,6 +41,7 @@ from fl_strategies.server.replies import (
     Asked,
     Naming,
     Sifted,
+    as_records,
     by_client,
     device_of,
     renamed,
@@ -50,7 +50,7 @@ from fl_strategies.server.replies import (
     taken_names,
 )
 from fl_strategies.server.requests import Requests
-from fl_strategies.server.wire import decode_model, opened
+from fl_strategies.server.wire import Content, decode_model, opened
 
 
 class Round(Requests):
@@ -89,6 +89,7 @@ class Round(Requests):
         self.read_model(arrays)
         self.composition.begin_round(config, self.theta)
         nodes = self.nodes.wait(grid, max(self.min_available_nodes, self.min_train_nodes))
+        self.composition.check_hosts(self.nodes.hosts)
         self.state = self.meet(self.state, nodes)
         number = self.run.number
         chosen = self.choose(number, nodes)
@@ -128,7 +129,7 @@ class Round(Requests):
         self.result.train_metrics_clientapp[server_round] = metrics
         return arrays, metrics
 
-    def _taken(self, client: int, content: RecordDict) -> tuple[Reply, Upload]:
+    def _taken(self, client: int, content: Content) -> tuple[Reply, Upload]:
         """Return a reply and its upload as the rule takes it, given what is booked of its client.
 
         Raises :class:`BadReply` for one that cannot be used.
@@ -136,7 +137,7 @@ class Round(Requests):
         reply, upload = self.read(client, content)
         return reply, self.accept(self.ledger.check(reply, upload))
 
-    def read(self, client: int, content: RecordDict) -> tuple[Reply, Upload]:
+    def read(self, client: int, content: Content) -> tuple[Reply, Upload]:
         """Return a reply and its upload; raise :class:`BadReply` for what no client may send."""
         assert self.layout is not None
         assert self._wire is not None
@@ -219,7 +220,7 @@ class Round(Requests):
     ) -> Iterable[Message]:
         """Return the requests to the clients sampled to evaluate; none if the fraction is 0."""
         if self.fraction_evaluate == 0.0:
-            self._asked = Asked({}, 0, time.monotonic())
+            self._asked = Asked((), 0, time.monotonic())
             return []
         nodes = self.nodes.wait(grid, max(self.min_available_nodes, self.min_evaluate_nodes))
         number = self.run.rounds_before + server_round
@@ -266,6 +267,6 @@ class Round(Requests):
         if good and aggregation is None:
             found = spread(good, called)
         elif good and aggregation is not None:
-            contents = [reply.content for reply in good]
+            contents = [as_records(reply.content) for reply in good]
             found = renamed(aggregation(contents, self.weighted_by_key), called)
         return MetricRecord({**found, **{f"{phase}{n}": v for n, v in sifted.counts.items()}})

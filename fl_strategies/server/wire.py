@@ -7,7 +7,7 @@ import io
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from fl_strategies.core.records import NOTHING, BadReply, Reply
 from fl_strategies.core.vectors import finite
 
 if TYPE_CHECKING:
-    from flwr.app import Array, RecordDict
+    from flwr.app import Array
 
     from fl_strategies.core.layout import Layout
 
@@ -34,6 +34,18 @@ LISTINGS = ("checksums", "layout")
 """Texts that speak of all arrays."""
 FEW = 5
 """How many of many names an error says."""
+
+
+class Content(NamedTuple):
+    """What one client sent, by a message of its own (its ``RecordDict``) or by its host's."""
+
+    metric_records: Mapping[str, Mapping[str, Any]]
+    config_records: Mapping[str, Mapping[str, Any]]
+    array_records: Mapping[str, Mapping[str, Any]]
+
+
+class Failed(BadReply):
+    """A client's error in place of a reply."""
 
 
 def decode(array: Array) -> npt.NDArray[Any]:
@@ -70,16 +82,22 @@ def _header(start: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     return read(file, max_header_size=MAX_HEADER)
 
 
-def decode_model(record: Mapping[str, Array], layout: Layout) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays of ``record``; raise :class:`BadReply` unless they fit ``layout``."""
+def decode_model(
+    record: Mapping[str, Array | npt.NDArray[Any]], layout: Layout
+) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays of ``record``; raise :class:`BadReply` unless they fit ``layout``.
+
+    Those of a hosted client, slices of its host's, are decoded already.
+    """
     if record.keys() != layout.shapes.keys():
         missing = sorted(layout.shapes.keys() - record.keys())[:FEW]
         extra = sorted(record.keys() - layout.shapes.keys())[:FEW]
         raise BadReply(f"array names differ: missing {missing}, unexpected {extra}")
     arrays = {}
     for name, shape in layout.shapes.items():
+        sent = record[name]
         try:
-            array = decode(record[name])
+            array = sent if isinstance(sent, np.ndarray) else decode(sent)
         except BadReply as error:
             raise BadReply(f"array {name!r}: {error}") from None
         if array.shape != shape:
@@ -136,7 +154,7 @@ def check_sizes(
 def opened(
     client: int,
     server_round: int,
-    content: RecordDict,
+    content: Content,
     weighted_by: str,
     arrays: int,
     *,

@@ -1,0 +1,221 @@
+"""A node of several clients: one message about all of them, state and failures by client.
+
+``client_app(client_fn, hosts=...)`` makes a node a host; ``fl_strategies.server.hosting`` says what
+its messages hold. Clients are made by the same ``client_fn``: it gets a context whose
+``partition-id`` is the client's, and whose ``state`` is that client's alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from logging import DEBUG, ERROR
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.client import NumPyClient
+from flwr.common import log
+
+from clients.node.records import check_names, divided, stacked
+from fl_strategies.core.reasons import of_exception
+from fl_strategies.server.hosting import Said, pack_reply, unpack_request
+from fl_strategies.server.wire import decode
+
+Arrays: TypeAlias = list[npt.NDArray[Any]]
+Config: TypeAlias = dict[str, Any]
+Fitted: TypeAlias = tuple[Arrays, int, dict[str, Any]]
+"""What ``NumPyClient.fit`` returns: arrays like those received, number of samples, metrics."""
+Hosts: TypeAlias = Sequence[int] | int | None
+"""The ids of a node's clients; a number N: any of 0, ..., N - 1, of a population that all hosts
+share; None: the node is one client."""
+
+STATE = "client"
+"""Before the keys of a client's records in its host's ``context.state``: ``client-7/...``."""
+
+
+class HostContext(Context):
+    """The context of a host whose engine keeps a context for each client (``InProcessGrid``)."""
+
+    fetch: Callable[[int], Context]
+    """Returns a client's, before it works."""
+    keep: Callable[[Context], None]
+    """Takes it back."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """The clients of one node, each made by ``client_fn``.
+
+    ``clients`` are their ids, or the number of a shared population, of which it runs any.
+    """
+
+    client_fn: Callable[[Context], NumPyClient]
+    clients: Sequence[int] | int
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What the host answers when it is asked who it is."""
+        if isinstance(self.clients, int):
+            return {"any-of": self.clients}
+        return {"client-ids": [int(client) for client in self.clients]}
+
+    def train(self, message: Message, context: Context) -> RecordDict:
+        """Return the reply to a training request about several clients."""
+        started = time.monotonic()
+        record, configs = unpack_request(message.content)
+        arrays = [decode(array) for array in record.values()]
+        names = list(record)
+        with self._clients(configs, names, context) as (clients, failed):
+            fitted = fit_all([*clients.values()], arrays, [configs[client] for client in clients])
+        good: dict[int, Fitted] = {}
+        for client, result in zip(clients, fitted, strict=True):
+            try:
+                good[client] = _like(names, arrays, result)
+            except Exception as error:
+                failed[client] = error
+        said = {c: Said(*divided(samples, found)) for c, (_, samples, found) in good.items()}
+        columns = zip(names, zip(*(uploaded for uploaded, _, _ in good.values()), strict=True),
+                      strict=False)  # fmt: skip
+        uploads = ArrayRecord({name: stacked(column, len(good)) for name, column in columns})
+        return pack_reply(said, self._reasons(failed), uploads, time.monotonic() - started)
+
+    def evaluate(self, message: Message, context: Context) -> RecordDict:
+        """Return the reply to an evaluation request about several clients."""
+        started = time.monotonic()
+        record, configs = unpack_request(message.content)
+        arrays = [decode(array) for array in record.values()]
+        said: dict[int, Said] = {}
+        with self._clients(configs, list(record), context) as (clients, failed):
+            for number, client in clients.items():
+                try:
+                    loss, samples, found = client.evaluate(arrays, configs[number])
+                    said[number] = Said(*divided(samples, {"eval-loss": loss, **found}))
+                except Exception as error:
+                    failed[number] = error
+        return pack_reply(said, self._reasons(failed), seconds=time.monotonic() - started)
+
+    @contextmanager
+    def _clients(
+        self, asked: Mapping[int, Config], names: list[str], context: Context
+    ) -> Iterator[tuple[dict[int, NumPyClient], dict[int, Exception]]]:
+        """Yield the clients asked for by id, and why others could not be made.
+
+        What they leave in their states is kept at the end.
+        """
+        made: dict[int, NumPyClient] = {}
+        failed: dict[int, Exception] = {}
+        with _states(context, shared=isinstance(self.clients, int)) as context_of:
+            for client in asked:
+                try:
+                    self._check(client)
+                    one = self.client_fn(context_of(client))
+                    check_names(one, names)
+                    made[client] = one
+                except Exception as error:
+                    failed[client] = error
+            yield made, failed
+
+    def _check(self, client: int) -> None:
+        own = range(self.clients) if isinstance(self.clients, int) else self.clients
+        if client not in own:
+            raise ValueError(f"this node does not host client {client}, but {_few(own)}")
+
+    def _reasons(self, failed: Mapping[int, Exception]) -> dict[int, str]:
+        """Return why clients failed, in one line each, which the host's own log has as well."""
+        for client, error in failed.items():
+            log(ERROR, "client %d failed: %s", client, of_exception(error))
+            log(DEBUG, "client %d failed", client, exc_info=error)
+        return {client: of_exception(error) for client, error in failed.items()}
+
+
+def fit_all(
+    clients: Sequence[NumPyClient], parameters: Arrays, configs: Sequence[Config]
+) -> list[Fitted | Exception]:
+    """Return for each client what its ``fit`` returns, or the exception that it raised.
+
+    All train from ``parameters``, which are read-only; ``configs`` are their requests, in the
+    clients' order.
+    """
+
+    def fitted(client: NumPyClient, config: Config) -> Fitted | Exception:
+        try:
+            return client.fit(parameters, config)
+        except Exception as error:
+            return error
+
+    return [fitted(client, config) for client, config in zip(clients, configs, strict=True)]
+
+
+def _like(names: Sequence[str], received: Arrays, result: Fitted | Exception) -> Fitted:
+    """Return ``result``; raise its exception, or ``ValueError`` for arrays unlike those received.
+
+    One client's would else not stack with the others'.
+    """
+    if isinstance(result, Exception):
+        raise result
+    arrays = [np.asarray(array) for array in result[0]]
+    if len(arrays) != len(received):
+        raise ValueError(f"fit returned {len(arrays)} arrays, {len(received)} were received")
+    for name, mine, array in zip(names, arrays, received, strict=True):
+        if mine.shape != array.shape or mine.dtype != array.dtype:
+            raise ValueError(
+                f"fit returned {name!r} as {mine.dtype} {mine.shape}, received was {array.dtype}"
+                f" {array.shape}"
+            )
+    return arrays, result[1], result[2]
+
+
+@contextmanager
+def _states(context: Context, *, shared: bool) -> Iterator[Callable[[int], Context]]:
+    """Yield what gives a client's context; keep at the end what is in the states of these.
+
+    A shared population's hosts have no place for it: any may be asked for the client next.
+    """
+    given: dict[int, Context] = {}
+    if isinstance(context, HostContext):
+
+        def fetched(client: int) -> Context:
+            given[client] = context.fetch(client)
+            return given[client]
+
+        try:
+            yield fetched
+        finally:
+            for one in given.values():
+                context.keep(one)
+        return
+    found: dict[str, RecordDict] = {}
+    for key, record in context.state.items():
+        owner, _, own = key.partition("/")
+        found.setdefault(owner, RecordDict())[own] = record
+
+    def context_of(client: int) -> Context:
+        given[client] = Context(
+            run_id=context.run_id,
+            node_id=context.node_id,
+            node_config={**context.node_config, "partition-id": client},
+            state=found.get(f"{STATE}-{client}", RecordDict()),
+            run_config=context.run_config,
+        )
+        return given[client]
+
+    yield context_of
+    if shared and (keep := [client for client, one in given.items() if one.state]):
+        raise ValueError(
+            f"clients {keep[:5]} keep a state in context.state, which the hosts of a shared"
+            " population do not have in common: give them a DirectoryStore"
+        )
+    for client, one in given.items():
+        prefix = f"{STATE}-{client}/"
+        for key in [k for k in context.state if k.startswith(prefix)]:
+            del context.state[key]
+        for key, record in one.state.items():
+            context.state[prefix + key] = record
+
+
+def _few(clients: Sequence[int]) -> str:
+    return f"{[*clients[:5]]}{' ...' * (len(clients) > 5)}"

@@ -1,0 +1,195 @@
+"""One message about several clients of a node: how it is packed, and read without trust.
+
+A *host* is a node with several clients. A request to it holds
+
+- the model and what travels beside it, once (one ArrayRecord), and the config that all have alike;
+- ``hosted``: a ConfigRecord that names whose each further record is, by their ids;
+- ``own-0``, ``own-1`` ...: tables (:mod:`fl_strategies.core.tables`) of what each is told alone.
+
+Its reply holds ``hosted`` as well, and the clients that failed with their reasons in it; the arrays
+stacked ``[k, ...]``, a slice for each client named under ``arrays``; and tables of what each says,
+numbers in ``metrics-0`` ... and texts in ``config-0`` .... Messages are bounded by
+:data:`MOST_CLIENTS` and :data:`MOST_BYTES`, so that a host may get several in a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+from fl_strategies.core.records import BadReply
+from fl_strategies.core.tables import in_common, rows_of, tabulate
+from fl_strategies.server.wire import Content, Failed, decode
+
+HOSTED = "hosted"
+"""The record by which a message about several clients is known."""
+OWN, ARRAYS, METRICS, CONFIG = "own", "arrays", "metrics", "config"
+FAILED, REASONS, SECONDS = "failed", "reasons", "seconds"
+MOST_CLIENTS = 1000
+"""Clients that one message is about at most."""
+MOST_BYTES = 1 << 28
+"""Bytes of all arrays in one reply, at most, but for a single client's."""
+
+
+def is_hosted(content: RecordDict) -> bool:
+    """Return whether a message is about several clients."""
+    return HOSTED in content.config_records
+
+
+def per_message(size: int) -> int:
+    """Return about how many clients one message is, whose reply has ``size`` bytes for each."""
+    return min(MOST_CLIENTS, max(1, MOST_BYTES // max(size, 1)))
+
+
+# ---- requests ---------------------------------------------------------------------------------
+
+
+def pack_request(
+    keys: tuple[str, str], arrays: ArrayRecord, configs: Mapping[int, Mapping[str, Any]]
+) -> RecordDict:
+    """Return the request with ``arrays`` to the clients of ``configs``.
+
+    ``keys`` are the names of the records of the model and of the common config.
+    """
+    common, own = in_common(configs)
+    content: dict[str, Any] = {keys[0]: arrays, keys[1]: ConfigRecord(common)}
+    whose: dict[str, Any] = {}
+    for number, table in enumerate(tabulate(own)):
+        whose[f"{OWN}-{number}"] = table.clients
+        content[f"{OWN}-{number}"] = ConfigRecord(table.columns)
+    return RecordDict({**content, HOSTED: ConfigRecord(whose)})
+
+
+def unpack_request(content: RecordDict) -> tuple[ArrayRecord, dict[int, dict[str, Any]]]:
+    """Return the arrays and, by client, the config; raise ``ValueError`` for what is no request."""
+    records = dict(content.config_records)
+    whose = records.pop(HOSTED)
+    rows = rows_of((_ids(name, whose[name]), records.pop(name, {})) for name in whose)
+    if len(content.array_records) != 1 or len(records) > 1:
+        raise ValueError(
+            "a request holds one ArrayRecord and at most one common ConfigRecord, got"
+            f" {len(content.array_records)} and {len(records)}"
+        )
+    common = dict(next(iter(records.values()), {}))
+    return next(iter(content.array_records.values())), {c: common | row for c, row in rows.items()}
+
+
+# ---- replies ----------------------------------------------------------------------------------
+
+
+class Said(NamedTuple):
+    """What one hosted client answers, in numbers and words."""
+
+    numbers: Mapping[str, Any]
+    words: Mapping[str, Any]
+
+
+def pack_reply(
+    said: Mapping[int, Said],
+    failed: Mapping[int, str],
+    arrays: ArrayRecord | None = None,
+    seconds: float = 0.0,
+) -> RecordDict:
+    """Return the reply of a host that was busy for ``seconds``.
+
+    ``arrays`` are stacked in the order of ``said``; ``failed`` are reasons by client.
+    """
+    content: dict[str, Any] = {}
+    whose: dict[str, Any] = {SECONDS: seconds}
+    if failed:
+        whose |= {FAILED: [*failed], REASONS: [*failed.values()]}
+    for kind, record in ((METRICS, MetricRecord), (CONFIG, ConfigRecord)):
+        rows = {
+            client: row.numbers if kind == METRICS else row.words for client, row in said.items()
+        }
+        for number, table in enumerate(tabulate({c: row for c, row in rows.items() if row})):
+            whose[f"{kind}-{number}"] = table.clients
+            content[f"{kind}-{number}"] = record(table.columns)
+    if arrays is not None and said:
+        whose[ARRAYS] = [*said]
+        content[ARRAYS] = arrays
+    return RecordDict({**content, HOSTED: ConfigRecord(whose)})
+
+
+def unpack_reply(content: RecordDict) -> dict[int, Content | Failed]:
+    """Return by client what it sent, or why it failed.
+
+    Raises :class:`BadReply`, with one reason, for a reply that does not hang together: ids that are
+    none or come twice, lists and stacks whose length is not the number of their clients. What a
+    client's part holds is not looked at.
+    """
+    try:
+        whose = dict(content.config_records[HOSTED])
+        named = {name: _ids(name, whose[name]) for name in whose if name not in (REASONS, SECONDS)}
+        failures = named.pop(FAILED, [])
+        reasons = whose.get(REASONS, [])
+        if not isinstance(reasons, list) or len(reasons) != len(failures):
+            raise ValueError(
+                f"{len(failures)} clients failed, and the reasons are {reasons!r:.100}"
+            )
+        stacked = named.pop(ARRAYS, [])
+        numbers = rows_of(_tables(METRICS, named, content.metric_records))
+        words = rows_of(_tables(CONFIG, named, content.config_records))
+        if named:
+            raise ValueError(f"it speaks of {sorted(named)[:5]}, which it does not have")
+        slices = _slices(stacked, content.array_records)
+        twice = {*failures} & {*numbers, *words, *slices}
+        if twice or len({*failures}) < len(failures):
+            raise ValueError(f"clients {sorted(twice or failures)[:5]} are there twice")
+    except (ValueError, KeyError) as error:
+        raise BadReply(f"its host's reply does not hang together: {error}") from None
+    found: dict[int, Content | Failed] = {
+        client: Failed(str(reason)) for client, reason in zip(failures, reasons, strict=True)
+    }
+    for client in sorted({*numbers, *words, *slices}):
+        found[client] = Content(
+            {METRICS: numbers[client]} if client in numbers else {},
+            {CONFIG: words[client]} if client in words else {},
+            {ARRAYS: slices[client]} if client in slices else {},
+        )
+    return found
+
+
+def busy_seconds(content: RecordDict) -> float:
+    """Return for how long the host says that it was busy, 0 where it says nothing sensible."""
+    seconds = content.config_records[HOSTED].get(SECONDS, 0.0)
+    return seconds if isinstance(seconds, float) and 0.0 <= seconds < 1e9 else 0.0
+
+
+def _tables(
+    kind: str, named: dict[str, list[int]], records: Mapping[str, Any]
+) -> Iterable[tuple[list[int], Mapping[str, Any]]]:
+    """Yield the tables of ``kind`` with their clients, taken out of ``named``."""
+    for name in [name for name in named if name.rpartition("-")[0] == kind]:
+        yield named.pop(name), records[name]
+
+
+def _slices(
+    clients: Sequence[int], records: Mapping[str, ArrayRecord]
+) -> dict[int, dict[str, npt.NDArray[Any]]]:
+    """Return by client its arrays, out of the stacked ones, as views."""
+    if not clients and not records:
+        return {}
+    if len({*clients}) < len(clients):
+        raise ValueError("clients have their arrays twice")
+    if len(records) != 1:
+        raise ValueError(f"{len(records)} ArrayRecords, expected one")
+    stacks = {name: decode(array) for name, array in next(iter(records.values())).items()}
+    for name, stack in stacks.items():
+        if not stack.ndim or len(stack) != len(clients):
+            raise ValueError(f"array {name!r} has shape {stack.shape} for {len(clients)} clients")
+    return {
+        client: {name: np.asarray(stack[place]) for name, stack in stacks.items()}
+        for place, client in enumerate(clients)
+    }
+
+
+def _ids(name: str, value: Any) -> list[int]:
+    """Return the ids that ``name`` lists; raise ``ValueError`` for what are none."""
+    if not isinstance(value, list) or not all(type(v) is int and v >= 0 for v in value):
+        raise ValueError(f"{name!r} must list ids of clients, got {value!r:.100}")
+    return value
