@@ -45,11 +45,18 @@ class AnyAlgorithmClient(NumPyClient):
 
     def fit(self, parameters: Arrays, config: Config) -> tuple[Arrays, int, dict[str, Any]]:
         """As :meth:`clients.FederatedClient.fit`."""
-        return self._client(kebab(config)).fit(parameters, kebab(config))
+        client, config = self.acting(config)
+        return client.fit(parameters, config)
 
     def evaluate(self, parameters: Arrays, config: Config) -> tuple[float, int, dict[str, Any]]:
         """As :meth:`clients.FederatedClient.evaluate`."""
-        return self._client(kebab(config)).evaluate(parameters, kebab(config))
+        client, config = self.acting(config)
+        return client.evaluate(parameters, config)
+
+    def acting(self, config: Config) -> tuple[FederatedClient, Config]:
+        """Return the client of the algorithm that a request names, and the request as it reads it."""
+        config = kebab(config)
+        return self._client(config), config
 
     @property
     def array_names(self) -> list[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
+import numpy as np
 from flwr.client import NumPyClient
 from torch import Tensor
 
@@ -20,13 +21,25 @@ from clients.request import Arrays, Config, Received, generator, round_of, weigh
 from fl_strategies import STRATEGIES
 from fl_strategies.core.hyperparameters import check_request
 from fl_strategies.core.local import LocalTraining, default_training
-from fl_strategies.core.oracle import Solved, Step
+from fl_strategies.core.oracle import Oracle, Solved, Step
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.schedules import check
 from fl_strategies.server.wire import checksum
 
 MAX_STEPS = 1_000_000
 """Local steps that a client takes for one request where it is not told another bound."""
+
+
+Reply: TypeAlias = tuple[Arrays, int, dict[str, Any]]
+"""What ``fit`` returns: arrays, number of samples, metrics."""
+Streams: TypeAlias = Callable[[str], np.random.Generator]
+
+
+class Begun(NamedTuple):
+    """What a client starts a request from: what it kept, and the algorithm's state."""
+
+    kept: Kept
+    state: State
 
 
 class FederatedClient(NumPyClient):
@@ -61,6 +74,8 @@ class FederatedClient(NumPyClient):
     algorithm: ClassVar[str]
     state_type: ClassVar[type | None] = None
     """The named tuple that the client keeps, if any."""
+    stacks: ClassVar[bool] = True
+    """Whether ``step`` may be handed a stack of clients (``clients.cohort``)."""
     beside: ClassVar[tuple[str, ...]] = ()
     """As the strategy's: names of the vectors [d] that travel beside the model."""
 
@@ -128,31 +143,19 @@ class FederatedClient(NumPyClient):
         """Return the model's arrays as they are, for a legacy server without an initial model."""
         return self.problem.model.arrays(self.problem.model.vector)
 
-    def fit(self, parameters: Arrays, config: Config) -> tuple[Arrays, int, dict[str, Any]]:
+    def fit(self, parameters: Arrays, config: Config) -> Reply:
         """Train; return the upload (arrays like those received), number of samples, and metrics.
 
         Metrics: ``train-loss`` and ``train-accuracy`` over the last epoch's batches, ``steps``,
         ``epochs``, ``residual`` where it was measured, and the algorithm's own scalars;
         ``device`` is the kind of device that the client computed on.
         """
-        self._check(config)
-        model = self.problem.model
-        received = Received(*model.load_all(parameters, self.beside, self.algorithm))
-        kept = self.keeper.settled(config, received.theta)
-        model.load_kept(kept.arrays)
-        steps = self._run(self._state(kept, received.theta, config), received, config)
-        kept = Kept(steps[-1].state, kept.nonce, model.kept_arrays())
-        self.keeper.save(config, kept)
-        metrics = self._metrics(steps, config)
-        if kept.nonce:
-            metrics["state-nonce"] = kept.nonce
-        arrays = model.all_arrays(steps[-1].upload, [steps[-1].beside[n] for n in self.beside])
-        if config.get("checksums"):
-            metrics["checksums"] = " ".join(checksum(array) for array in arrays)
-        samples = len(self.problem)
-        if "secure-range" in config:
-            samples = weight_in_secret(arrays, samples, config)
-        return arrays, samples, metrics
+        self.check(config)
+        received = self.received(parameters)
+        begun = self.begun(received, config)
+        with kept_generators([received.theta]):
+            steps = self.steps_made(begun.state, received, config, self._oracle)
+        return self.finished(begun, steps, config)
 
     def evaluate(self, parameters: Arrays, config: Config) -> tuple[float, int, dict[str, Any]]:
         """Measure the received model on the test samples, and the personalized one if there is one.
@@ -189,7 +192,7 @@ class FederatedClient(NumPyClient):
 
     # ---- a request ------------------------------------------------------------------------------
 
-    def _check(self, config: Config) -> None:
+    def check(self, config: Config) -> None:
         """Raise ``ValueError`` for a request of another algorithm, or for too much work."""
         asked_for = config.get("algorithm", self.algorithm)
         if asked_for != self.algorithm:
@@ -222,20 +225,71 @@ class FederatedClient(NumPyClient):
             f" {len(differ)} of {len(mine)} differ: they do not travel, so all must have the same"
         )
 
-    def _run(self, state: State, received: Received, config: Config) -> list[Step]:
-        """Return the step of each round that the request asks for."""
-        training, device = self.training.updated(config), received.theta.device
-        asks, steps = f"{self.algorithm} asks client {self.client_id}", []
-        with kept_generators([received.theta]):
-            for number in self.rounds(config):
-                streams = functools.partial(generator, config, number=number, client=self.client_id)
-                rng = streams("local")
-                seed_generators(int(rng.integers(2**63)), device)  # dropout masks and the like
-                oracle = ClientOracle(self.problem, training, rng, streams, asked_by=asks)
-                step = self.step(state, received, oracle, {**config, "round": number})
-                state, received = step.state, received._replace(theta=step.upload)
-                steps.append(step)
-        return steps
+    def received(self, parameters: Arrays) -> Received:
+        """Put the arrays of a request into the model; return its vectors."""
+        return Received(*self.problem.model.load_all(parameters, self.beside, self.algorithm))
+
+    def begun(self, received: Received, config: Config) -> Begun:
+        """Return what the client starts a request from; its own arrays go into the model."""
+        kept = self.keeper.settled(config, received.theta)
+        self.problem.model.load_kept(kept.arrays)
+        return Begun(kept, self._state(kept, received.theta, config))
+
+    def steps_made(
+        self,
+        state: State,
+        received: Received,
+        config: Config,
+        oracle_in: Callable[[int, Config], Oracle],
+    ) -> list[Step]:
+        """Return the step of each round that a request asks for.
+
+        ``oracle_in(number, config)`` is the oracle of the round of that number. All may be a
+        stack's, of clients of the same training and rounds as this one.
+        """
+        made = []
+        for number in self.rounds(config):
+            oracle = oracle_in(number, config)
+            step = self.step(state, received, oracle, {**config, "round": number})
+            state, received = step.state, received._replace(theta=step.upload)
+            made.append(step)
+        return made
+
+    def finished(self, begun: Begun, steps: Sequence[Step], config: Config) -> Reply:
+        """Keep what the ``steps`` of a request came to; return what :meth:`fit` does."""
+        model, nonce = self.problem.model, begun.kept.nonce
+        self.keeper.save(config, Kept(steps[-1].state, nonce, model.kept_arrays()))
+        metrics = self._metrics(steps, config)
+        if nonce:
+            metrics["state-nonce"] = nonce
+        arrays = model.all_arrays(steps[-1].upload, [steps[-1].beside[n] for n in self.beside])
+        if config.get("checksums"):
+            metrics["checksums"] = " ".join(checksum(array) for array in arrays)
+        samples = len(self.problem)
+        if "secure-range" in config:
+            samples = weight_in_secret(arrays, samples, config)
+        return arrays, samples, metrics
+
+    def streams(self, number: int, config: Config) -> tuple[np.random.Generator, int, Streams]:
+        """Return what the client's random numbers in a round derive from.
+
+        That is the generator of its mini-batches, the seed of torch's (dropout masks and the like),
+        and what returns its generator of a purpose.
+        """
+        streams = functools.partial(generator, config, number=number, client=self.client_id)
+        rng = streams("local")
+        return rng, int(rng.integers(2**63)), streams
+
+    def _oracle(self, number: int, config: Config) -> ClientOracle:
+        rng, seed, streams = self.streams(number, config)
+        seed_generators(seed, self.problem.model.vector.device)
+        return ClientOracle(
+            self.problem,
+            self.training.updated(config),
+            rng,
+            streams,
+            asked_by=f"{self.algorithm} asks client {self.client_id}",
+        )
 
     def _metrics(self, steps: Sequence[Step], config: Config) -> dict[str, Any]:
         model = self.problem.model

@@ -27,6 +27,7 @@ class MOONClient(FederatedClient):
     """
 
     algorithm = "moon"
+    stacks = False  # its loss differs from client to client and looks into the model
     state_type = moon.State
 
     def first_state(self, theta: Tensor, config: Config) -> moon.State:

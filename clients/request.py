@@ -33,8 +33,13 @@ def value_of(config: Config, name: str) -> Any:
 
 
 def count(config: Config, name: str) -> int:
-    """Return ``config[name]``; raise ``ValueError`` unless it is a whole number >= 1."""
+    """Return ``config[name]``; raise ``ValueError`` unless it is a whole number >= 1.
+
+    Of a stack of clients it may be a column.
+    """
     value: int = value_of(config, name)
+    if isinstance(value, Tensor):  # of a stack, each of whose requests was checked
+        return value
     check(name, value, low=1, high=2**53, integer=True)
     return value
 

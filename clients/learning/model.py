@@ -107,8 +107,8 @@ class FlatModel:
         self.trained_gradient = torch.zeros_like(self.trained)
         d = sum(parameter.numel() for parameter in self._shared)
         self.vector, self.gradient = self.trained[:d], self.trained_gradient[:d]
-        self._slopes = self._views(self.trained_gradient)
-        for parameter, view in zip(self._parameters, self._views(self.trained), strict=True):
+        self._slopes = self.views(self.trained_gradient)
+        for parameter, view in zip(self._parameters, self.views(self.trained), strict=True):
             view.copy_(parameter.data)
             parameter.data = view
         self._attach_gradients()
@@ -221,12 +221,12 @@ class FlatModel:
         """Return the model's arrays, as :meth:`arrays`, and those of the vectors ``beside`` it."""
         arrays = self.arrays(vector)
         for each in beside:
-            arrays += [to_numpy(view).copy() for view in self._views(each)]
+            arrays += [to_numpy(view).copy() for view in self.views(each)]
         return arrays
 
     def arrays(self, vector: Tensor) -> list[npt.NDArray[Any]]:
         """Return the model's arrays with the trainable ones out of ``vector`` [d], as copies."""
-        views = dict(zip(self.layout.trainable, self._views(vector), strict=True))
+        views = dict(zip(self.layout.trainable, self.views(vector), strict=True))
         views |= {copy: views[first] for copy, first in self.layout.copies.items()}
         return [to_numpy(views.get(name, self._tensors[name])).copy() for name in self.names]
 
@@ -261,11 +261,11 @@ class FlatModel:
         """Return ``v`` [d] times the second derivative of ``value``, a scalar that has a graph."""
         slopes = torch.autograd.grad(value, self._shared, create_graph=True, materialize_grads=True)
         along = torch.stack(
-            [(slope * u).sum() for slope, u in zip(slopes, self._views(v), strict=True)]
+            [(slope * u).sum() for slope, u in zip(slopes, self.views(v), strict=True)]
         ).sum()
         pieces = torch.autograd.grad(along, self._shared, materialize_grads=True)
         product = torch.zeros_like(self.vector)
-        for view, piece in zip(self._views(product), pieces, strict=True):
+        for view, piece in zip(self.views(product), pieces, strict=True):
             view.copy_(piece)
         return product
 
@@ -291,18 +291,24 @@ class FlatModel:
         for parameter, view in zip(self._parameters, self._slopes, strict=True):
             parameter.grad = view
 
-    def _views(self, vector: Tensor) -> list[Tensor]:
-        """Return the pieces of ``vector``, [d] or [d + l], in the parameters' shapes.
+    def views(self, vectors: Tensor) -> list[Tensor]:
+        """Return the pieces of ``vectors``, [..., d] or [..., d + l], in the parameters' shapes.
 
         Filters lie channels-last in them.
         """
-        of = self._shared if len(vector) == len(self.vector) else self._parameters
+        whole, lead = vectors.shape[-1] != len(self.vector), vectors.shape[:-1]
+        of = self._parameters if whole else self._shared
         views = []
-        pieces = torch.split(vector, [parameter.numel() for parameter in of])
+        pieces = torch.split(vectors, [parameter.numel() for parameter in of], -1)
         for piece, parameter in zip(pieces, of, strict=True):
             if parameter.dim() == 4:
                 outputs, inputs, height, width = parameter.shape
-                views.append(piece.view(outputs, height, width, inputs).permute(0, 3, 1, 2))
+                views.append(piece.view(*lead, outputs, height, width, inputs).movedim(-1, -3))
             else:
-                views.append(piece.view(parameter.shape))
+                views.append(piece.view(*lead, *parameter.shape))
         return views
+
+    def stacked(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Return the vectors [clients, d] of pieces [clients, ...], as :meth:`views` cuts them."""
+        flat = [p.movedim(-3, -1) if p.dim() == 5 else p for p in pieces]
+        return torch.cat([piece.reshape(len(piece), -1) for piece in flat], 1)

@@ -257,7 +257,7 @@ class OneBatch(Objective):
         return self._of.right(outputs, targets)
 
 
-def called(module: nn.Module, inputs: Inputs) -> Any:
+def called(module: Callable[..., Any], inputs: Inputs) -> Any:
     """Return the outputs of ``module`` on ``inputs``, integers among which it gets as int64."""
     if isinstance(inputs, Tensor):
         return module(inputs if inputs.is_floating_point() else inputs.long())

@@ -88,7 +88,7 @@ class ClientOracle:
     def solve_on_next(self, start: Tensor, subproblem: Subproblem, *, steps: int) -> Solved:
         """As :meth:`.Oracle.solve_on_next`."""
         batch = self.problem.on(*next(self._next.batches))
-        training = _on_all(self.training, steps)
+        training = on_all(self.training, steps)
         return solve(batch, start, subproblem, training, self._next.rng)
 
     def gradient(self, w: Tensor) -> Gradient:
@@ -171,7 +171,7 @@ class ClientOracle:
 
 
 @functools.lru_cache(maxsize=64)
-def _on_all(training: LocalTraining, steps: int) -> LocalTraining:
+def on_all(training: LocalTraining, steps: int) -> LocalTraining:
     """Return the settings for so many steps, each on all that there is."""
     return replace(
         training, epochs=steps, random_epochs=False, steps=0, random_steps=False, batch_size=0

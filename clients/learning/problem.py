@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -90,10 +91,15 @@ class Problem(Objective):
                 yield inputs[start : start + batch_size], targets[start : start + batch_size]
 
     def draws(self, rng: np.random.Generator, samples: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for block in self.drawn(rng, samples):
+            drawn = torch.from_numpy(block).to(self.inputs.device)
+            yield from map(self._gathered, drawn if self.rows is None else self.rows[drawn])
+
+    def drawn(self, rng: np.random.Generator, samples: int) -> Iterator[npt.NDArray[np.int64]]:
+        """Yield without end the numbers of samples of :meth:`draws`, [draws, samples] at a time."""
         shape = max(1, min(64, AHEAD // samples)), samples
         for _ in itertools.count():
-            drawn = torch.from_numpy(rng.integers(len(self), size=shape)).to(self.inputs.device)
-            yield from map(self._gathered, drawn if self.rows is None else self.rows[drawn])
+            yield rng.integers(len(self), size=shape)
 
     def chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
         if self.rows is not None:
@@ -111,11 +117,14 @@ class Problem(Objective):
         return batch_size * max(1, BLOCK // max(each, 1))
 
     def _gathered(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        if self.inputs.dim() == 4 and self.inputs.shape[1] > 1:  # as they lie in memory
-            inputs = self.inputs.permute(0, 2, 3, 1).index_select(0, rows).permute(0, 3, 1, 2)
-        else:
-            inputs = self.inputs.index_select(0, rows)
-        return inputs, self.targets.index_select(0, rows)
+        return gathered(self.inputs, rows), self.targets.index_select(0, rows)
+
+
+def gathered(inputs: Tensor, rows: Tensor) -> Tensor:
+    """Return these rows of ``inputs`` that a problem stores, images channels-last as they lie."""
+    if inputs.dim() == 4 and inputs.shape[1] > 1:
+        return inputs.permute(0, 2, 3, 1).index_select(0, rows).permute(0, 3, 1, 2)
+    return inputs.index_select(0, rows)
 
 
 def laid_out(inputs: Tensor) -> Tensor:

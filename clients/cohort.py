@@ -1,0 +1,308 @@
+"""Training several clients of one process at once: the requests of many, answered by one stack.
+
+:func:`fit_cohort` does for clients of one algorithm and model what ``FederatedClient.fit`` does for
+each: checks, states, rule, metrics. Their vectors are stacked, [clients, d], so that a local step
+of all is one forward and one backward pass (``clients.learning.stack``). It pays where a step of one
+client is too small to keep the processor busy: ``clients.learning.choice`` says where.
+
+Each client's uploads, metrics and state are those that it would have alone, up to rounding. One
+whose request fails a check fails alone; what cannot be stacked is trained alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from logging import INFO
+from typing import Any, TypeAlias
+
+import torch
+from flwr.client import NumPyClient
+from flwr.common import log
+from torch import Tensor
+
+from clients.any_algorithm import CLIENTS, AnyAlgorithmClient
+from clients.base import Begun, FederatedClient, Reply
+from clients.keeping import State
+from clients.learning.choice import Setting, most_at_once
+from clients.learning.cohort import CohortOracle
+from clients.learning.plans import batch_size, column
+from clients.learning.problem import Problem
+from clients.learning.stack import activations, obstacle
+from clients.learning.stacked import STACKED
+from clients.request import Arrays, Config, Received
+from fl_strategies.core.local import LocalTraining
+from fl_strategies.core.oracle import Solved, Step
+from fl_strategies.core.reasons import of_exception
+
+Outcome: TypeAlias = Reply | Exception
+
+MEMORY = 1 << 28
+"""Bytes that a stack's vectors, gradients and activations may take, by a rough count."""
+
+OWN = ("acked-round", "kept-rounds", "checksums", "layout")
+"""Settings that are read for each client alone, and that no rule looks at."""
+
+
+def fit_cohort(
+    clients: Sequence[NumPyClient],
+    parameters: Arrays,
+    configs: Sequence[Config],
+    *,
+    cohort: Setting = "auto",
+    memory: int = MEMORY,
+) -> list[Outcome]:
+    """Return what ``client.fit(parameters, config)`` returns or raises, for each client.
+
+    Parameters
+    ----------
+    clients : sequence of NumPyClient
+        Those of our algorithms are stacked, if they share a model; others are trained alone.
+    parameters : list of arrays
+        The request's, the same for all.
+    configs : sequence of dict
+        Each client's.
+    cohort : "auto", "off" or int >= 2 (default "auto")
+        How many clients are stacked at most; "auto" stacks where that was measured to pay
+        (``clients.learning.choice``).
+    memory : int (default 2^28)
+        Bytes that a stack may take; more clients are trained in several stacks.
+    """
+    outcomes: dict[int, Outcome] = {}
+    groups: dict[Any, list[int]] = {}
+    acting = [_acting(*pair) for pair in zip(clients, configs, strict=True)]
+    for number, (client, config) in enumerate(acting):
+        key = _kind(client, config) if cohort != "off" else None
+        if key is None:
+            outcomes[number] = _alone(client, parameters, config)
+            continue
+        try:
+            client.check(config)
+            groups.setdefault(key, []).append(number)
+        except Exception as error:
+            outcomes[number] = error
+    for numbers in groups.values():
+        members = [acting[number] for number in numbers]
+        outcomes |= zip(numbers, _grouped(members, parameters, cohort, memory), strict=True)
+    return [outcomes[number] for number in range(len(acting))]
+
+
+Member: TypeAlias = tuple[FederatedClient, Config]
+
+
+def _acting(client: NumPyClient, config: Config) -> tuple[Any, Config]:
+    """Return the client of the algorithm that a request names, and the request as it reads it."""
+    return client.acting(config) if isinstance(client, AnyAlgorithmClient) else (client, config)
+
+
+def _alone(client: NumPyClient, parameters: Arrays, config: Config) -> Outcome:
+    try:
+        return client.fit(parameters, dict(config))
+    except Exception as error:
+        return error
+
+
+def _kind(client: NumPyClient, config: Config) -> Any:
+    """Return what clients of one stack have in common; None for one that is trained alone."""
+    if not isinstance(client, FederatedClient):
+        return None
+    problem = client.problem
+    try:
+        training, rounds = client.training.updated(config), tuple(client.rounds(config))
+    except Exception:
+        return None  # fit says what is wrong with it
+    if why := _obstacle(client, problem, training):
+        say_once(f"clients are trained one by one: {why}")
+        return None
+    words = tuple((n, v) for n, v in config.items() if n not in OWN and isinstance(v, str | bool))
+    like = problem.inputs.shape[1:], problem.inputs.dtype, problem.targets.dtype  # type: ignore[attr-defined]
+    return (
+        type(client), problem.model, problem.loss, problem.penalty, like, training, rounds, words,
+        tuple(name for name in config if name not in OWN),
+    )  # fmt: skip
+
+
+def _obstacle(client: FederatedClient, problem: Any, training: LocalTraining) -> str:
+    if CLIENTS.get(client.algorithm) is not type(client):
+        return f"{type(client).__name__} is not one of the algorithms that were tried on stacks"
+    if not client.stacks:
+        return f"{client.algorithm}'s loss looks into the model"
+    if training.solver not in STACKED:
+        return f"the solver {training.solver!r} does not run on stacks"
+    return obstacle(problem)
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Log ``text``, the first time in a process."""
+    log(INFO, text)
+
+
+def _grouped(
+    members: Sequence[Member], parameters: Arrays, cohort: Setting, memory: int
+) -> list[Outcome]:
+    """Return the outcomes of clients of one kind, in stacks of those that work about as long."""
+    first, config = members[0]
+    problem, training = first.problem, first.training.updated(config)
+    most = most_at_once(cohort, problem.model, len(members))
+    outcomes: dict[int, Outcome] = {}
+    order = sorted(range(len(members)), key=lambda number: -len(members[number][0].problem))
+    while order:
+        size = batch_size(training) or len(members[order[0]][0].problem)
+        each = _bytes(problem, min(size, len(members[order[0]][0].problem)))
+        count = max(1, min(most, memory // each))
+        numbers, order = order[:count], order[count:]
+        some = [members[number] for number in numbers]
+        outcomes |= zip(numbers, _stacked(some, parameters, memory), strict=True)
+    return [outcomes[number] for number in range(len(members))]
+
+
+def _bytes(problem: Any, samples: int) -> int:
+    """Return about how much memory a client of a stack takes: vectors, and activations twice."""
+    vector = problem.model.vector
+    numbers = 12 * len(vector) + 2 * samples * activations(problem)
+    return numbers * vector.element_size()
+
+
+def _stacked(members: Sequence[Member], parameters: Arrays, memory: int) -> list[Outcome]:
+    """Return the outcomes of clients that are trained as one stack.
+
+    What fails for all, such as an operator without a rule for stacks, is tried one by one.
+    """
+    if len(members) < 2:
+        return [_alone(client, parameters, config) for client, config in members]
+    outcomes: dict[int, Outcome] = {}
+    begun: dict[int, Begun] = {}
+    alike: dict[Any, list[int]] = {}
+    try:
+        received = members[0][0].received(parameters)
+    except Exception:
+        return [_alone(client, parameters, config) for client, config in members]
+    for number, (client, config) in enumerate(members):
+        try:
+            begun[number] = client.begun(received, config)
+            alike.setdefault(_shapes(begun[number].state), []).append(number)
+        except Exception as error:
+            outcomes[number] = error
+    for numbers in alike.values():
+        some = [members[number] for number in numbers]
+        try:
+            steps = _steps(some, [begun[number].state for number in numbers], received, memory)
+        except Exception as error:
+            say_once(f"clients are trained one by one: {of_exception(error)}")
+            outcomes |= {n: _alone(members[n][0], parameters, members[n][1]) for n in numbers}
+            continue
+        for number, (client, config), made in zip(numbers, some, steps, strict=True):
+            try:
+                outcomes[number] = client.finished(begun[number], made, config)
+            except Exception as error:
+                outcomes[number] = error
+    return [outcomes[number] for number in range(len(members))]
+
+
+def _steps(
+    members: Sequence[Member], states: Sequence[State], received: Received, memory: int
+) -> list[list[Step]]:
+    """Return the steps that each client's rounds come to."""
+    clients, configs = [c for c, _ in members], [c for _, c in members]
+    first, device = clients[0], received.theta.device
+    training = first.training.updated(configs[0])
+    problems: list[Problem] = [client.problem for client in clients]  # type: ignore[misc]
+    samples = memory // (2 * activations(problems[0]) * received.theta.element_size())
+
+    def oracle(number: int, config: Config) -> CohortOracle:
+        pairs = zip(clients, configs, strict=True)
+        rngs, _, streams = zip(*(c.streams(number, own) for c, own in pairs), strict=True)
+        by_purpose = lambda purpose: [stream(purpose) for stream in streams]  # noqa: E731
+        return CohortOracle(problems, training, rngs, by_purpose, samples_at_once=samples)
+
+    wide = Received(
+        received.theta.expand(len(clients), -1),
+        {name: vector.expand(len(clients), -1) for name, vector in received.beside.items()},
+    )
+    made = first.steps_made(
+        _stack_of(states, device),
+        wide,
+        _common(configs, device),
+        oracle,  # type: ignore[arg-type]
+    )
+    return _taken_apart(made, states, received.theta)
+
+
+def _common(configs: Sequence[Config], device: torch.device) -> dict[str, Any]:
+    """Return one request for all: a number that differs from client to client is a column."""
+    common = {name: value for name, value in configs[0].items() if name not in OWN}
+    for name, value in common.items():
+        if any(config[name] != value for config in configs):
+            common[name] = column([config[name] for config in configs], device)
+    return common
+
+
+def _shapes(state: State) -> Any:
+    return state and tuple(value.shape if isinstance(value, Tensor) else () for value in state)
+
+
+def _stack_of(states: Sequence[State], device: torch.device) -> State:
+    """Return the stack of states: vectors [clients, d], and numbers as columns."""
+    if states[0] is None:
+        return None
+    fields = [
+        torch.stack(values) if isinstance(values[0], Tensor) else column(values, device)
+        for values in zip(*states, strict=True)
+    ]
+    return type(states[0])(*fields)
+
+
+def _taken_apart(made: Sequence[Step], states: Sequence[State], like: Tensor) -> list[list[Step]]:
+    """Return each client's steps, on the host: of those before the last, what was solved alone."""
+    count, last = len(states), made[-1]
+    solved = [_solved(step.solved, count) for step in made]
+    uploads = _rows(last.upload, like)
+    beside = {name: _rows(vectors, like) for name, vectors in last.beside.items()}
+    scalars = {name: _numbers(value, count) for name, value in last.scalars.items()}
+    kept: list[State] = [None] * count
+    if last.state is not None:
+        fields = [
+            _rows(value, like) if isinstance(before, Tensor)
+            else [type(was)(n) for was, n in zip(befores, _numbers(value, count), strict=True)]
+            for value, befores in zip(last.state, zip(*states, strict=True), strict=True)
+            for before in befores[:1]
+        ]  # fmt: skip
+        kept = [type(last.state)(*values) for values in zip(*fields, strict=True)]
+    return [
+        [
+            *(Step(uploads[i], solved=each[i]) for each in solved[:-1]),
+            Step(
+                uploads[i],
+                kept[i],
+                {name: values[i] for name, values in scalars.items()},
+                solved[-1][i],
+                {name: rows[i] for name, rows in beside.items()},
+            ),
+        ]
+        for i in range(count)
+    ]
+
+
+def _solved(solved: Solved | None, count: int) -> list[Any]:
+    if solved is None:
+        return [None] * count
+    numbers = [_numbers(value, count) for value in solved[2:]]
+    steps, epochs, *others = numbers
+    steps = [int(n) for n in steps]
+    epochs = [None if n is None else int(n) for n in epochs]
+    rows = zip(steps, epochs, *others, strict=True)
+    return [Solved(None, None, *row) for row in rows]
+
+
+def _numbers(value: Any, count: int) -> list[Any]:
+    """Return the clients' numbers, of a column or of one number for all."""
+    if not isinstance(value, Tensor):
+        return [value] * count
+    found: list[Any] = value.expand(count, 1)[:, 0].tolist()
+    return found
+
+
+def _rows(vectors: Tensor, like: Tensor) -> Sequence[Tensor]:
+    """Return the clients' vectors, on the host and of the model's type."""
+    return vectors.expand(-1, -1).to("cpu", like.dtype).unbind(0)

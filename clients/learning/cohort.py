@@ -1,0 +1,187 @@
+"""The oracle of a stack of clients (``fl_strategies.core.oracle``): each gets what it would alone.
+
+Vectors are [clients, d] and numbers that differ are columns [clients, 1]. Every client's
+mini-batches are drawn from its own streams, in the order in which it would draw them alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from clients.learning.oracle import on_all
+from clients.learning.plans import (
+    Generators,
+    Plan,
+    batch_size,
+    batches_per_epoch,
+    column,
+    drawn_orders,
+    laid_out,
+)
+from clients.learning.problem import Problem
+from clients.learning.solvers import planned, precise
+from clients.learning.stack import Batches, Numbers, Stack
+from clients.learning.stacked import solve
+from fl_strategies.core.local import LocalTraining
+from fl_strategies.core.oracle import Gradient, Solved
+from fl_strategies.core.subproblem import Subproblem
+
+
+class CohortOracle:
+    """The oracle of clients whose f_i are those of ``problems``, weight decay included.
+
+    Parameters
+    ----------
+    problems : sequence of Problem
+        Alike: of one model, loss and penalty, and without an :func:`.stack.obstacle`.
+    training : LocalTraining
+        How all solve their subproblems; its solver is one of ``stacked.STACKED``.
+    rngs : sequence of numpy.random.Generator
+        What each client's ``solve`` draws from.
+    streams : callable
+        ``streams(purpose)`` returns each client's generator of that purpose.
+    samples_at_once : int
+        Samples of all clients that may go through the model in one pass, where these are all that
+        clients have: mini-batches are not cut.
+    """
+
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        training: LocalTraining,
+        rngs: Generators,
+        streams: Callable[[str], Generators],
+        *,
+        samples_at_once: int = 1 << 20,
+    ) -> None:
+        self.problems, self.training = problems, training
+        self.stack = Stack(problems, samples_at_once=samples_at_once)
+        self._rngs, self._streams = rngs, streams
+        self._draws: Iterator[Batches] | None = None
+
+    @property
+    def steps(self) -> Any:
+        """As :attr:`.Oracle.steps`."""
+        return column(self._next.steps, self.stack.model.vector.device)
+
+    def solve(
+        self, start: Tensor, subproblem: Subproblem, *, previous: Tensor | None = None
+    ) -> Solved:
+        """As :meth:`.Oracle.solve`."""
+        return solve(self.stack, start, subproblem, self.training, self._rngs, previous=previous)
+
+    def solve_aside(self, start: Tensor, subproblem: Subproblem) -> Solved:
+        """As :meth:`.Oracle.solve_aside`: such models have no running statistics."""
+        return self.solve(start, subproblem)
+
+    def solve_on_next(self, start: Tensor, subproblem: Subproblem, *, steps: Any) -> Solved:
+        """As :meth:`.Oracle.solve_on_next`."""
+        batches, sizes = next(self._next)
+        counts = np.ravel(np.asarray(steps)).astype(np.int64) * np.ones_like(sizes)
+        each = Batches(*(part[None] for part in batches))
+        work = Plan(each, sizes[None], counts, np.ones_like(sizes), counts, [])
+        training = on_all(self.training, int(counts.max()))
+        return solve(self.stack, start, subproblem, training, self._rngs, work=work)
+
+    def gradient(self, w: Tensor) -> Gradient:
+        """As :meth:`.Oracle.gradient`; the accuracy is not measured."""
+        return self._gradient(w, [(next(self._next)[0], 1.0)])._replace(accuracy=math.nan)
+
+    def hessian_product(self, w: Tensor, v: Tensor) -> Tensor:
+        """As :meth:`.Oracle.hessian_product`."""
+        self.stack.model.module.train()
+        like = self.stack.model.vector
+        product = self.stack.hessian_product(w.to(like), v.to(like), next(self._next)[0])
+        return product + self.training.ridge * v if self.training.ridge else product
+
+    def difference(self, new: Tensor, old: Tensor, *, samples: int) -> Gradient:
+        """As :meth:`.Oracle.difference`."""
+        pieces = [(next(self._drawn(samples)), 1.0)] if samples else [*self.stack.whole()]
+        before = self._gradient(old, pieces)
+        after = self._gradient(new, pieces)
+        return after._replace(vector=after.vector - before.vector)
+
+    def full_gradient(self, w: Tensor) -> Tensor:
+        """As :meth:`.Oracle.full_gradient`."""
+        return self._gradient(w, self.stack.whole()).vector
+
+    def loss(self, w: Tensor) -> Tensor:
+        """As :meth:`.Oracle.loss`; weight decay is left out."""
+        return self.stack.loss(w.to(self.stack.model.vector))
+
+    def _gradient(self, w: Tensor, pieces: Iterable[tuple[Batches, Any]]) -> Gradient:
+        """Return the gradient, loss and accuracy on mini-batches whose shares of all are given."""
+        self.stack.model.module.train()
+        w, vector, loss, accuracy = w.to(self.stack.model.vector), 0.0, 0.0, 0.0
+        for batches, share in pieces:
+            g, found = self.stack.gradient(w, batches)
+            vector = vector + share * g
+            loss = loss + share * precise(found.loss)
+            if found.right is not None:
+                right = found.right * batches.weights.max(1, keepdim=True).values
+                accuracy = accuracy + share * precise(right)
+        if self.training.ridge:
+            vector = vector + self.training.ridge * w
+        return Gradient(vector, loss, accuracy if self.stack.classifies else math.nan)
+
+    @functools.cached_property
+    def _next(self) -> Feed:
+        return Feed(self.stack, self.training, self._streams("meta"))
+
+    def _drawn(self, samples: int) -> Iterator[Batches]:
+        if self._draws is None:
+            self._draws = self._draw(samples)
+        return self._draws
+
+    def _draw(self, samples: int) -> Iterator[Batches]:
+        """Yield mini-batches drawn with replacement, by one copy to the device of several."""
+        pairs = zip(self.problems, self._streams("oracle"), strict=True)
+        blocks = zip(*(problem.drawn(rng, samples) for problem, rng in pairs), strict=True)
+        for block in blocks:
+            numbers = np.stack(block, 1)
+            made = self.stack.batches(numbers, np.full(numbers.shape[:2], samples))
+            yield from map(Batches, *made)
+
+
+class Feed:
+    """Mini-batches of every client without end, of one epoch after another."""
+
+    def __init__(self, stack: Stack, training: LocalTraining, rngs: Generators) -> None:
+        self._stack, self._rngs = stack, rngs
+        self._size = batch_size(training) or int(stack.sizes.max())
+        self._per_epoch = batches_per_epoch(stack.sizes, training)
+        steps = []
+        for rng, batches in zip(rngs, self._per_epoch.tolist(), strict=True):
+            epochs, limit = planned(training, batches, rng)
+            steps.append(limit or epochs * batches)
+        self.steps: Numbers = np.array(steps)
+        self._all = self._endless()
+
+    def __next__(self) -> tuple[Batches, Numbers]:
+        """Return the next mini-batches, and their sizes [clients]."""
+        return next(self._all)
+
+    def _endless(self) -> Iterator[tuple[Batches, Numbers]]:
+        """Draw and copy to the device as many batches at a time as the longest epoch has."""
+        sizes, per_epoch = self._stack.sizes, self._per_epoch
+        orders: list[list[Numbers]] = [[] for _ in sizes]
+        used, turns = np.zeros_like(sizes), np.arange(int(per_epoch.max()))[:, None]
+        while True:
+            wanted = -(-(used + len(turns)) // per_epoch)
+            for rng, order, samples, epochs in zip(
+                self._rngs, orders, sizes.tolist(), wanted.tolist(), strict=True
+            ):
+                order += drawn_orders(rng, samples, self._size, epochs - len(order))
+            where = used + turns, np.arange(len(sizes))
+            samples, counts = (found[where] for found in laid_out(orders, sizes, self._size))
+            placed = self._stack.batches(samples, counts)
+            for turn in range(len(turns)):
+                yield Batches(placed.samples[turn], placed.weights[turn]), counts[turn]
+            done, used = np.divmod(used + len(turns), per_epoch)
+            orders = [order[n:] for order, n in zip(orders, done.tolist(), strict=True)]

@@ -1,0 +1,110 @@
+"""Which mini-batches the clients of a stack take, drawn from each one's generator as alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from clients.learning.solvers import planned, precise
+from clients.learning.stack import Batches, Numbers, Stack
+from fl_strategies.core.local import LocalTraining
+
+Generators: TypeAlias = Sequence[np.random.Generator]
+
+
+class Plan(NamedTuple):
+    """What clients are to do in a solve.
+
+    ``batches`` hold mini-batches [steps, clients, b], or [1, clients, b] where all steps are on the
+    same; ``sizes`` [steps or 1, clients] are their sizes. A client has ``epochs``, each of
+    ``per_epoch`` steps but perhaps for the last, and ``steps`` in all. ``states`` are those of its
+    generator after the order of each epoch was drawn, where it may stop early.
+    """
+
+    batches: Batches
+    sizes: Numbers
+    epochs: Numbers
+    per_epoch: Numbers
+    steps: Numbers
+    states: list[list[Any]]
+
+
+def column(values: npt.ArrayLike, device: torch.device) -> Any:
+    """Return clients' numbers as a column in double precision, or as one if all are alike."""
+    found = np.asarray(values)
+    first = found.flat[0]
+    if (found == first).all():
+        return first.item()
+    placed = torch.from_numpy(found.reshape(-1, 1)).to(device)
+    return precise(placed)
+
+
+def batch_size(training: LocalTraining) -> int:
+    """Return the size of mini-batches, 0 for the full batch."""
+    return 0 if training.full_batch else training.batch_size
+
+
+def batches_per_epoch(sizes: Numbers, training: LocalTraining) -> Numbers:
+    """Return how many mini-batches the clients' epochs have."""
+    size = batch_size(training)
+    return -(-sizes // size) if size else np.ones_like(sizes)
+
+
+def drawn_orders(rng: np.random.Generator, samples: int, size: int, epochs: int) -> list[Numbers]:
+    """Return the orders in which a client goes through its samples, drawn as ``batches`` does."""
+    if size == 0 or size >= samples:
+        return [np.arange(samples)] * epochs
+    return [rng.permutation(samples) for _ in range(epochs)]
+
+
+def laid_out(
+    orders: Sequence[Sequence[Numbers]], sizes: Numbers, size: int
+) -> tuple[Numbers, Numbers]:
+    """Return mini-batches [steps, clients, b] of the clients' epochs, and how many samples count.
+
+    Clients with fewer steps have empty ones at the end.
+    """
+    per_epoch = -(-sizes // size)
+    epochs = np.array([len(each) for each in orders])
+    steps, width = int((per_epoch * epochs).max()), min(size, int(sizes.max()))
+    samples = np.zeros((len(sizes), steps, width), np.int64)
+    counts = np.zeros((len(sizes), steps), np.int64)
+    # where each sample of each epoch goes: client, step and place in the batch as one number
+    owner = np.repeat(np.arange(len(sizes)), epochs)
+    epoch = np.concatenate([np.arange(e) for e in epochs])
+    lengths = sizes[owner]
+    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    first = np.repeat(owner * steps + epoch * per_epoch[owner], lengths)
+    step = first + within // size
+    samples.reshape(-1)[step * width + within % size] = np.concatenate(
+        [order for each in orders for order in each]
+    )
+    counts.reshape(-1)[:] = np.bincount(step, minlength=counts.size)
+    return samples.swapaxes(0, 1), counts.T
+
+
+def plan(stack: Stack, training: LocalTraining, rngs: Generators) -> Plan:
+    """Return what each client is to do, drawn from its generator as it would alone."""
+    size, per_epoch = batch_size(training), batches_per_epoch(stack.sizes, training)
+    orders, limits, states = [], [], []
+    for rng, samples, batches in zip(rngs, stack.sizes.tolist(), per_epoch.tolist(), strict=True):
+        epochs, limit = planned(training, batches, rng)
+        limits.append(limit or epochs * batches)
+        if training.residual < 0.0:
+            orders.append(drawn_orders(rng, samples, size, epochs))
+            continue
+        states.append([])
+        orders.append([])
+        for _ in range(epochs):
+            orders[-1] += drawn_orders(rng, samples, size, 1)
+            states[-1].append(rng.bit_generator.state)
+    epochs = np.array([len(each) for each in orders])
+    whole = int(stack.sizes.max())
+    if size == 0 or size >= whole:
+        orders, size = [each[:1] for each in orders], whole
+    samples, sizes = laid_out(orders, stack.sizes, size)
+    return Plan(stack.batches(samples, sizes), sizes, epochs, per_epoch, np.array(limits), states)

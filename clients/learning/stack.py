@@ -1,0 +1,272 @@
+"""The losses of several clients that share one model, as one function of their stacked vectors.
+
+Client i has the parameters ``w[i]`` of vectors [clients, d]: one forward pass under ``torch.vmap``
+computes the outputs of all, the losses are added up, and one backward pass gives every client its
+own gradient. Mini-batches may be of different sizes: short ones are filled up with samples of
+weight 0.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy
+
+from clients.learning.model import FlatModel
+from clients.learning.objective import CHUNK, Loss, Objective, called
+from clients.learning.problem import Problem, gathered
+from clients.learning.replay import without_trace
+from clients.learning.solvers import precise
+from fl_strategies.core.reasons import of_exception
+
+Numbers = npt.NDArray[np.int64]
+
+
+class Batches(NamedTuple):
+    """A mini-batch of each client: numbers of samples [clients, b], and their weights [clients, b],
+    1 / the batch's size, or 0 where a batch is filled up."""
+
+    samples: Tensor
+    weights: Tensor
+
+
+class Found(NamedTuple):
+    """What was found on a mini-batch of each client: mean losses [clients, 1], and numbers of right
+    answers [clients, 1], None where targets are no classes."""
+
+    loss: Tensor
+    right: Tensor | None
+
+
+class Stack:
+    """f_1, ..., f_k of ``problems``, which are alike, as functions of stacked vectors w [k, d].
+
+    :func:`obstacle` says whether problems can be stacked. ``who``, where a method takes it, is an
+    array of the numbers of the clients that are meant, whose vectors alone are given.
+    """
+
+    def __init__(self, problems: Sequence[Problem], *, samples_at_once: int = 1 << 20) -> None:
+        first = problems[0]
+        self._at_once = samples_at_once
+        self.model, self.classifies = first.model, first.classifies
+        self.sizes: Numbers = np.array([len(problem) for problem in problems])
+        self._loss, self._penalty = first.loss, first.penalty
+        # all samples that any client has: those of client i are _rows[_starts[i] :]
+        sources = {id(p.inputs): (p.inputs, p.targets) for p in problems}
+        begins = np.cumsum([0, *(len(x) for x, _ in sources.values())]).tolist()
+        begin = dict(zip(sources, begins, strict=False))
+        tensors = [*zip(*sources.values(), strict=True)]
+        self._inputs, self._targets = (t[0] if len(t) == 1 else torch.cat(t) for t in tensors)
+        if self.classifies and bool((self._targets < 0).any()):
+            raise ValueError("negative targets are left out of the mean")
+        self._rows: Tensor | None = None
+        self._starts = np.array([begin[id(p.inputs)] for p in problems])
+        if any(p.rows is not None for p in problems):
+            each = [torch.arange(len(p)) if p.rows is None else p.rows for p in problems]
+            if len(sources) > 1:
+                each = [r + begin[id(p.inputs)] for r, p in zip(each, problems, strict=True)]
+            self._rows = torch.cat([r.to(self._inputs.device) for r in each])
+            self._starts = np.cumsum([0, *self.sizes[:-1]])
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def batches(self, samples: Numbers, sizes: Numbers, who: Any = slice(None)) -> Batches:
+        """Return mini-batches, on the device, of the clients' own samples [..., clients, b].
+
+        The first ``sizes`` [..., clients] of each count.
+        """
+        like = self.model.vector
+        placed = torch.from_numpy(samples + self._starts[who][:, None]).to(like.device)
+        if self._rows is not None:
+            placed = self._rows.take(placed)
+        counts = np.arange(samples.shape[-1]) < sizes[..., None]
+        weights = counts / np.maximum(sizes, 1)[..., None]
+        return Batches(placed, torch.from_numpy(weights).to(like))
+
+    def whole(self, who: Any = slice(None)) -> Iterator[tuple[Batches, Tensor]]:
+        """Yield all samples of the clients in pieces, and each's share [clients, 1] in a piece."""
+        sizes = self.sizes[who]
+        longest, width = int(sizes.max()), max(1, min(CHUNK, self._at_once // len(sizes)))
+        for start in range(0, longest, width):
+            stop = min(start + width, longest)
+            counted = np.clip(sizes - start, 0, stop - start)
+            samples = np.minimum(np.arange(start, stop), sizes[:, None] - 1)
+            share = torch.from_numpy((counted / sizes)[:, None]).to(self.model.vector)
+            yield self.batches(samples, counted, who), share
+
+    # ---- the functions ------------------------------------------------------------------------
+
+    def gradient(self, w: Tensor, batches: Batches) -> tuple[Tensor, Found]:
+        """Return the gradients [k, d] at ``w`` [k, d] on the mini-batches, and what was found."""
+        leaves = [piece.detach().requires_grad_() for piece in self.model.views(w)]
+        with torch.enable_grad():
+            losses, right = self._forward(leaves, batches)
+            slopes = torch.autograd.grad(losses.sum(), leaves, materialize_grads=True)
+        gradient, losses = self.model.stacked(slopes), losses.detach()
+        if self._penalty is not None:
+            at = w.detach().requires_grad_()
+            with torch.enable_grad():
+                values = vmap(self._penalty)(at)
+                gradient += torch.autograd.grad(values.sum(), at)[0]
+            losses = losses + values.detach()
+        return gradient, Found(losses[:, None], None if right is None else right[:, None])
+
+    def full_gradient(self, w: Tensor, who: Any = slice(None)) -> Tensor:
+        """Return the gradients [k, d] on all samples of the clients."""
+        parts = [share * self.gradient(w, piece)[0] for piece, share in self.whole(who)]
+        return sum(parts[1:], parts[0])
+
+    def hessian_product(self, w: Tensor, v: Tensor, batches: Batches) -> Tensor:
+        """Return the Hessians at ``w`` [k, d] on the mini-batches, times ``v`` [k, d]."""
+        leaves = [piece.detach().requires_grad_() for piece in self.model.views(w)]
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+            losses, _ = self._forward(leaves, batches)
+            slopes = torch.autograd.grad(
+                losses.sum(), leaves, create_graph=True, materialize_grads=True
+            )
+            pairs = zip(slopes, self.model.views(v), strict=True)
+            along = torch.stack([(slope * u).sum() for slope, u in pairs]).sum()
+            pieces = torch.autograd.grad(along, leaves, materialize_grads=True)
+        product = self.model.stacked(pieces)
+        if self._penalty is not None:
+            at = w.detach().requires_grad_()
+            with torch.enable_grad():
+                values = vmap(self._penalty)(at)
+                (slope,) = torch.autograd.grad(values.sum(), at, create_graph=True)
+                product += torch.autograd.grad((slope * v).sum(), at)[0]
+        return product
+
+    @torch.no_grad()
+    def loss(self, w: Tensor) -> Tensor:
+        """Return the mean losses [k, 1] on all samples, the model in evaluation mode."""
+        self.model.module.eval()
+        views = self.model.views(w)
+        parts = [
+            precise(share) * precise(self._forward(views, piece)[0][:, None])
+            for piece, share in self.whole()
+        ]
+        if self._penalty is not None:
+            parts.append(precise(vmap(self._penalty)(w)[:, None]))
+        return sum(parts[1:], parts[0])
+
+    def _forward(self, leaves: Sequence[Tensor], batches: Batches) -> tuple[Tensor, Tensor | None]:
+        """Return the mean losses [k], without penalty, and the numbers of right answers [k]."""
+        shape, flat = batches.samples.shape, batches.samples.reshape(-1)
+        inputs, targets = gathered(self._inputs, flat), self._targets.index_select(0, flat)
+        outputs = self._outputs(leaves, inputs.unflatten(0, shape)).flatten(0, 1)
+        losses = (of_each(self._loss, outputs, targets).view(shape) * batches.weights).sum(1)
+        if not self.classifies:
+            return losses, None
+        right = (outputs.detach().argmax(1) == targets).view(*shape, -1)
+        return losses, (right & (batches.weights > 0.0)[..., None]).sum((1, 2))
+
+    @functools.cached_property
+    def _outputs(self) -> Callable[..., Tensor]:
+        """The module's outputs [k, b, ...] for parameters [k, ...] and inputs [k, b, ...]."""
+        names, module = self.model.layout.trainable, self.model.module
+
+        def one(values: Sequence[Tensor], inputs: Tensor) -> Any:
+            parameters = dict(zip(names, values, strict=True))
+            return called(lambda x: functional_call(module, parameters, (x,)), inputs)
+
+        return vmap(one)
+
+
+def of_each(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of every sample [n], of which ``loss`` is the mean."""
+    if loss is cross_entropy:
+        return cross_entropy(outputs, targets, reduction="none").flatten(1).mean(1)
+    return vmap(lambda output, target: loss(output[None], target[None]))(outputs, targets)
+
+
+# ---- what can be stacked ------------------------------------------------------------------------
+
+_TRIED: weakref.WeakKeyDictionary[FlatModel, dict[Any, str]] = weakref.WeakKeyDictionary()
+"""Obstacles by model, and by loss and kind of inputs."""
+
+
+def obstacle(problem: Objective) -> str:
+    """Return why the problem's client must be trained alone, "" where it can be stacked."""
+    if type(problem) is not Problem:
+        return f"a {type(problem).__name__} has no fixed samples or a loss of its own"
+    model = problem.model
+    if model.kept:
+        return f"arrays are each client's own ({model.kept[0]})"
+    if problem.autocast is not None:
+        return f"it runs in {problem.autocast}"
+    key = (problem.loss, problem.inputs.shape[1:], problem.inputs.dtype, problem.targets.dtype)
+    found = _TRIED.setdefault(model, {})
+    if key not in found:
+        found[key] = _of_module(model.module) or _of_trial(problem)
+    return found[key]
+
+
+def activations(problem: Objective) -> int:
+    """Return how many numbers the model's layers put out for a sample, its inputs among them."""
+    model, outputs = problem.model, [0]
+
+    def note(module: nn.Module, inputs: Any, output: Any) -> None:
+        outputs[0] += output.numel() if isinstance(output, Tensor) else 0
+
+    layers = [part for part in model.module.modules() if not any(part.children())]
+    hooks = [layer.register_forward_hook(note) for layer in layers]
+    try:
+        inputs, targets = (part[:1] for part in problem.whole)
+        model.module.eval()
+        with torch.no_grad():
+            problem.forward(inputs, targets)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return outputs[0] + inputs.numel()
+
+
+def _of_module(module: nn.Module) -> str:
+    for part in module.modules():
+        name = type(part).__name__
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            return f"{name} looks at a whole mini-batch and keeps running statistics"
+        if isinstance(part, nn.RNNBase):
+            return f"torch.vmap does not take recurrent layers ({name})"
+        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0.0:
+            return f"{name} draws random numbers from each client's own stream"
+    return ""
+
+
+def _of_trial(problem: Problem) -> str:
+    """Compare the gradients of two clients, with a sample and with two of unlike targets."""
+    model, (inputs, targets) = problem.model, problem.whole
+    other = next((i for i in range(1, len(targets)) if not targets[i].equal(targets[0])), 0)
+    pair = torch.tensor([0, other], device=targets.device)
+    problem = Problem(
+        model, problem.loss, gathered(inputs, pair), targets[pair], penalty=problem.penalty
+    )
+    before = model.vector.clone()
+    w = torch.randn(len(before), generator=torch.Generator().manual_seed(1)).to(before) / 20
+    with without_trace([before], model.module):
+        model.module.train()
+        model.vector.copy_(w)
+        try:
+            stack = Stack([problem, problem])
+            numbers = np.array([[0, 0], [0, 1]])
+            found, _ = stack.gradient(w.expand(2, -1), stack.batches(numbers, np.array([1, 2])))
+            for mine, count in zip(found, (1, 2), strict=True):
+                problem.gradient(problem.inputs[:count], problem.targets[:count])
+                apart, size = mine - model.gradient, model.gradient.norm()
+                if not apart.norm() <= torch.finfo(mine.dtype).eps ** 0.5 * size:
+                    return "its loss is no mean over samples, or a sample's depends on others"
+        except Exception as error:
+            return f"torch.vmap does not take it: {of_exception(error)}"
+        finally:
+            model.vector.copy_(before)
+    return ""
