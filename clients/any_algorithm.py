@@ -54,7 +54,7 @@ class AnyAlgorithmClient(NumPyClient):
         return client.evaluate(parameters, config)
 
     def acting(self, config: Config) -> tuple[FederatedClient, Config]:
-        """Return the client of the algorithm that a request names, and the request as it reads it."""
+        """Return the client of the algorithm that a request names, and the request as it reads."""
         config = kebab(config)
         return self._client(config), config
 

@@ -96,11 +96,12 @@ class FederatedClient(NumPyClient):
 
     # ---- what an algorithm adds -------------------------------------------------------------
 
-    def step(self, state: State, received: Received, oracle: ClientOracle, config: Config) -> Step:
+    def step(self, state: State, received: Received, oracle: Any, config: Config) -> Step:
         """Call the client rule and return what it made of the request.
 
-        ``state`` is what the client keeps, None if it keeps nothing; ``oracle`` gives access to
-        its loss; ``config`` is what the request says, with the ``round`` that it is about.
+        ``state`` is what the client keeps, None if it keeps nothing; ``oracle``, a
+        :class:`.ClientOracle` or a :class:`.CohortOracle`, gives access to its loss; ``config`` is
+        what the request says, with the ``round`` that it is about.
         """
         raise TypeError(f"{type(self).__name__} must define step")
 

@@ -2,8 +2,8 @@
 
 :func:`fit_cohort` does for clients of one algorithm and model what ``FederatedClient.fit`` does for
 each: checks, states, rule, metrics. Their vectors are stacked, [clients, d], so that a local step
-of all is one forward and one backward pass (``clients.learning.stack``). It pays where a step of one
-client is too small to keep the processor busy: ``clients.learning.choice`` says where.
+of all is one forward and one backward pass (``clients.learning.stack``). It pays where a step of
+one client is too small to keep the processor busy: ``clients.learning.choice`` says where.
 
 Each client's uploads, metrics and state are those that it would have alone, up to rounding. One
 whose request fails a check fails alone; what cannot be stacked is trained alone.
@@ -24,7 +24,7 @@ from torch import Tensor
 from clients.any_algorithm import CLIENTS, AnyAlgorithmClient
 from clients.base import Begun, FederatedClient, Reply
 from clients.keeping import State
-from clients.learning.choice import Setting, most_at_once
+from clients.learning.choice import Setting, check_setting, most_at_once
 from clients.learning.cohort import CohortOracle
 from clients.learning.plans import batch_size, column
 from clients.learning.problem import Problem
@@ -68,6 +68,7 @@ def fit_cohort(
     memory : int (default 2^28)
         Bytes that a stack may take; more clients are trained in several stacks.
     """
+    check_setting(cohort)
     outcomes: dict[int, Outcome] = {}
     groups: dict[Any, list[int]] = {}
     acting = [_acting(*pair) for pair in zip(clients, configs, strict=True)]
@@ -161,7 +162,7 @@ def _bytes(problem: Any, samples: int) -> int:
     """Return about how much memory a client of a stack takes: vectors, and activations twice."""
     vector = problem.model.vector
     numbers = 12 * len(vector) + 2 * samples * activations(problem)
-    return numbers * vector.element_size()
+    return int(numbers * vector.element_size())
 
 
 def _stacked(members: Sequence[Member], parameters: Arrays, memory: int) -> list[Outcome]:
@@ -224,7 +225,7 @@ def _steps(
         _stack_of(states, device),
         wide,
         _common(configs, device),
-        oracle,  # type: ignore[arg-type]
+        oracle,
     )
     return _taken_apart(made, states, received.theta)
 

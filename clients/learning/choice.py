@@ -43,13 +43,16 @@ def table() -> list[dict[str, Any]]:
 def measured_gain(device: str, kind: str, d: int, clients: int) -> float:
     """Return the gain of the next larger model and the next smaller stack; 0 where none was."""
     rows = [row for row in table() if (row["device"], row["kind"]) == (device, kind)]
-    larger = [row["d"] for row in rows if row["d"] >= d]
-    rows = (
-        [row for row in rows if row["d"] == min(larger) and row["clients"] <= clients]
-        if larger
-        else []
-    )
-    return float(max(rows, key=lambda row: row["clients"])["gain"]) if rows else 0.0
+    larger = min((row["d"] for row in rows if row["d"] >= d), default=None)
+    fewer = [row for row in rows if row["d"] == larger and row["clients"] <= clients]
+    return float(max(fewer, key=lambda row: row["clients"])["gain"]) if fewer else 0.0
+
+
+def check_setting(cohort: Any) -> None:
+    """Raise ``ValueError`` unless this is a setting."""
+    number = isinstance(cohort, int) and not isinstance(cohort, bool) and cohort >= 2
+    if cohort not in ("auto", "off") and not number:
+        raise ValueError(f'cohort must be "auto", "off" or a whole number >= 2, got {cohort!r}')
 
 
 def most_at_once(setting: Setting, model: FlatModel, clients: int) -> int:

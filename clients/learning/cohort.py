@@ -109,7 +109,8 @@ class CohortOracle:
 
     def full_gradient(self, w: Tensor) -> Tensor:
         """As :meth:`.Oracle.full_gradient`."""
-        return self._gradient(w, self.stack.whole()).vector
+        gradient: Tensor = self._gradient(w, self.stack.whole()).vector
+        return gradient
 
     def loss(self, w: Tensor) -> Tensor:
         """As :meth:`.Oracle.loss`; weight decay is left out."""
@@ -118,7 +119,10 @@ class CohortOracle:
     def _gradient(self, w: Tensor, pieces: Iterable[tuple[Batches, Any]]) -> Gradient:
         """Return the gradient, loss and accuracy on mini-batches whose shares of all are given."""
         self.stack.model.module.train()
-        w, vector, loss, accuracy = w.to(self.stack.model.vector), 0.0, 0.0, 0.0
+        w = w.to(self.stack.model.vector)
+        vector: Any = 0.0
+        loss: Any = 0.0
+        accuracy: Any = 0.0
         for batches, share in pieces:
             g, found = self.stack.gradient(w, batches)
             vector = vector + share * g

@@ -90,21 +90,23 @@ def laid_out(
 def plan(stack: Stack, training: LocalTraining, rngs: Generators) -> Plan:
     """Return what each client is to do, drawn from its generator as it would alone."""
     size, per_epoch = batch_size(training), batches_per_epoch(stack.sizes, training)
-    orders, limits, states = [], [], []
+    orders: list[list[Numbers]] = []
+    limits: list[int] = []
+    states: list[list[Any]] = []
     for rng, samples, batches in zip(rngs, stack.sizes.tolist(), per_epoch.tolist(), strict=True):
-        epochs, limit = planned(training, batches, rng)
-        limits.append(limit or epochs * batches)
-        if training.residual < 0.0:
-            orders.append(drawn_orders(rng, samples, size, epochs))
+        count, limit = planned(training, batches, rng)
+        limits.append(limit or count * batches)
+        if training.residual is None:
+            orders.append(drawn_orders(rng, samples, size, count))
             continue
         states.append([])
         orders.append([])
-        for _ in range(epochs):
+        for _ in range(count):
             orders[-1] += drawn_orders(rng, samples, size, 1)
             states[-1].append(rng.bit_generator.state)
-    epochs = np.array([len(each) for each in orders])
+    epochs: Numbers = np.array([len(each) for each in orders])
     whole = int(stack.sizes.max())
     if size == 0 or size >= whole:
         orders, size = [each[:1] for each in orders], whole
-    samples, sizes = laid_out(orders, stack.sizes, size)
-    return Plan(stack.batches(samples, sizes), sizes, epochs, per_epoch, np.array(limits), states)
+    numbers, sizes = laid_out(orders, stack.sizes, size)
+    return Plan(stack.batches(numbers, sizes), sizes, epochs, per_epoch, np.array(limits), states)

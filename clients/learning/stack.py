@@ -163,7 +163,7 @@ class Stack:
         """Return the mean losses [k], without penalty, and the numbers of right answers [k]."""
         shape, flat = batches.samples.shape, batches.samples.reshape(-1)
         inputs, targets = gathered(self._inputs, flat), self._targets.index_select(0, flat)
-        outputs = self._outputs(leaves, inputs.unflatten(0, shape)).flatten(0, 1)
+        outputs = self._outputs(leaves, inputs.view(*shape, *inputs.shape[1:])).flatten(0, 1)
         losses = (of_each(self._loss, outputs, targets).view(shape) * batches.weights).sum(1)
         if not self.classifies:
             return losses, None
@@ -185,7 +185,8 @@ class Stack:
 def of_each(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the loss of every sample [n], of which ``loss`` is the mean."""
     if loss is cross_entropy:
-        return cross_entropy(outputs, targets, reduction="none").flatten(1).mean(1)
+        each = cross_entropy(outputs, targets, reduction="none")
+        return each.flatten(1).mean(1) if each.dim() > 1 else each
     return vmap(lambda output, target: loss(output[None], target[None]))(outputs, targets)
 
 

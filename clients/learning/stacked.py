@@ -71,7 +71,8 @@ class Task:
             loss = loss + (slope * w).sum(1, keepdim=True)
         if self.pulled:
             loss = loss + (pull / 2) * (w - centre).square().sum(1, keepdim=True)
-        return loss - self.part(self.floor, k)
+        value: Tensor = loss - self.part(self.floor, k)
+        return value
 
     @property
     def floor(self) -> Any:
@@ -235,7 +236,7 @@ def solve(
     before = Task(stack, start if previous is None else previous, Subproblem(), order).w
     losses = w.new_zeros(len(left), len(stack))
     rights = torch.zeros(losses.shape, dtype=torch.int64, device=device)
-    stopping = Stopping(task, training, work, numbers) if training.residual >= 0.0 else None
+    stopping = Stopping(task, training, work, numbers) if training.residual is not None else None
     for step, k in enumerate(left):
         place = step if len(samples) > 1 else 0
         batches = Batches(samples[place, :k], weights[place, :k])
@@ -270,18 +271,19 @@ def solve(
     at, sizes = np.arange(len(left))[:, None], work.sizes[:, numbers]
     last = (at >= (epochs - 1) * per_epoch) & (at < steps)
     counted = np.where(last, sizes[: len(left)], 0)
-    found = (w, before, *means(losses, rights, counted))
+    loss, accuracy = means(losses, rights, counted)
     if order is not None:
         back = np.argsort(numbers)
         steps, epochs, residual = steps[back], epochs[back], residual[back]
-        found = tuple(of[torch.from_numpy(back).to(device)] for of in found)
+        there = torch.from_numpy(back).to(device)
+        w, before, loss, accuracy = w[there], before[there], loss[there], accuracy[there]
     return Solved(
-        found[0],
-        found[1] if previous is not None else None,
+        w,
+        before if previous is not None else None,
         column(steps, device),
         column(epochs, device),
-        found[2],
-        found[3] if stack.classifies else math.nan,
+        loss,
+        accuracy if stack.classifies else math.nan,
         column(residual, device) if stopping is not None else math.nan,
     )
 
@@ -314,7 +316,7 @@ class Stopping:
 
     def all_after(self, done: int, w: Tensor, before: Tensor) -> bool:
         """Measure the clients whose epochs end after ``done`` steps; return whether all stopped."""
-        last = done == self.steps
+        last = self.steps == done
         who = np.flatnonzero(self._works & ((done % self.per_epoch == 0) | last))
         if len(who):
             self.residual[who] = self._measured(who, w)
