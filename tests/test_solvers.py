@@ -256,7 +256,7 @@ def batchnorm_problem() -> Problem:
 
 def test_measuring_the_residual_does_not_change_the_training() -> None:
     results = []
-    for residual in (-1.0, 0.0):
+    for residual in (None, 0.0):
         problem = batchnorm_problem()
         torch.manual_seed(5)
         training = LocalTraining(epochs=3, batch_size=5, momentum=0.5, residual=residual)
