@@ -32,9 +32,10 @@ wheel: $(READY)
 	rm -rf dist
 	$(BIN)/python -m build --wheel
 
-# Notebooks are shown with the outputs of the tests' last run of them.
+# Notebooks are shown with the outputs of the tests' last run of them. Where there is a Chromium it opens every page.
 docs: $(READY) $(addprefix build/,$(wildcard notebooks/*.ipynb))
 	$(BIN)/python -m sphinx --fresh-env --fail-on-warning --keep-going -b html -c notebooks . build/docs
+	$(BIN)/python notebooks/browse.py build/docs
 
 build/notebooks/%.ipynb: notebooks/%.ipynb | $(READY)
 	$(BIN)/python -m pytest tests/test_notebooks.py -k $*

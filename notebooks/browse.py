@@ -1,0 +1,110 @@
+"""Open every page of the built site in a headless Chromium, offline, and say what is wrong.
+
+    python notebooks/browse.py build/docs
+
+What is wrong: an error on the console, a request that fails or leaves the folder, an image that is
+not shown, a formula that is not drawn, a link to a page or a place in it that there is not, a page
+wider than a phone, a search that finds nothing. Exits with 1 if there is any such thing.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+from playwright.sync_api import Browser, Page, sync_playwright
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+LOCAL = ("file:", "data:", "blob:")
+PHONE = {"width": 390, "height": 800}
+FOUND = """() => ({
+    formulas: [...document.querySelectorAll('.math')]
+        .filter(e => !e.querySelector('mjx-container')).map(e => e.textContent),
+    errors: [...document.querySelectorAll('[data-mml-node=merror], mjx-merror')]
+        .map(e => e.getAttribute('data-mjx-error') || e.textContent),
+    images: [...document.images].filter(e => !e.naturalWidth).map(e => e.src),
+    links: [...document.querySelectorAll('a[href]')].map(e => e.href),
+    width: document.documentElement.scrollWidth,
+})"""
+
+
+@cache
+def places(path: Path) -> set[str]:
+    """Return the names in a page that a link may lead to."""
+    return set(re.findall(r'\bid="([^"]+)"', path.read_text()))
+
+
+def dead(link: str) -> bool:
+    """Whether a link leads to a file, or a place in one, that there is not."""
+    url = urlparse(link)
+    if url.scheme != "file":
+        return False
+    path = Path(unquote(url.path))
+    if not path.is_file():
+        return True
+    place = unquote(url.fragment)
+    return bool(place) and path.suffix == ".html" and place not in places(path)
+
+
+def wrong(page: Page, path: Path) -> Iterator[str]:
+    """Open a page and yield what is wrong with it."""
+    heard: list[str] = []
+    page.on("console", lambda m: heard.append(m.text) if m.type == "error" else None)
+    page.on("pageerror", lambda error: heard.append(str(error)))
+    page.on("requestfailed", lambda request: heard.append(f"not loaded: {request.url}"))
+    page.on("request", lambda r: None if r.url.startswith(LOCAL) else heard.append(r.url))
+    page.goto(path.as_uri(), wait_until="load")
+    page.evaluate("() => window.MathJax && MathJax.startup && MathJax.startup.promise")
+    found = page.evaluate(FOUND)
+    yield from heard
+    yield from (f"formula not drawn: {text}" for text in found["formulas"])
+    yield from (f"formula with an error: {text}" for text in found["errors"])
+    yield from (f"image not shown: {source}" for source in found["images"])
+    yield from (f"dead link: {link}" for link in sorted(set(filter(dead, found["links"]))))
+    if found["width"] > PHONE["width"]:
+        yield f"{found['width']} pixels wide on a phone of {PHONE['width']}"
+
+
+def search_finds(browser: Browser, site: Path, word: str) -> bool:
+    """Whether the site's search finds a page for ``word``."""
+    page = browser.new_page()
+    page.goto(f"{(site / 'search.html').as_uri()}?q={word}")
+    try:
+        page.wait_for_selector("#search-results li a", timeout=20_000)
+    except Exception:
+        return False
+    return True
+
+
+def main(site: Path) -> int:
+    """Return the exit status."""
+    program = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if program is None:
+        print(f"no {' or '.join(BROWSERS)} here: the pages were not opened")
+        return 0
+    pages = [path for path in sorted(site.rglob("*.html")) if "_static" not in path.parts]
+    faults = 0
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program)
+        context = browser.new_context(viewport=PHONE, offline=True)
+        for path in pages:
+            page = context.new_page()
+            for fault in wrong(page, path):
+                faults += 1
+                print(f"{path.relative_to(site)}: {fault}")
+            page.close()
+        if not search_finds(browser, site, "FedADMM"):
+            faults += 1
+            print("search.html: finds nothing for FedADMM")
+        browser.close()
+    print(f"{len(pages)} pages opened, {faults} faults")
+    return int(faults > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]).absolute()))

@@ -1,0 +1,52 @@
+"""The check of the site by a browser names each fault, and no other."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FAULTS = {
+    "<script>nothing()</script>": "nothing is not defined",
+    '<script src="away.js"></script>': "not loaded",
+    '<script src="https://example.org/a.js"></script>': "https://example.org/a.js",
+    '<img src="away.png">': "image not shown",
+    '<a href="away.html">there</a>': "dead link",
+    '<a href="search.html#away">there</a>': "dead link",
+    '<span class="math">\\(x\\)</span>': "formula not drawn",
+    '<div style="width: 900px">wide</div>': "pixels wide",
+}
+
+
+@pytest.fixture
+def browse() -> Any:
+    pytest.importorskip("playwright")
+    sys.path.insert(0, str(ROOT / "notebooks"))
+    try:
+        module = importlib.import_module("browse")
+    finally:
+        sys.path.pop(0)
+    if not any(map(shutil.which, module.BROWSERS)):
+        pytest.skip("no Chromium")
+    return module
+
+
+@pytest.mark.slow
+def test_each_fault_of_a_page_is_named(browse: Any, tmp_path: Path, capsys: Any) -> None:
+    head = '<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'
+    found = '<ul id="search-results"><li><a id="it" href="search.html#it">FedADMM</a></li></ul>'
+    (tmp_path / "search.html").write_text(head + found)
+    assert browse.main(tmp_path) == 0
+    assert capsys.readouterr().out == "1 pages opened, 0 faults\n"
+    for number, fault in enumerate(FAULTS):
+        (tmp_path / f"{number}.html").write_text(head + fault)
+    assert browse.main(tmp_path) == 1
+    said = capsys.readouterr().out.splitlines()
+    for number, words in enumerate(FAULTS.values()):
+        assert any(line.startswith(f"{number}.html: ") and words in line for line in said), words
+    assert not any(line.startswith("search.html") for line in said)
