@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fl_strategies import algorithms
 from fl_strategies.algorithms import *  # noqa: F403
+from fl_strategies.core.hidden import warn_if_hidden
 from fl_strategies.core.hyperparameters import (
     Hyperparameter,
     Schedule,
@@ -28,6 +30,8 @@ from fl_strategies.server.strategy import FederatedStrategy
 if TYPE_CHECKING:
     __version__: str
     from fl_strategies.compat.legacy import as_legacy
+
+warn_if_hidden(Path(__file__).parents[1] / "clients")
 
 STRATEGIES: dict[str, type[FederatedStrategy]] = {
     strategy.algorithm: strategy

@@ -147,6 +147,7 @@ def setup(app: Sphinx) -> None:
     """Connect the above."""
     directives.write_api(HERE / "api")
     app.add_directive("algorithm", directives.Algorithm)
+    app.add_directive("app-diff", directives.AppDiff)
     app.add_directive("board", directives.Board)
     app.add_directive("hyperparameters", directives.Hyperparameters)
     app.add_directive("options", directives.EveryStrategy)

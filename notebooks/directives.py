@@ -1,5 +1,6 @@
 """What the site's pages derive from the code: cards, hyperparameters, paragraphs, API pages."""
 
+import difflib
 import importlib
 import inspect
 import pkgutil
@@ -11,7 +12,7 @@ from pathlib import Path
 from docutils.nodes import Node
 from sphinx.util.docutils import SphinxDirective
 
-from fl_strategies import STRATEGIES
+from fl_strategies import STRATEGIES, apps
 from fl_strategies.core.hyperparameters import Hyperparameter
 from fl_strategies.server.options import Options
 
@@ -23,7 +24,7 @@ def modules() -> list[str]:
     found = []
     for package in map(importlib.import_module, PACKAGES):
         for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not info.ispkg:
+            if not info.ispkg and not info.name.endswith("__main__"):
                 found.append(info.name)
     return found
 
@@ -146,6 +147,19 @@ class Board(FromCode):
         about = "Final test accuracy in per cent with the default settings, see the"
         link = "[Board](/notebooks/pages/board.md)."
         return [*head[0].split("\n"), found[0], "", f"{about} {link}"]
+
+
+class AppDiff(FromCode):
+    """``{app-diff} strategy server_app.py``: how an app's file differs from Flower's quickstart."""
+
+    def lines(self) -> list[str]:
+        kind, name = self.arguments[0], self.arguments[1]
+        before, after = (
+            (apps.HERE / each / "my_app" / name).read_text().splitlines()
+            for each in ("flower", kind)
+        )
+        found = difflib.unified_diff(before, after, n=2, lineterm="")
+        return ["```diff", *[line for line in found if not line.startswith(("---", "+++"))], "```"]
 
 
 class Paragraphs(FromCode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import pkgutil
 import re
 import subprocess
@@ -73,10 +74,31 @@ def test_only_as_legacy_loads_the_legacy_server() -> None:
 
 def test_no_module_but_those_of_compat_names_the_legacy_server() -> None:
     """Flower 1.41 loads it by itself; this holds for a Flower that does not."""
-    for path in Path(fl_strategies.__file__).parent.rglob("*.py"):
+    folder = Path(fl_strategies.__file__).parent
+    for path in sorted({*folder.rglob("*.py")} - {*folder.glob("apps/*/**/*.py")}):
         names = re.findall(r"^ *(?:from|import) (flwr\.server\b)", path.read_text(), re.MULTILINE)
         assert path.parent.name == "compat" or not names, path.name
     assert not hasattr(fl_strategies, "nothing")
+
+
+def test_another_package_named_clients_is_named_with_the_one_it_hides(tmp_path: Path) -> None:
+    def said() -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", "import fl_strategies"],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stderr
+
+    (tmp_path / "clients").mkdir()
+    assert said() == ""
+    hiding = tmp_path / "clients/__init__.py"
+    hiding.write_text("")
+    assert f"`import clients` finds {hiding}" in said()
+    assert f"fl_strategies in {ROOT / 'clients'}: rename yours" in said()
 
 
 # ---- floors -------------------------------------------------------------------------------------
@@ -84,6 +106,7 @@ def test_no_module_but_those_of_compat_names_the_legacy_server() -> None:
 FLOORS = {
     "fl_strategies/core": {"flwr", "torch", "clients", "simulations", "fl_strategies.server"},
     "fl_strategies/server": {"torch", "clients", "simulations", "fl_strategies.compat"},
+    "fl_strategies/apps": {"simulations"},
     "fl_strategies": {"torch", "clients", "simulations", "flwr"},
     "clients/learning": {"flwr", "simulations", "clients.node", "clients.base"},
     "clients": {"simulations"},
