@@ -38,6 +38,7 @@ def run(page: Path, namespace: dict[str, Any]) -> dict[str, Any]:
     return namespace
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # by peft
 @pytest.mark.parametrize("page", SHOWN, ids=lambda page: page.stem)
 def test_a_pages_python_runs_as_one_program(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
