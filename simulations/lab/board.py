@@ -27,8 +27,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal, NamedTuple
 
-from scipy.stats import t
-
 from fl_strategies.core.params import format_params
 from simulations.config import RunConfig
 from simulations.experiment import run_in_process
@@ -107,6 +105,8 @@ def interval(values: Sequence[float], *, of_next: bool = False) -> Interval:
     if n < 2:
         raise ValueError(f"an interval needs at least two values, got {n}")
     factor = math.sqrt(1.0 / n + of_next)
+    from scipy.stats import t  # here: it takes a second, and few tables need it
+
     half = float(t.ppf((1 + CONFIDENCE) / 2, n - 1)) * stdev(values) * factor
     return Interval(fmean(values), half)
 
