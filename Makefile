@@ -5,7 +5,7 @@ READY := .venv/.installed-from-pyproject
 # A process per core, four at most, as each takes about a GB; tests of one xdist_group share one.
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadgroup
 
-.PHONY: demo deployment test test-all lint format wheel docs clean
+.PHONY: demo deployment test test-all lint format wheel release-check docs clean
 
 demo: $(READY)
 	$(BIN)/python -m simulations.lab.demo
@@ -31,6 +31,9 @@ format: $(READY)
 wheel: $(READY)
 	rm -rf dist
 	$(BIN)/python -m build --wheel
+
+release-check: $(READY)
+	$(BIN)/python .ci/release-check
 
 # Notebooks are shown with the outputs of the tests' last run of them. Where there is a Chromium it opens every page.
 docs: $(READY) $(addprefix build/,$(wildcard notebooks/*.ipynb))
