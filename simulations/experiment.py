@@ -6,7 +6,6 @@ import io
 import json
 import logging
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -38,6 +37,12 @@ from fl_strategies.server.callbacks import Callback, Rows, model_bytes
 from simulations.config import RunConfig, Scalar, differences
 from simulations.figures import PANELS, draw_curves
 from simulations.interrupts import undivided
+from simulations.population import (
+    is_simulated,
+    shared_population,
+    shared_states,
+    state_folder,
+)
 from simulations.results import (
     EARLIER,
     Progress,
@@ -50,18 +55,13 @@ from simulations.results import (
 from simulations.stationarity import stationarity
 from simulations.tables import curve
 from simulations.worker import (
-    SHARED,
     app,
     compute_repeatably,
     fresh_model,
     kept_flags,
     parts,
     problem,
-    state_folder,
 )
-
-NODES_SECONDS = 30.0
-"""How long a run waits for its nodes."""
 
 
 def run(
@@ -85,12 +85,12 @@ def run(
     Raises ``ValueError`` for a folder that another run is writing to, ``StateError`` for a state
     directory that holds another run's states, and ``RuntimeError`` when all rounds were void.
     """
-    check_nodes(config, grid)
+    shared = shared_population(config, grid)
     model, folder = prepare(config)
     lock = FolderLock(folder)
     before = lock.take()
     try:
-        return _run(config, grid, callbacks, model, lock, before, quiet)
+        return _run(config, grid, callbacks, model, lock, before, quiet, shared)
     finally:
         lock.release()
 
@@ -103,6 +103,7 @@ def _run(
     lock: FolderLock,
     before: str,
     quiet: bool,
+    shared: int,
 ) -> Summary:
     folder = lock.folder
     compute_repeatably(config.torch_device)
@@ -119,8 +120,6 @@ def _run(
     for name in ("summary.json", *EARLIER * (not resumes)):  # of other settings perhaps
         (folder / name).unlink(missing_ok=True)
     write_atomically(folder / "config.json", json.dumps(asdict(config), indent=2).encode())
-    if states := state_folder(config):
-        write_atomically(states / SHARED, b"")
     progress = Progress(config, folder, quiet)
     clients = parts(config) if config.gradient_norm == "true" else []
     train = [problem(config, "train", rows) for rows, _ in clients]
@@ -131,7 +130,7 @@ def _run(
     def note_devices(info: RoundInfo) -> None:
         progress.note_devices(strategy.run.devices)
 
-    simulated = isinstance(grid, InProcessGrid) or hasattr(grid, "pull_interval")
+    simulated = is_simulated(grid)
     in_a_row = 0
 
     def all_stay(info: RoundInfo) -> None:
@@ -161,6 +160,7 @@ def _run(
             *(_IfTested(callback) for callback in callbacks),
         ],
         checkpoints=checkpoints,
+        shared_population=shared,
     )
     if config.resume and before.rpartition("-")[0] == config.algorithm:
         strategy.run.id = before
@@ -182,8 +182,6 @@ def _run(
 
     def save(finished: bool) -> Summary:
         with undivided():
-            if states:
-                (states / SHARED).unlink(missing_ok=True)
             summary = progress.save(finished)
             for n, arrays in enumerate(getattr(strategy, "cloud_models", [])):
                 write_atomically(folder / f"cloud-{n}.safetensors", model_bytes(arrays))
@@ -195,7 +193,7 @@ def _run(
         return summary
 
     try:
-        with _one_line_a_round():
+        with _one_line_a_round(), shared_states(config, grid, shared=shared > 0):
             result = strategy.start(
                 grid,
                 initial,
@@ -289,30 +287,15 @@ def prepare(config: RunConfig) -> tuple[FlatModel, Path]:
     return model, results_folder(config)
 
 
-def check_nodes(config: RunConfig, grid: Grid) -> None:
-    """Raise ``ValueError`` unless as many nodes are connected, or soon will be, as clients."""
-    deadline = time.monotonic() + NODES_SECONDS
-    while (nodes := len(list(grid.get_node_ids()))) < config.clients:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.2)
-    if nodes != config.clients:
-        raise ValueError(
-            f"clients={config.clients}, but {nodes} nodes are connected: flwr run . --stream"
-            f' --federation-config "num-supernodes={config.clients} client-resources-num-cpus=1"'
-        )
-
-
 def run_in_process(
     config: RunConfig, callbacks: Sequence[Callback] = (), *, quiet: bool = False
 ) -> Summary:
-    """Run ``config`` in this process, without Ray."""
+    """Run ``config`` in this process, without Ray, on one node that hosts all clients."""
     config.check_device()
     torch.set_num_threads(1)
     memory = 10**6 * config.state_memory
-    grid = InProcessGrid(
-        app, config.clients, run_config=config.to_run_config(), state_memory=memory
-    )
+    run_config = config.to_run_config()
+    grid = InProcessGrid(app, config.clients, hosts=1, run_config=run_config, state_memory=memory)
     with kept_flags():
         return run(config, grid, callbacks, quiet=quiet)
 

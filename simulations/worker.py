@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import socket
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +16,6 @@ from flwr.app import Context
 from torch.nn.functional import cross_entropy
 
 from clients import (
-    CLIENTS,
     AnyAlgorithmClient,
     ContextStore,
     DirectoryStore,
@@ -31,15 +28,7 @@ from clients.learning.problem import laid_out
 from fl_strategies.core.params import parse_params
 from simulations import data, generated, models, partitions
 from simulations.config import RunConfig
-
-SHARED = ".shared"
-"""A file that the server lays into the state directory, by which a Ray worker knows it again."""
-
-
-def state_folder(config: RunConfig) -> Path | None:
-    """Return where clients keep their state, if the algorithm has any and it is in a directory."""
-    stateful = CLIENTS[config.algorithm].state_type is not None
-    return Path(config.state_dir) / config.algorithm if config.state_dir and stateful else None
+from simulations.population import hosted, worker_states
 
 
 def compute_repeatably(device: torch.device) -> None:
@@ -68,12 +57,6 @@ def kept_flags() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(strict, warn_only=warn_only)
         cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
-
-
-def on_a_ray_worker() -> bool:
-    """Return whether this process belongs to a Ray, whose workers may be on several machines."""
-    ray = sys.modules.get("ray")
-    return ray is not None and bool(ray.is_initialized())
 
 
 def dataset(config: RunConfig) -> generated.Dataset:
@@ -207,18 +190,12 @@ def client_fn(context: Context) -> AnyAlgorithmClient:
     me = client_id(context)
     if me >= config.clients:
         raise ValueError(
-            f"this node is client {me}, but the run has clients={config.clients}: start as many"
-            " SuperNodes as clients (--federation-config num-supernodes=...)"
+            f"this node is client {me}, but the run has clients={config.clients}: start at most as"
+            " many SuperNodes as clients"
         )
     compute_repeatably(config.torch_device)
     train, held_out = parts(config)[me]
-    states = state_folder(config)
-    if states and on_a_ray_worker() and not (states / SHARED).exists():
-        raise ValueError(
-            f"state-dir {config.state_dir} is another folder on {socket.gethostname()} than on the"
-            " server's machine: any worker may be asked for any client, so all machines must share"
-            " it (a network file system); without state-dir, states travel with the messages"
-        )
+    states = worker_states(config, context)
     store = DirectoryStore(states, me) if states else ContextStore(context)
     test = problem(config, "train", held_out) if len(held_out) else None
     found = dataset(config)
@@ -243,4 +220,9 @@ def parsed(items: tuple[tuple[str, Any], ...]) -> RunConfig:
     return config
 
 
-app = client_app(client_fn)
+def hosts(context: Context) -> int | list[int] | None:
+    """Return what the node hosts, as its run-config and node-config have it."""
+    return hosted(parsed(tuple(sorted(context.run_config.items()))), context)
+
+
+app = client_app(client_fn, hosts=hosts)

@@ -22,7 +22,7 @@ from clients import CLIENTS, AnyAlgorithmClient, ContextStore, FlatModel, Proble
 from clients import client_id as id_of
 from clients.keeping import to_fields
 from clients.node.in_process import InProcessGrid
-from simulations import experiment, worker
+from simulations import experiment, population, worker
 from simulations.config import RunConfig
 from simulations.lab import compare
 from simulations.lab.superlink import flwr_run, gpu_share
@@ -145,8 +145,8 @@ def test_workers_on_ray_need_the_servers_own_state_directory(tmp_path: Path) -> 
     keys: dict[str, Any] = {"algorithm": "fedadmm", "clients": 3, "rounds": 1, "fraction": 1.0}
     keys |= {"output": str(tmp_path / "out"), "state-dir": str(folder)}
     config = RunConfig.parse(keys)
-    with mock.patch.object(worker, "on_a_ray_worker", return_value=True):
-        with pytest.raises(ValueError, match=r"state-dir .* is another folder on .* must share it"):
+    with mock.patch.object(population, "on_a_ray_worker", return_value=True):
+        with pytest.raises(ValueError, match=r"state-dir .* is another folder on .* must share a"):
             on_a_client(config)
         on_a_client(RunConfig.parse(keys | {"state-dir": ""}))  # states travel with the messages
         on_a_client(RunConfig.parse(keys | {"algorithm": "fedavg"}))  # keeps none
@@ -154,7 +154,7 @@ def test_workers_on_ray_need_the_servers_own_state_directory(tmp_path: Path) -> 
     assert (summary.finished, summary.client_devices) == (True, {"cpu": 3})
     on_a_client(config)  # a SuperNode has a directory of its own
     left = [path.name for path in (folder / "fedadmm").iterdir()]
-    assert worker.SHARED not in left
+    assert population.SHARED not in left
 
 
 # ---- bfloat16 ---------------------------------------------------------------------------------

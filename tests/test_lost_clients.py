@@ -86,7 +86,7 @@ def test_a_deployment_goes_on_without_its_lost_clients(
     """Its clients come and go, and one of them must not end the others' run."""
     config = config_for(tmp_path)
     grid = Flaky(config, {1, 2, 3, 4, 5})
-    monkeypatch.setattr("simulations.experiment.InProcessGrid", type("Other", (), {}))
+    monkeypatch.setattr("simulations.population.InProcessGrid", type("Other", (), {}))
     assert run(config, grid).rounds == 5
 
 

@@ -130,7 +130,7 @@ def on_engine(config: RunConfig, engine: str, folder: Path) -> tuple[float, int]
     """Return the seconds of the training phases after round 1, and the local steps in them."""
     config = replace(config, output=str(folder))
     if engine == "ray":
-        flwr_run(config.to_run_config(), num_supernodes=100, workers=2, on_line=lambda line: None)
+        flwr_run(config.to_run_config(), num_supernodes=2, workers=2, on_line=lambda line: None)
     else:
         run_in_process(config)
     rows = history(folder)
@@ -216,7 +216,7 @@ def memory(folder: Path) -> list[list[str]]:
             rows.append([found[1], f"{resident:.0f}", f"{peak:.0f}"])
             print(line, rows[-1], file=sys.stderr, flush=True)
 
-    flwr_run(config.to_run_config(), num_supernodes=1000, workers=2, on_line=look)
+    flwr_run(config.to_run_config(), num_supernodes=2, workers=2, on_line=look)
     return rows
 
 

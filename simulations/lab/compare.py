@@ -43,6 +43,7 @@ from simulations.lab.cells import diverging_allowed, finished, interrupted, run_
 from simulations.lab.command_line import Command
 from simulations.lab.fairness import fairness
 from simulations.lab.superlink import check_one_machine, flwr_run, gpu_share, print_progress
+from simulations.population import state_folder
 from simulations.tables import (
     RULE,
     algorithm_row,
@@ -54,7 +55,7 @@ from simulations.tables import (
     write_csv,
     write_table,
 )
-from simulations.worker import draw_partition, state_folder
+from simulations.worker import draw_partition
 
 ENGINES = ("in-process", "ray")
 STATES = "state"
@@ -238,7 +239,7 @@ def run_cell(
             return
         flwr_run(
             config.to_run_config(),
-            num_supernodes=config.clients,
+            num_supernodes=min(workers, config.clients),
             gpus=gpu_share(workers, gpus) if (gpus := config.gpus()) else 0.0,
             workers=workers,
             on_line=print if verbose else partial(print_progress, quiet=quiet),

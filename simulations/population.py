@@ -1,0 +1,169 @@
+"""Who runs the clients of a run: nodes of one client each, or hosts; and where states lie.
+
+- As many nodes as clients: each is one.
+- Fewer nodes, in a simulation: they share the population, any of them runs any client. States are
+  in ``state-dir``, or else in a directory of this machine that is removed with the run.
+- In a deployment a node hosts the clients that its node-config lists (``hosts="0-49 77"``).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from flwr.app import Context, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from clients import CLIENTS
+from clients.node.in_process import InProcessGrid
+from fl_strategies.core.files import write_atomically
+from fl_strategies.server.nodes import Nodes
+from simulations.config import RunConfig
+
+SHARED = ".shared"
+"""A file that the server lays into the state directory, by which a Ray worker knows it again."""
+NODES_SECONDS = 30.0
+"""How long a run waits for its nodes."""
+
+
+def hosted(config: RunConfig, context: Context) -> int | list[int] | None:
+    """Return what the node hosts: the ids that its node-config lists, any of all, or None."""
+    if listed := str(context.node_config.get("hosts", "")):
+        return ids_of(listed)
+    nodes = int(context.node_config.get("num-partitions", config.clients))
+    return config.clients if nodes < config.clients else None
+
+
+def ids_of(text: str) -> list[int]:
+    """Return the ids in ``text``; raise ``ValueError`` for what names none.
+
+    Examples
+    --------
+    >>> ids_of("0-3 7")
+    [0, 1, 2, 3, 7]
+    """
+    found: list[int] = []
+    for word in text.split():
+        first, _, last = word.partition("-")
+        if not first.isdecimal() or (last and not last.isdecimal()):
+            raise ValueError(f'hosts must list ids and ranges ("0-49 77"), got {text!r}')
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def on_a_ray_worker() -> bool:
+    """Return whether this process belongs to a Ray, whose workers may be on several machines."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
+# ---- states -------------------------------------------------------------------------------------
+
+
+def state_folder(config: RunConfig) -> Path | None:
+    """Return where clients keep their state, if the algorithm has any and the user names it."""
+    stateful = CLIENTS[config.algorithm].state_type is not None
+    return Path(config.state_dir) / config.algorithm if config.state_dir and stateful else None
+
+
+def temporary_folder(run_id: int) -> Path:
+    """Return where the hosts of a run on this machine keep states for which nobody named a place.
+
+    The name is made of Flower's id of the run, a random number.
+    """
+    return Path(tempfile.gettempdir()) / f"fl-strategies-{os.getuid()}-{run_id:x}"
+
+
+def worker_states(config: RunConfig, context: Context) -> Path | None:
+    """Return the folder of states in a client's process, None where they are in its context.
+
+    Raises ``ValueError`` where it is not the server's.
+    """
+    states = state_folder(config)
+    if CLIENTS[config.algorithm].state_type is None or not on_a_ray_worker():
+        return states
+    if states is None and hosted(config, context) == config.clients:
+        states = temporary_folder(context.run_id) / config.algorithm
+    if states and not (states / SHARED).exists():
+        which = f"state-dir {config.state_dir}" if config.state_dir else f"{states}, for states,"
+        raise ValueError(
+            f"{which} is another folder on {socket.gethostname()} than on the server's machine: any"
+            " worker may be asked for any client, so all machines must share a state-dir (a network"
+            " file system)"
+        )
+    return states
+
+
+@contextmanager
+def shared_states(config: RunConfig, grid: Grid, *, shared: bool) -> Iterator[None]:
+    """Have workers know the folder of states, and remove it at the end if it is a temporary one."""
+    states, own = state_folder(config), None
+    stateful = CLIENTS[config.algorithm].state_type is not None
+    if stateful and shared and states is None and not isinstance(grid, InProcessGrid):
+        own = temporary_folder(grid.run.run_id)
+        own.mkdir(mode=0o700)
+        states = own / config.algorithm
+        states.mkdir(mode=0o700)
+    if states is not None:
+        write_atomically(states / SHARED, b"")
+    try:
+        yield
+    finally:
+        if own is not None:
+            shutil.rmtree(own, ignore_errors=True)
+        elif states is not None:
+            (states / SHARED).unlink(missing_ok=True)
+
+
+# ---- nodes --------------------------------------------------------------------------------------
+
+
+def is_simulated(grid: Grid) -> bool:
+    """Return whether all nodes are this run's own."""
+    return isinstance(grid, InProcessGrid) or hasattr(grid, "pull_interval")
+
+
+def shared_population(config: RunConfig, grid: Grid) -> int:
+    """Return the number of clients that the nodes share, 0 where each client has its node.
+
+    Raises ``ValueError`` unless all clients are connected, or soon will be.
+    """
+    deadline = time.monotonic() + NODES_SECONDS
+    directory, what = Nodes(NODES_SECONDS), "clients"
+    while True:
+        nodes = list(grid.get_node_ids())
+        count = len(nodes)
+        if is_simulated(grid):
+            what = "nodes"
+            if 0 < count < config.clients and _offers_any(nodes[0], grid):
+                return config.clients
+        elif count < config.clients:
+            count = len(directory.connected(grid))
+        if count >= config.clients or time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    if count != config.clients:
+        raise ValueError(
+            f"clients={config.clients}, but {count} {what} are connected: flwr run . --stream"
+            ' --federation-config "num-supernodes=2 client-resources-num-cpus=1", with as many'
+            " nodes as workers; in a deployment a SuperNode is one client, or hosts those of its"
+            ' --node-config hosts="0-49"'
+        )
+    return 0
+
+
+def _offers_any(node: int, grid: Grid) -> bool:
+    query = Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY)
+    replies = grid.send_and_receive([query], timeout=NODES_SECONDS)
+    return any(
+        "any-of" in reply.content.config_records.get("client", {})
+        for reply in replies
+        if reply.has_content()
+    )
