@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
-from laws import RATE, START, local
+from laws import RATE, START, quiet
 from problems import CLIENT_OF, Quadratic, fields_of
 
 from clients.node.in_process import InProcessGrid
-from fl_strategies import FedBCD
+from fl_strategies import FedBCD, FedBCDAsync, FedBCDI, RoundInfo
 
-
-def fedbcd_(**knobs: Any) -> FedBCD:
-    return FedBCD(**{"box": None, "fraction_evaluate": 0.0, "local": local(), **knobs})
+fedbcd_ = partial(quiet, FedBCD, box=None)
+fedbcd_i_ = partial(quiet, FedBCDI, box=None)
+async_ = partial(quiet, FedBCDAsync, box=None)
 
 
 def devices(federation: InProcessGrid, acked: dict[int, int]) -> dict[int, dict[str, Any]]:
@@ -42,3 +43,8 @@ def aspg(
         step = q.gradient(e) + gamma * (e - z)
         x, previous = np.maximum(-box, np.minimum(box, e - RATE * step)), x
     return x, previous
+
+
+def mixed_in(one: FedBCDAsync, info: RoundInfo) -> list[int]:
+    """The cloud servers that mixed in the round."""
+    return [n for n, last in enumerate(one.state.mixed) if last == info.server_round]

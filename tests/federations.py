@@ -11,26 +11,14 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, Message, MessageType
 from flwr.client import NumPyClient
-from flwr.common import parameters_to_ndarrays
+from flwr.common import Code, Status, parameters_to_ndarrays
 from flwr.server import History, Server, ServerConfig, SimpleClientManager
 from flwr.server.compat.app import start_grid
 from laws import START, Row, local, train
-from problems import (
-    CLIENT_OF,
-    DIM,
-    grid,
-    make_client_app,
-    quadratics,
-    to_record,
-    to_vector,
-)
+from problems import CLIENT_OF, DIM, grid, make_client_app, quadratics, to_record, to_vector
 
 from clients.node.in_process import Fault, InProcessGrid
-from fl_strategies import (
-    FederatedStrategy,
-    RoundInfo,
-    as_legacy,
-)
+from fl_strategies import FederatedStrategy, RoundInfo, as_legacy
 
 ROUNDS, CLIENTS = 12, 4
 
@@ -152,3 +140,25 @@ def lose(*which: tuple[int, int], masked: bool = False) -> Fault:
         return None if request.metadata.message_type == "train" and about in which else reply
 
     return fault
+
+
+class Proxy:
+    """A client of two numbers' worth of work, as a legacy server sees it."""
+
+    def __init__(self, node: int, *, fails: bool) -> None:
+        self.cid, self.node_id, self.fails = str(node), node, fails
+
+    def get_properties(self, *_: Any) -> Any:
+        return SimpleNamespace(status=status("not implemented"), properties={})
+
+    def fit(self, ins: Any, *_: Any) -> Any:
+        return SimpleNamespace(
+            status=status("out of disk" if self.fails else ""),
+            parameters=ins.parameters,
+            num_examples=3,
+            metrics={"train-loss": 1.0},
+        )
+
+
+def status(message: str) -> Any:
+    return Status(Code.FIT_NOT_IMPLEMENTED if message else Code.OK, message)

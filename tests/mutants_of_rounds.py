@@ -30,7 +30,7 @@ ROUNDS = [
     ),
     *of(
         "fl_strategies/core/layout.py",
-        "tests/test_knobs.py tests/test_strategy.py tests/test_replies.py tests/test_fedadmm.py",
+        "tests/test_wire.py tests/test_layouts.py tests/test_strategy.py tests/test_fedadmm.py",
         {
             "self._examples += num_examples": "self._examples += 1",
             "np.maximum(old, new)": "np.minimum(old, new)",
@@ -71,7 +71,8 @@ ROUNDS = [
     ),
     *of(
         "fl_strategies/core/columns.py",
-        "tests/test_stacks.py tests/test_fedbc.py tests/test_fedpd.py tests/test_fedpd_rules.py"
+        "tests/test_stacks.py tests/test_fedbc.py tests/test_fedbc_rounds.py tests/test_fedpd.py"
+        " tests/test_fedpd_rules.py"
         " tests/test_fedpd_skipping.py",
         {
             "total[..., None] if total.ndim": "total if total.ndim",
@@ -104,7 +105,7 @@ ROUNDS = [
     ),
     *of(
         "fl_strategies/server/identity.py",
-        "tests/test_replies.py tests/test_knobs.py",
+        "tests/test_replies.py tests/test_layouts.py",
         {
             "elif ran != self.algorithm:": "elif False:",
             "if not self.trust:": "if self.trust:",
@@ -114,7 +115,7 @@ ROUNDS = [
     *of(
         "fl_strategies/server/replies.py",
         "tests/test_hostile_replies.py tests/test_odd_replies.py tests/test_replies.py"
-        " tests/test_strategy.py",
+        " tests/test_giving_up.py tests/test_strategy.py",
         {
             "elif client in came:": "elif False:",
             "if node not in asked.by_node:": "if False:",
@@ -166,7 +167,8 @@ ROUNDS = [
     # ---- clients: training, oracles, state -----------------------------------------------------
     *of(
         "clients/learning/solvers.py",
-        "tests/test_solvers.py tests/test_fedbcd.py",
+        "tests/test_solvers.py tests/test_fedbcd.py tests/test_fedbcd_i.py"
+        " tests/test_fedbcd_settings.py",
         {
             "along.add_(self.vector, alpha=self.decay)": "pass",
             "self.velocity.mul_(self.momentum).add_(along)": "self.velocity.add_(along)",

@@ -108,7 +108,7 @@ RULES = [
     ),
     *of(
         "fl_strategies/fedbc.py",
-        "tests/test_fedbc.py",
+        "tests/test_fedbc.py tests/test_fedbc_rounds.py",
         {
             "pull=2 * state.lam": "pull=state.lam",
             "turn.clock - state.clock": "0",
@@ -116,7 +116,8 @@ RULES = [
     ),
     *of(
         "fl_strategies/proximity.py",
-        "tests/test_fedbc.py tests/test_per_fedbc.py tests/test_laws.py -k fedbc",
+        "tests/test_fedbc.py tests/test_fedbc_rounds.py tests/test_per_fedbc.py"
+        " tests/test_laws.py -k fedbc",
         {
             "square_norm(x - z) - state.gamma": "square_norm(x - z) + state.gamma",
             "* state.v + square_norm": "+ square_norm",
@@ -190,7 +191,8 @@ RULES = [
     ),
     *of(
         "fl_strategies/bcd/fedbcd.py",
-        "tests/test_fedbcd.py tests/test_fedbcd_async.py",
+        "tests/test_fedbcd.py tests/test_fedbcd_i.py tests/test_fedbcd_settings.py"
+        " tests/test_fedbcd_async.py tests/test_fedbcd_arrival.py",
         {
             "solved.w - state.booked * state.x": "solved.w",
             "pull=gamma, centre=z)": "pull=gamma)",
@@ -209,7 +211,7 @@ RULES = [
     ),
     *of(
         "fl_strategies/bcd/fedbcd_i.py",
-        "tests/test_fedbcd.py",
+        "tests/test_fedbcd.py tests/test_fedbcd_i.py tests/test_fedbcd_settings.py",
         {
             "x - gamma * (x - z)": "x + gamma * (x - z)",
             "pulled if box is None else clip(pulled, -box, box), x": "pulled, x",
@@ -229,7 +231,7 @@ RULES = [
     ),
     *of(
         "fl_strategies/bcd/fedbcd_async.py",
-        "tests/test_fedbcd_async.py",
+        "tests/test_fedbcd_async.py tests/test_fedbcd_arrival.py",
         {
             "-(-self.servers // 2)": "self.servers // 2",
             "return mean(zs), replace": "return zs[0], replace",
@@ -301,7 +303,8 @@ RULES = [
     ),
     *of(
         "fl_strategies/bcd/clouds.py",
-        "tests/test_fedbcd.py tests/test_fedbcd_async.py tests/test_laws.py -k fedbcd",
+        "tests/test_fedbcd.py tests/test_fedbcd_i.py tests/test_fedbcd_settings.py"
+        " tests/test_fedbcd_async.py tests/test_fedbcd_arrival.py tests/test_laws.py -k fedbcd",
         {
             "p % self.servers if modulo": "p % self.servers if not modulo",
             "sizes.index(min(sizes))": "0",

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Error, Message, RecordDict
 from laws import START, TABLE, Row, local
 from problems import NODES, make_client_app, quadratics, to_record, to_vector
+from tampering import Tamper, fresh, silence
 
 from clients.node.in_process import InProcessGrid, become_server
 from fl_strategies import FederatedStrategy
@@ -192,45 +191,6 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
             differ = [name for name in a.keys() | b.keys() if not same(a.get(name), b.get(name))]
             assert not differ, (differ, [(a.get(name), b.get(name)) for name in differ])
         assert same(a, b), (part, a, b)
-
-
-@contextmanager
-def silence() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-Tamper = Callable[[RecordDict], RecordDict | Error | None]
-"""Makes something malformed out of an honest reply's content."""
-
-
-def fresh(content: RecordDict) -> RecordDict:
-    return RecordDict({name: record.copy() for name, record in content.items()})
-
-
-def arrays_of(content: RecordDict) -> ArrayRecord:
-    return next(iter(content.array_records.values()))
-
-
-def measured(name: str, value: Any) -> Tamper:
-    def tamper(content: RecordDict) -> RecordDict:
-        metrics = dict(content["metrics"])
-        metrics.pop(name, None)
-        content["metrics"] = MetricRecord(metrics if value is None else {**metrics, name: value})
-        return content
-
-    return tamper
-
-
-def tail(value: float) -> Tamper:
-    def tamper(content: RecordDict) -> RecordDict:
-        arrays_of(content)["tail"] = Array(np.array([value]))
-        return content
-
-    return tamper
 
 
 def the_round(before: World, changes: Mapping[int, Tamper], leave: Iterable[int] = ()) -> Outcome:

@@ -22,17 +22,14 @@ from scripted import (
     Scripted,
     World,
     answered,
-    arrays_of,
     assert_same,
-    fresh,
     made,
     outcome,
     same,
-    silence,
-    tail,
     the_round,
     world,
 )
+from tampering import arrays_of, fresh, put, silence
 
 from fl_strategies import FedAvg, FederatedStrategy, Upload, Uploads
 from fl_strategies.core.clipping import clip, norm
@@ -172,7 +169,11 @@ def test_running_statistics_are_within_the_bound_on_uploads() -> None:
     options = {"fraction_evaluate": 0.0, "local": local(), "clipping_norm": 2.0}
     before = world(FedAvg(buffers=["tail"], **options))
     (start,) = before.theta["tail"].numpy()
-    found = the_round(before, {0: tail(1.7e308), 1: tail(start - 1.5)}, leave=range(2, CLIENTS))
+    found = the_round(
+        before,
+        {0: put("tail", np.array([1.7e308])), 1: put("tail", np.array([start - 1.5]))},
+        leave=range(2, CLIENTS),
+    )
     sizes = [q.n for q in quadratics(2)]
     expected = start + np.average([2.0, -1.5], weights=sizes)
     assert found.theta[-1] == pytest.approx(expected, rel=1e-12)

@@ -7,20 +7,18 @@ statistics of the personalized model sent.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
 from federations import drop
-from laws import RATE, START, STEPS, local, train
+from laws import RATE, START, STEPS, local, quiet, train
 from problems import Quadratic, grid, kept, quadratics
 
 from clients.node.in_process import InProcessGrid
 from fl_strategies import Ditto, FedAvg, RoundInfo
 
-
-def strategy(**knobs: Any) -> Ditto:
-    return Ditto(**{"lam": 0.5, "fraction_evaluate": 0.0, "local": local(), **knobs})
+strategy = partial(quiet, Ditto, lam=0.5)
 
 
 def own(one: Ditto, federation: InProcessGrid) -> list[np.ndarray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from federations import drop
 from flwr.app import Array, ArrayRecord
-from laws import RATE, START, local, train
+from laws import RATE, START, local, quiet, train
 from problems import (
     DIM,
     NODES,
@@ -33,9 +34,7 @@ from fl_strategies.core.randomness import stream
 from simulations.lab.reproduce import fedadmm_table
 from simulations.lab.studies import fedadmm_mnist
 
-
-def strategy(**knobs: Any) -> FedADMM:
-    return FedADMM(**{"rho": 0.5, "fraction_evaluate": 0.0, "local": local(), **knobs})
+strategy = partial(quiet, FedADMM, rho=0.5)
 
 
 def states(federation: InProcessGrid, acked: dict[int, int]) -> list[fedadmm.State]:

@@ -6,20 +6,19 @@ step by another penalty than the pull, h of the round before in (4), a lost repl
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from federations import drop
-from laws import START, local, train
+from laws import START, local, quiet, train
 from problems import NODES, grid, kept, optimum, quadratics, to_record
 
 from clients.node.in_process import InProcessGrid
 from fl_strategies import FedADMM, FedDyn, feddyn
 
-
-def strategy(**knobs: Any) -> FedDyn:
-    return FedDyn(**{"alpha": 0.5, "fraction_evaluate": 0.0, "local": local(), **knobs})
+strategy = partial(quiet, FedDyn, alpha=0.5)
 
 
 def duals(one: FedDyn, federation: InProcessGrid) -> list[np.ndarray]:

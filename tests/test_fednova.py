@@ -7,18 +7,17 @@ by one, weights by clients for weights by samples, the mean of a without p, a di
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from laws import RATE, START, local, train
+from laws import RATE, START, local, quiet, train
 from problems import Quadratic, grid, optimum, quadratics, to_record, to_vector
 
 from fl_strategies import FedAvg, FedNova, FedProx, RoundInfo, fednova
 
-
-def strategy(**knobs: Any) -> FedNova:
-    return FedNova(**{"fraction_evaluate": 0.0, "local": local(), **knobs})
+strategy = partial(quiet, FedNova)
 
 
 def added_up(steps: int, lr: float, momentum: float, nesterov: bool, mu: float) -> float:

@@ -11,16 +11,7 @@ import torch
 from federations import lose
 from laws import START, train
 from pd import SGD, VR, same, states, strategy
-from problems import (
-    DIM,
-    Quadratic,
-    forget,
-    grid,
-    make_client_app,
-    quadratics,
-    to_record,
-    to_vector,
-)
+from problems import DIM, Quadratic, forget, grid, make_client_app, quadratics, to_record, to_vector
 
 from clients import LocalTraining, client_id, solve
 from clients.node.in_process import InProcessGrid

@@ -22,21 +22,17 @@ from scripted import (
     HOSTILE,
     ROWS,
     Reply,
-    Tamper,
     World,
     answered,
-    arrays_of,
     as_message,
     assert_same,
-    fresh,
     made,
-    measured,
     outcome,
     request_id,
     same,
-    silence,
     world,
 )
+from tampering import Tamper, arrays_of, fresh, headed, measured, silence
 
 from fl_strategies import FederatedStrategy
 from fl_strategies.bcd import fedbcd_async
@@ -46,11 +42,6 @@ HOW_OFTEN = pytest.mark.parametrize("rounds", [10, pytest.param(250, marks=pytes
 
 not_finite = st.sampled_from([math.nan, math.inf, -math.inf])
 indices = st.integers(0, 2**16)
-
-
-def npy(header: str, data: bytes = b"") -> bytes:
-    text = header.encode() + b"\n"
-    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + data
 
 
 @st.composite
@@ -122,7 +113,7 @@ def bad_bytes(draw: st.DrawFn) -> Tamper:
             "noise": noise,
             "cut": whole[: len(whole) - 1 - len(noise)],
             "long": whole + b"\0" + noise,
-            "header": npy(header, noise),
+            "header": headed(header, noise),
             "pickle": pickle.dumps(noise),
         }[kind]
         arrays[name] = Array("float64", (1,), "numpy.ndarray", data)

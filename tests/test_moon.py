@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Message
-from laws import START, contrast_gradient, contrasted_steps, local, train
+from laws import START, quiet, train
+from limits import contrast_gradient, contrasted_steps
 from problems import (
     CLIENT_OF,
     DIM,
@@ -52,8 +54,7 @@ from simulations import models
 MU, TAU = 1.7, 0.3
 
 
-def strategy(**knobs: Any) -> MOON:
-    return MOON(**{"fraction_evaluate": 0.0, "local": local(), **knobs})
+strategy = partial(quiet, MOON)
 
 
 class Net(nn.Module):

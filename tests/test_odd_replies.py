@@ -5,26 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from flwr.app import Error, MetricRecord, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import Row, every_algorithm, local
 from problems import NODES, to_vector
-from scripted import (
-    LAST,
-    ROWS,
-    answered,
-    assert_same,
-    fresh,
-    made,
-    measured,
-    outcome,
-    same,
-    tail,
-    the_round,
-    world,
-)
+from scripted import LAST, ROWS, answered, assert_same, made, outcome, same, the_round, world
+from tampering import fresh, measured, put
 
 from fl_strategies import FedAvg
 from fl_strategies.server.replies import one_line
@@ -64,7 +53,9 @@ def test_a_loss_whose_power_is_no_number_is_left_out() -> None:
 def test_running_statistics_that_overflow_make_the_round_void() -> None:
     """The first client's and the second's differ by more than the largest number."""
     before = world(FedAvg(buffers=["tail"], fraction_evaluate=0.0, local=local()))
-    found = the_round(before, {0: tail(-1.7e308), 1: tail(1.7e308)})
+    found = the_round(
+        before, {0: put("tail", np.array([-1.7e308])), 1: put("tail", np.array([1.7e308]))}
+    )
     assert same(found.theta, to_vector(before.theta))
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from federations import lose
-from laws import RATE, START, local, train
+from laws import RATE, START, local, quiet, train
 from problems import (
     DIM,
     NODES,
@@ -30,8 +31,7 @@ from fl_strategies.core.randomness import stream
 A_RATE = 0.07
 
 
-def strategy(**knobs: Any) -> PerFedAvg:
-    return PerFedAvg(**{"inner_rate": A_RATE, "fraction_evaluate": 0.0, "local": local(), **knobs})
+strategy = partial(quiet, PerFedAvg, inner_rate=A_RATE)
 
 
 def meta_curvature(q: Quadratic, order: int = 2) -> np.ndarray:

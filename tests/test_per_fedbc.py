@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from laws import RATE, START, local, train
+from laws import RATE, START, local, quiet, train
 from problems import DIM, Formula, Quadratic, grid, kept, quadratics, to_record, to_vector
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -24,9 +25,7 @@ from fl_strategies.proximity import Dual, State, Turn, first_state, server_rule
 DUAL = Dual(0.01, 0.02, "heuristic", 0.0, 5.0, 0.0)
 
 
-def strategy(**knobs: Any) -> PerFedBC:
-    defaults = {"alpha": 0.01, "inner_rate": 0.05, "fraction_evaluate": 0.0, "local": local()}
-    return PerFedBC(**{**defaults, **knobs})
+strategy = partial(quiet, PerFedBC, alpha=0.01, inner_rate=0.05)
 
 
 def inner_end(q: Quadratic, w: np.ndarray, z: np.ndarray, lam: float, a: float, J: int) -> Any:

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from federations import lose
-from laws import RATE, START, local, train
-from problems import (
-    DIM,
-    NODES,
-    Quadratic,
-    forget,
-    grid,
-    kept,
-    quadratics,
-    to_record,
-    to_vector,
-)
+from laws import RATE, START, local, quiet, train
+from problems import DIM, NODES, Quadratic, forget, grid, kept, quadratics, to_record, to_vector
 
 from clients.node.in_process import InProcessGrid
 from fl_strategies import PFedMe, pfedme
@@ -29,8 +20,7 @@ from fl_strategies.core.records import Upload
 LAM, ETA = 2.0, 0.2
 
 
-def strategy(**knobs: Any) -> PFedMe:
-    return PFedMe(**{"lam": LAM, "eta": ETA, "fraction_evaluate": 0.0, "local": local(), **knobs})
+strategy = partial(quiet, PFedMe, lam=LAM, eta=ETA)
 
 
 def inner(oracle: Any, state: pfedme.State, w: Any, **knobs: Any) -> Any:

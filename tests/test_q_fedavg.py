@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import QFedAvg as FlowerQFedAvg
-from laws import RATE, START, STEPS, local, train
+from laws import RATE, START, STEPS, local, quiet, train
 from problems import DIM, NODES, Quadratic, grid, quadratics, to_record, to_vector
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -19,9 +20,7 @@ from clients import FlatModel, LocalTraining, Problem, QFedAvgClient
 from fl_strategies import FedAvg, QFedAvg, RoundInfo, q_fedavg
 from fl_strategies.core.schedules import at
 
-
-def one(**knobs: Any) -> QFedAvg:
-    return QFedAvg(**{"fraction_evaluate": 0.0, "local": local(), **knobs})
+one = partial(quiet, QFedAvg)
 
 
 def by_hand(

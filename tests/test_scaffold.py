@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from federations import drop
 from flwr.app import Array, ArrayRecord, Message, RecordDict
-from laws import RATE, START, STEPS, local, train
+from laws import RATE, START, STEPS, local, quiet, train
 from problems import (
     DIM,
     NODES,
@@ -42,9 +43,7 @@ from fl_strategies import SCAFFOLD, FedAvg, scaffold
 from fl_strategies.core.schedules import at
 from simulations import models
 
-
-def one(**knobs: Any) -> SCAFFOLD:
-    return SCAFFOLD(**{"fraction_evaluate": 0.0, "local": local(), **knobs})
+one = partial(quiet, SCAFFOLD)
 
 
 def control(strategy: SCAFFOLD) -> np.ndarray:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -13,80 +11,33 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import START, local, train
-from problems import (
-    CLIENT_OF,
-    NODES,
-    Quadratic,
-    grid,
-    make_client_app,
-    quadratics,
-    to_record,
-    to_vector,
-)
+from problems import CLIENT_OF, NODES, grid, make_client_app, quadratics, to_record, to_vector
+from tampering import Tamper, measured, npy, put, silence, tampered
 
 from clients.node.in_process import InProcessGrid
 from fl_strategies import FedADMM, FedAvg, FedBC, FederatedStrategy, FedProx, RoundInfo
 from fl_strategies.server.nodes import Nodes
-
-Tamper = Callable[[RecordDict], None]
 
 
 def averaging(**options: Any) -> FedAvg:
     return FedAvg(**{"fraction_evaluate": 0.0, "local": local(), **options})
 
 
-def tampered(problems: list[Quadratic], client: int, tamper: Tamper) -> InProcessGrid:
-    """Return a federation in which ``tamper`` changes every training reply of ``client``."""
-
-    def fault(request: Message, reply: Message) -> Message:
-        mine = request.metadata.dst_node_id == NODES[client]
-        if mine and request.metadata.message_type == "train":
-            content = RecordDict({k: v.copy() for k, v in reply.content.items()})
-            tamper(content)
-            reply.content = content
-        return reply
-
-    return grid(problems, fault=fault)
-
-
-def put(name: str, array: np.ndarray) -> Tamper:
-    def tamper(content: RecordDict) -> None:
-        content["arrays"][name] = Array(array)
-
-    return tamper
-
-
-def measure(**metrics: float) -> Tamper:
-    def tamper(content: RecordDict) -> None:
-        content["metrics"] = MetricRecord(
-            {**content["metrics"], **{k.replace("_", "-"): v for k, v in metrics.items()}}
-        )
-
-    return tamper
-
-
 def without(name: str) -> Tamper:
-    def tamper(content: RecordDict) -> None:
+    def tamper(content: RecordDict) -> RecordDict:
         del content["arrays"][name]
+        return content
 
     return tamper
 
 
-def twice(content: RecordDict) -> None:
+def twice(content: RecordDict) -> RecordDict:
     content["more"] = content["arrays"]
+    return content
 
 
 def raw(data: bytes) -> Tamper:
-    def tamper(content: RecordDict) -> None:
-        content["arrays"]["tail"] = Array("float64", (1,), "numpy.ndarray", data)
-
-    return tamper
-
-
-def npy(array: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    np.save(file, array)
-    return file.getvalue()
+    return put("tail", Array("float64", (1,), "numpy.ndarray", data))
 
 
 BAD = {
@@ -100,9 +51,9 @@ BAD = {
     "two records": (twice, "2 ArrayRecords, expected one"),
     "no array": (raw(b"not an array"), "array 'tail': not a NumPy array"),
     "short": (raw(npy(np.zeros(1))[:-1]), "do not hold an array float64 (1,)"),
-    "no examples": (measure(num_examples=0), "metric 'num-examples' must be in [1, "),
-    "negative examples": (measure(num_examples=-3), "metric 'num-examples' must be in [1, "),
-    "metric": (measure(train_loss=float("nan")), "metric 'train-loss' is not finite: nan"),
+    "no examples": (measured("num-examples", 0), "metric 'num-examples' must be in [1, "),
+    "negative examples": (measured("num-examples", -3), "metric 'num-examples' must be in [1, "),
+    "metric": (measured("train-loss", float("nan")), "metric 'train-loss' is not finite: nan"),
 }
 
 
@@ -135,7 +86,7 @@ bad_arrays = st.one_of(
     st.sampled_from([np.float32, np.int64, np.bool_, np.complex128, np.float16]).map(
         lambda kind: put("head", np.ones((2, 2), kind))
     ),
-    st.integers(-(2**62), 0).map(lambda n: measure(num_examples=n)),
+    st.integers(-(2**62), 0).map(lambda n: measured("num-examples", n)),
     st.text(min_size=1, max_size=5).map(lambda name: put(name, np.zeros(1))),
 )
 
@@ -143,11 +94,8 @@ bad_arrays = st.one_of(
 @settings(max_examples=150, deadline=None)
 @given(tamper=bad_arrays)
 def test_no_reply_of_one_client_ends_the_run_or_makes_the_model_infinite(tamper: Tamper) -> None:
-    logging.disable(logging.CRITICAL)
-    try:
+    with silence():
         result = averaging().start(tampered(quadratics(2), 0, tamper), to_record(START), 1)
-    finally:
-        logging.disable(logging.NOTSET)
     assert np.isfinite(to_vector(result.arrays)).all()
 
 

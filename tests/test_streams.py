@@ -261,11 +261,7 @@ def test_torchvisions_random_transforms_are_the_same_on_every_engine_and_worker(
 
 def test_a_tokenizers_batch_trains_a_transformer_as_by_hand(tmp_path: Path) -> None:
     """Texts of different lengths, padded batch by batch; random weights, adapters of the head."""
-    from transformers import (
-        AutoTokenizer,
-        DistilBertConfig,
-        DistilBertForSequenceClassification,
-    )
+    from transformers import AutoTokenizer, DistilBertConfig, DistilBertForSequenceClassification
 
     words = AutoTokenizer.from_pretrained(str(tokenizer(tmp_path / "words")))
     texts, labels = sentences(10), torch.arange(10) % 2

@@ -1,0 +1,155 @@
+"""Layouts: tied weights, frozen ones and buffers are the same on both sides, or refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, Context, Message
+from laws import START, Row, every_algorithm, local
+from problems import CLIENT_OF, Linear, half_mean_square, quadratics
+from torch import Tensor, nn
+
+from clients import AnyAlgorithmClient, ContextStore, FlatModel, Problem, client_app, client_id
+from clients.node.in_process import InProcessGrid
+from fl_strategies import STRATEGIES, FedAvg, NothingUsable
+from fl_strategies.core.layout import Layout
+
+
+class Frozen(Linear):
+    """``Linear`` whose tail is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail.requires_grad_(False)
+
+
+class Tied(Linear):
+    """``Linear`` whose head has a second name and place: x . (head, tail) + x . (head, 0)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = self.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.cat([(self.head + self.again).reshape(-1), self.tail])
+        summed: Tensor = self.out(x * weights)
+        return summed
+
+
+class Doubled(Linear):
+    """What ``Tied`` computes, with one name for each parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        summed: Tensor = self.out(x * torch.cat([2 * self.head.reshape(-1), self.tail]))
+        return summed
+
+
+def federation_of(module: type[nn.Module], clients: int = 3) -> tuple[InProcessGrid, FlatModel]:
+    problems = quadratics(clients)
+
+    def client_fn(context: Context) -> AnyAlgorithmClient:
+        me = client_id(context)
+        q, model = problems[me], FlatModel(module(), head="out")
+        problem = Problem(model, half_mean_square, torch.tensor(q.X), torch.tensor(q.y))
+        return AnyAlgorithmClient(problem, client_id=me, store=ContextStore(context))
+
+    return InProcessGrid(client_app(client_fn), clients), FlatModel(module(), head="out")
+
+
+def record_of(model: FlatModel) -> ArrayRecord:
+    with torch.no_grad():
+        model.vector.copy_(torch.tensor(START)[: len(model.vector)])
+    return ArrayRecord({n: Array(t.numpy()) for n, t in model.module.state_dict().items()})
+
+
+@every_algorithm
+def test_a_tied_weight_is_one_parameter_under_however_many_names_it_travels(row: Row) -> None:
+    found = []
+    for module in (Tied, Doubled):
+        federation, model = federation_of(module)
+        settings = local(lr=0.02)
+        strategy = row.strategy(local=settings, clipping_norm=None, **model.layout_options)
+        found.append(strategy.start(federation, record_of(model), 3).arrays)
+    tied, doubled = found
+    np.testing.assert_array_equal(tied["again"].numpy(), tied["head"].numpy())
+    assert list(tied) == ["head", "tail", "again"]
+    for name in doubled:
+        np.testing.assert_allclose(tied[name].numpy(), doubled[name].numpy(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedadmm", "scaffold"])
+def test_a_bound_on_the_norm_counts_a_tied_weight_once(name: str) -> None:
+    found = []
+    for module in (Tied, Doubled):
+        federation, model = federation_of(module)
+        strategy = STRATEGIES[name](
+            clipping_norm=0.8, fraction_evaluate=0.0, local=local(lr=0.02), **model.layout_options
+        )
+        result = strategy.start(federation, record_of(model), 2)
+        found.append((result.arrays["head"].numpy(), dict(result.train_metrics_clientapp[1])))
+    np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-12)
+    assert found[0][1]["clients-used"] == found[1][1]["clients-used"]
+
+
+@every_algorithm
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (Frozen, "keeps ['tail'] at home"),
+        (Tied, "has the tied parameters [('head', 'again')]"),
+    ],
+)
+def test_a_model_whose_layout_the_strategy_was_not_told_is_refused_by_name(
+    row: Row, module: type[nn.Module], said: str
+) -> None:
+    federation, model = federation_of(module)
+    strategy = row.strategy(local=local())
+    with pytest.raises(NothingUsable) as error:
+        strategy.start(federation, record_of(model), 4)
+    for part in (said, "layout_options", "3 clients"):
+        assert part in str(error.value)
+
+
+def test_an_array_that_the_strategy_wrongly_takes_for_a_buffer_is_named() -> None:
+    federation, model = federation_of(Linear)
+    with pytest.raises(NothingUsable, match=r"it trains \['tail'\].*leave these out of `buffers`"):
+        FedAvg(buffers=["tail"], fraction_evaluate=0.0, local=local()).start(
+            federation, record_of(model), 4
+        )
+
+
+def test_copies_of_a_tied_weight_that_differ_are_refused_on_both_sides() -> None:
+    federation, model = federation_of(Tied)
+
+    def torn(request: Message, reply: Message) -> Message:
+        if CLIENT_OF[request.metadata.dst_node_id] == 1 and reply.content.array_records:
+            reply.content["arrays"]["again"] = Array(np.ones((2, 2)))
+        return reply
+
+    federation.fault = torn
+    options = {"fraction_evaluate": 0.0, "local": local(), **model.layout_options}
+    metrics = FedAvg(**options).start(federation, record_of(model), 1).train_metrics_clientapp[1]
+    assert (metrics["clients-used"], metrics["clients-rejected"]) == (2, 1)
+    initial = record_of(model)
+    initial["again"] = Array(np.ones((2, 2)))
+    with pytest.raises(ValueError, match="arrays 'head' and 'again' of the initial model differ"):
+        FedAvg(**options).start(federation, initial, 1)
+    with pytest.raises(ValueError, match="'head' and 'again' are one tied parameter"):
+        model.load([array.numpy() for array in initial.values()])
+
+
+@pytest.mark.parametrize(
+    ("ties", "said"),
+    [
+        ([["head", "body"]], r"ties: \['body'\] are not among the model's arrays"),
+        ([["head", "state"]], r"ties: \['state'\] are among `buffers`"),
+        ([["head"]], "each group needs two names or more"),
+        ([["head", "again"], ["again", "head"]], "each name once"),
+        ([["head", "tail"]], "arrays 'head' and 'tail' of the initial model differ"),
+    ],
+)
+def test_what_is_no_tie_is_refused(ties: list[list[str]], said: str) -> None:
+    arrays = {name: np.ones(2) for name in ("head", "again", "state")} | {"tail": np.zeros(2)}
+    with pytest.raises(ValueError, match=said):
+        Layout.of(arrays, ["state"], ties)
