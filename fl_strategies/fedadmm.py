@@ -127,7 +127,7 @@ class FedADMM(FederatedStrategy):
     """FedADMM's server half; see the module's docstring for the rule and every symbol.
 
     theta^0 and D outlast a ``start``: a model given to a later one, if it is not the last one's, is
-    what clients are sent in its first round, and (5) goes on from theta^0.
+    what clients are sent in its first round, and (5) continues from theta^0.
     """
 
     algorithm = "fedadmm"

@@ -3,7 +3,7 @@
     w_i   ~ argmin_w f_i(w), by a few epochs of a solver started at theta       (1)
     theta <- sum_i p_i w_i / sum_i p_i                                          (2)
 
-p_i     weight of client i: its number of training examples, or 1 ("uniform")
+p_i     weight of client i: its number of training samples, or 1 ("uniform")
 
 Clients keep nothing.
 

@@ -20,13 +20,13 @@ of the clients' own minimisers: the paper's small alpha ends long before that. W
 lambda_max = mu/2 and ``local_start="global"`` this is FedProx with uniform weights (the paper's
 text says mu, its (1) has no factor 1/2), with lambda_min = lambda_max = 0 FedAvg.
 
-FedBC-FineTune takes one gradient step before the own model is measured: ``fine-tune`` in ``local``
-(``clients.LocalTraining``), whose result stands beside that of the model as it is.
+FedBC-FineTune takes one gradient step before the personalized model is measured: ``fine-tune`` in
+``local`` (``clients.LocalTraining``), whose result stands beside that of the model as it is.
 
 Deviations of the authors' published code, each an option: local training starts from z
 (``local_start="global"``); the dual optimiser has momentum, which moves the lambda of absent
 clients too (``dual_momentum=0.5``). Both together are ``FedBC.authors_rule``. Their FedAvg and
-FedProx weigh by examples; where all lambda are 0 they divide 0 by 0.
+FedProx weigh by samples; where all lambda are 0 they divide 0 by 0.
 
 Reference: Bedi, Fan, Koppel, Sahu, Sadler, Huang, Manocha, "FedBC: Calibrating Global and Local
 Models via Federated Learning Beyond Consensus", 2022, Algorithms 1 and 2, appendix E.

@@ -1,4 +1,4 @@
-"""FedPD: primal-dual steps by all clients, with exchanges that can be skipped at random.
+"""FedPD: primal-dual steps by all clients; communication is skipped at random.
 
 Each client has a model, a dual variable and its own idea of the global model. In algorithm round
 r = 0, 1, ... every client i computes
@@ -7,29 +7,30 @@ r = 0, 1, ... every client i computes
     lam+  = lam + (x+ - x0)/eta                                                 (2)
     x0+   = x+ + eta lam+                                                       (3)
 
-and then, with probability 1 - p, all exchange: x0 = mean of all x0+ (4). With probability p nobody
-does: each client goes on with its own x0+ as its x0 (5).
+and then, with probability 1 - p, all communicate: x0 = mean of all x0+ (4). With probability p
+nobody does: each client takes its own x0+ as its x0 (5).
 
 Oracle I:   x+ ~ argmin_w f_i(w) + <lam, w - x0> + (1/(2 eta)) ||w - x0||^2, started at x, by any
             solver (the paper's: Q steps of GD or SGD)                          (6)
 Oracle II:  g = grad f_i(x) if r mod I = 0, then Q times                        (7)
             x'  = eta/(eta+gamma) x + gamma/(eta+gamma) x0 - eta gamma/(eta+gamma) (g + lam)
-            g  += mean over B examples of (grad at x' - grad at x), the same examples for both
+            g  += mean over B samples of (grad at x' - grad at x), the same samples for both
             x   = x'
 
 x, lam  client's model and dual variable [d]; at its first participation x = x0, lam = 0
-x0      the global model [d], or between exchanges the client's idea of it
+x0      the global model [d], or between communication rounds the client's idea of it
 g       oracle II's estimate of grad f_i [d]; the full gradient at a first participation
 eta     pull 1/eta, > 0; the theory wants eta < (sqrt5 - 1)/(4 L) where each f_i is L-smooth
-p       probability that an exchange is skipped, in [0, 1)
-gamma, Q, B, I    oracle II's rate, steps, examples a step, rounds from full gradient to full one
+p       probability that communication is skipped, in [0, 1)
+gamma, Q, B, I    oracle II's rate, steps, samples a step, rounds from full gradient to full one
 
-A client keeps (x, lam, g) and no x0. Nothing is lost by that: an exchange makes every x0_i the
+A client keeps (x, lam, g) and no x0. Nothing is lost by that: communication makes every x0_i the
 mean, and the next request brings this mean as its model, to the bit; a void round changes neither.
 
 Skipped rounds cost no message. The server draws the coins, a request names the rounds up to the
-next exchange, and the client runs them one after the other by (5) before it uploads. Its random
-streams depend on the algorithm round alone, so this is the same as one message for every round.
+next communication round, and the client runs them one after the other by (5) before it uploads. Its
+random streams depend on the algorithm round alone, so this is the same as one message for every
+round.
 A void round is asked for again by the next request, with the same rounds and streams.
 
 Fixed points have x_i = x0 and lam_i = -grad f_i(x0) with sum lam_i = 0 over all clients: stationary
@@ -170,12 +171,12 @@ def check_oracle(oracle: str, settings: Mapping[str, Any]) -> None:
 
 
 def exchanges_after(r: int, *, p: float, seed: int) -> bool:
-    """Return whether algorithm round ``r`` ends in an exchange: a coin of probability 1 - p."""
+    """Return whether algorithm round ``r`` ends with communication: a coin of probability 1 - p."""
     return bool(stream(seed, "coin", r).random() >= p)
 
 
 def rounds_from(first: int, *, p: float, seed: int) -> range:
-    """Return the algorithm rounds from ``first`` to the first one that ends in an exchange."""
+    """Return the algorithm rounds from ``first`` to the next one with communication."""
     last = first
     while not exchanges_after(last, p=p, seed=seed):
         last += 1
@@ -183,7 +184,7 @@ def rounds_from(first: int, *, p: float, seed: int) -> range:
 
 
 class ServerState(NamedTuple):
-    """What the server keeps: rounds and exchanges done, and where this run began.
+    """What the server keeps: algorithm and communication rounds done, and where this run began.
 
     ``before`` counts the algorithm rounds that earlier runs were asked for, or did, if more.
     """
@@ -203,11 +204,11 @@ class FedPD(FederatedStrategy):
     Notes
     -----
     ``num_rounds`` of :meth:`start` counts algorithm rounds; Flower's rounds, in which metrics are
-    kept and schedules are read, are the about (1 - p) ``num_rounds`` exchanges. What
-    follows after the last exchange would reach nobody and is not run; another ``start`` makes up
-    for it. Each exchange reports ``algorithm-round`` (how many are done), ``exchanges`` (so far)
-    and ``bytes-saved`` (by the rounds skipped before it). A void exchange takes one of Flower's
-    rounds, and leaves the run as many algorithm rounds shorter.
+    kept and schedules are read, are the about (1 - p) ``num_rounds`` communication rounds. What
+    follows after the last of them would reach nobody and is not run; another ``start`` makes up for
+    it. Each communication round reports ``algorithm-round`` (how many are done), ``exchanges`` (how
+    many communication rounds so far) and ``bytes-saved`` (by the rounds skipped before it). A void
+    one takes one of Flower's rounds, and leaves the run as many algorithm rounds shorter.
     """
 
     algorithm = "fedpd"
@@ -228,7 +229,10 @@ class FedPD(FederatedStrategy):
         sent="eta",
     )
     p: float = number(
-        default=0.0, about="Probability that a round ends without exchange.", low=0.0, below=1.0
+        default=0.0,
+        about="Probability that a round ends without communication.",
+        low=0.0,
+        below=1.0,
     )
     oracle: Literal["I", "II"] = choice(
         default="I",
@@ -297,7 +301,7 @@ class FedPD(FederatedStrategy):
         return state._replace(first=state.done, before=before)
 
     def exchanges_in(self, num_rounds: int) -> int:
-        """Return how many of the run's algorithm rounds end in an exchange.
+        """Return how many of the run's algorithm rounds end with communication.
 
         They are ``num_rounds``, and those that earlier runs were asked for and did not come to.
         """
@@ -306,7 +310,7 @@ class FedPD(FederatedStrategy):
         return sum(exchanges_after(r, p=self.p, seed=self.seed) for r in rounds)
 
     def next_rounds(self, state: ServerState) -> range:
-        """Return the algorithm rounds up to the next exchange."""
+        """Return the algorithm rounds up to the next communication round."""
         return rounds_from(state.done, p=self.p, seed=self.seed)
 
     def tell(self, state: ServerState, server_round: int, client: int) -> Mapping[str, Any]:

@@ -4,7 +4,7 @@
     theta <- sum_i p_i w_i / sum_i p_i                                          (2)
 
 mu      pull, >= 0; mu = 0 is FedAvg
-p_i     weight of client i: its number of training examples, or 1 ("uniform")
+p_i     weight of client i: its number of training samples, or 1 ("uniform")
 
 Clients keep nothing. mu travels as ``proximal-mu``, the key of Flower's own FedProx.
 

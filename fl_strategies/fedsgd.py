@@ -1,13 +1,13 @@
-"""FedSGD: one gradient step a round, on all examples of the clients that take part.
+"""FedSGD: one gradient step a round, on all samples of the clients that take part.
 
     w_i   = theta - lr grad f_i(theta)                                          (1)
     theta <- sum_i n_i w_i / sum_i n_i                                          (2)
 
-f_i     mean loss of client i over all of its n_i examples
+f_i     mean loss of client i over all of its n_i samples
 lr      the clients' learning rate (``local={"lr": ...}``, which may be a schedule)
 
 This is FedAvg with the solver ``gd`` and one epoch, and by (2) one step of gradient descent on the
-mean loss of all examples of S, the clients of the round: with all clients in S, centralised
+mean loss of all samples of S, the clients of the round: with all clients in S, centralised
 gradient descent. The paper has clients send grad f_i and the server take the step; w_i says the
 same. A model with dropout or BatchNorm draws its masks, and takes its batch statistics, per client.
 
@@ -57,7 +57,7 @@ class FedSGD(FederatedStrategy):
     averages = "models"
 
     def __post_init__(self) -> None:
-        check_plain_steps(self.local, "FedSGD takes one gradient step on all examples", ONE_STEP)
+        check_plain_steps(self.local, "FedSGD takes one gradient step on all samples", ONE_STEP)
         super().__post_init__()
 
     def tell(self, state: State, server_round: int, client: int) -> Mapping[str, Scalar]:

@@ -2,7 +2,7 @@
 
 Local training on data of its own bends what a client's model sees in an input. A contrastive term
 holds it back: the features z of an input shall look more like those of the model received than
-like those of the client's own model of last time. For each client i of S, theta received:
+like those of the client's own previous model. For each client i of S, theta received:
 
     sim(a, b) = <a, b> / (||a|| ||b||)                                          (1)
     h_i(w)    = mean over x of -log( e^{sim(z, z_glob)/tau}
@@ -15,7 +15,7 @@ z_glob  those in the model received, z_prev those in the client's previous model
         a round and taken in evaluation mode (no dropout, running statistics), once per round
 mu      weight of the term, >= 0; mu = 0 is FedAvg
 tau     temperature, > 0
-p_i     weight of client i: its number of training examples, or 1 ("uniform")
+p_i     weight of client i: its number of training samples, or 1 ("uniform")
 
 The features of a model are what its last linear layer gets, unless its ``clients.FlatModel`` names
 another module by ``head``. Both fixed models enter (2) by their difference alone,
@@ -23,7 +23,7 @@ another module by ``head``. Both fixed models enter (2) by their difference alon
     q = (z_prev/||z_prev|| - z_glob/||z_glob||) / tau                           (5)
     -log(...) of (2) = log(1 + e^s),  s = <z/||z||, q>                          (6)
 
-so one vector per example is kept while training. A z of length 0 is like nothing: sim = 0.
+so one vector per sample is kept while training. A z of length 0 is like nothing: sim = 0.
 
 A client keeps w_i of its last participation that the server used, with its running statistics, as
 ``State``. A newcomer's previous model is the one it receives: then q = 0, (2) is log 2 whatever w,

@@ -14,11 +14,11 @@ K       outer steps (the paper's tau): the ``steps`` or ``epochs`` of ``local``,
 b       outer rate: the ``lr`` of ``local``
 a       inner rate, also that of the step by which the model is adapted
 g, H    gradient and Hessian of f_i; H is only ever multiplied with a vector
-p_i     1 as published ("uniform"), or the client's number of training examples ("examples")
+p_i     1 as published ("uniform"), or the client's number of training samples ("examples")
 
-Clients keep nothing. A client's own model is theta after one step (1): evaluation reports it as
-``tuned-accuracy``, with the step on a mini-batch of training data and of rate a unless ``local``
-sets ``fine-tune`` or ``fine-tune-lr``.
+Clients keep nothing. A client's personalized model is theta after one step (1): evaluation reports
+it as ``tuned-accuracy``, with the step on a mini-batch of training data and of rate a unless
+``local`` sets ``fine-tune`` or ``fine-tune-lr``.
 
 Facts. On full batches (2) is gradient descent on F_i. The first-order form leaves a H out: its
 direction is off by -a H g(u), so that clients that differ agree on another point. With inner rate

@@ -2,24 +2,24 @@
 
 The problem is  min_w (1/m) sum_i F_i(w)  with the envelope
 F_i(w) = min_theta f_i(theta) + (lambda/2) ||theta - w||^2: its minimiser theta_i(w) is client i's
-own model, and its gradient is lambda (w - theta_i(w)). Round with the model w received, for each
-client i of S:
+personalized model, and its gradient is lambda (w - theta_i(w)). Round with the model w received,
+for each client i of S:
 
     w_0 = w;  r = 0 ... R-1, each on a fresh mini-batch:
     theta ~ argmin  f_i(theta) + (lambda/2) ||theta - w_r||^2, K steps          (1)
     w_{r+1} = w_r - eta lambda (w_r - theta)                                    (2)
     w <- (1 - beta) w + beta sum_{i in S} p_i w_{i,R} / sum_{i in S} p_i        (3)
 
-theta   client's own model [d], kept by the client: where (1) starts next, and what evaluation
-        reports as ``own-accuracy``; a newcomer has theta = w
+theta   client's personalized model [d], kept by the client: where (1) starts next, and what
+        evaluation reports as ``own-accuracy``; a newcomer has theta = w
 R       the ``steps`` or ``epochs`` of ``local``, where an epoch is as many r as the client has
-        mini-batches (paper: R = 20 mini-batches of 20 examples)
+        mini-batches (paper: R = 20 mini-batches of 20 samples)
 K       ``inner_steps`` of the solver of ``local``, all on the same mini-batch; fewer where
         ``residual`` (the paper's nu) is reached before
 lambda  pull, > 0; a gradient step of rate lr on (1) wants lr (lambda + curvature) < 2
 eta     rate of (2), > 0; up to 1/lambda, w_{r+1} lies between w_r and theta
 beta    server rate, > 0; 1 is the plain mean, above 1 goes beyond it (paper: 1 ... 4)
-p_i     1 as published ("uniform"), or the client's number of training examples ("examples")
+p_i     1 as published ("uniform"), or the client's number of training samples ("examples")
 
 Facts. With (1) solved exactly on full batches, (2) is gradient descent on F_i; with R = 1 as well,
 and all clients in S, the fixed point is the minimiser of the mean of the envelopes, whatever eta
@@ -27,7 +27,7 @@ and beta. With R > 1 it is off it as FedAvg's is off the minimiser of the mean l
 with eta lambda fixed, theta_i comes near w and (2) is gradient descent on f_i itself.
 
 Deviations of the authors' published code. (1) starts a round from w (``local_start="global"``), and
-uploads weigh by examples (``weights="examples"``): together ``PFedMe.authors_rule``. All clients
+uploads weigh by samples (``weights="examples"``): together ``PFedMe.authors_rule``. All clients
 train in every round there, of which some are averaged. Its personalized models are aliases of the
 live parameters; theta is kept by value here.
 
@@ -56,7 +56,7 @@ Side: TypeAlias = Literal["client", "global"]
 
 
 class State(NamedTuple):
-    """What a client keeps: its own model theta."""
+    """What a client keeps: its personalized model theta."""
 
     theta: Vector
 

@@ -8,14 +8,14 @@ larger q more and more their maximum. Round with theta, for each client i of S:
     h      = q F^(q-1) ||Delta||^2 + F^q/lr                                     (3)
     theta <- theta - sum_i F_i^q Delta_i / sum_i h_i                            (4)
 
-F_i    loss of theta on all training examples of client i, >= 0, in evaluation mode; reported by the
+F_i    loss of theta on all training samples of client i, >= 0, in evaluation mode; reported by the
        client as ``global-loss``, before it trains
 lr     the client's learning rate, reported by it as ``lr``; 1/lr stands for the Lipschitz constant
        of the gradient, from which (3) bounds that of F^(q+1)/(q+1)
 q      fairness, >= 0; with q = 0 and one rate for all, (4) is FedAvg's mean with uniform weights
 
 Clients keep nothing. F + 1e-10 stands for F in (3) and (4), as in the authors' code and in Flower's
-own QFedAvg: F = 0 has no power q - 1. Clients all count alike, whatever their number of examples.
+own QFedAvg: F = 0 has no power q - 1. Clients all count alike, whatever their number of samples.
 
 Reference: Li, Sanjabi, Beirami, Smith, "Fair Resource Allocation in Federated Learning", ICLR 2020,
 Algorithm 2.

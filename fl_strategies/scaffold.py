@@ -29,7 +29,7 @@ leaves such a client out as one that left.
 (2) holds for plain gradient steps of one rate: momentum, an adaptive solver, extrapolation or a
 box would give a c_i+ that is no mean of gradients (momentum 0.9 one up to ten times too large), and
 are refused with option II. Weight decay is plain: it is a term of f_i. Rates may change between
-rounds. Option I costs a gradient on all examples more, and goes with any solver.
+rounds. Option I costs a gradient on all samples more, and goes with any solver.
 
 Reference: Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled
 Averaging for Federated Learning", ICML 2020, Algorithm 1.

@@ -10,7 +10,7 @@ gradient g of the k-th mini-batch at x_k (k = 0, 1, ...),
 f*      lower bound of the losses of all batches (0 for a loss that cannot be negative)
 c       > 0: 1 is Polyak's own step, for f* the least value of f; 1/2 is the paper's
 growth  how much the step size may grow in an epoch, >= 1 (the authors' code: 2); 0 for no limit
-b/n     share of the examples in a batch
+b/n     share of the samples in a batch
 eta_-1  the step size that the first is allowed to grow from
 max_step  the paper's gamma_b, > 0; 0 for no limit
 

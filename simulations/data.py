@@ -19,7 +19,7 @@ Inputs are in the column ``image`` or ``img`` (images), ``x`` (characters, the n
 and ``test``. Where there is no ``test`` but natural clients (FEMNIST, Shakespeare on the Hub), a
 fifth of each client's rows is for testing, rounded down, always the same: of images one drawn at
 random, of characters the last ones in the file's order (no character to be told in them is then in
-a training row). Options (``dataset-params``), where the data have what they are about:
+a training sample). Options (``dataset-params``), where the data have what they are about:
 
 label          the column of the classes
 owners         keep so many natural clients, drawn once for all: those of ``owners=10`` are among
@@ -200,7 +200,7 @@ def _read(
 def _splits(
     name: str, folder: Path | None, train: Any, whose: str | None, last: bool, owners: int | None
 ) -> tuple[tuple[Any, Any], tuple[Ints | None, Ints | None]]:
-    """Return the tables of training and test rows, and the natural client of each row."""
+    """Return the tables of training and test samples, and the natural client of each row."""
     try:
         test = _table(name, folder, "test")
     except _NoSplit:
@@ -211,7 +211,7 @@ def _splits(
     if whose is None:
         return (train, test), (None, None)
     both = _codes(pa.chunked_array([*train[whose].chunks, *test[whose].chunks]))
-    owner, test_owner = np.split(both, [len(train)])  # in the order of the training rows
+    owner, test_owner = np.split(both, [len(train)])  # in the order of the training samples
     if owners is not None:
         present = int(owner.max()) + 1
         if not (isinstance(owners, int) and 1 <= owners <= present):

@@ -35,7 +35,7 @@ class Dataset:
     test_x: Inputs  # [n_test, ...]
     test_y: Ints  # [n_test]
     num_classes: int
-    owner: Ints | None = None  # [n], the natural client of each training row
+    owner: Ints | None = None  # [n], the natural client of each training sample
     test_owner: Ints | None = None  # [n_test]
     vocabulary: int | None = None  # of text: x are integers 0 ... vocabulary - 1
 

@@ -161,7 +161,7 @@ class Progress:
         accuracies = [row["test-accuracy"] for row in tested.values()]
         target = self.config.target
         reached = (
-            int(row.get("algorithm-round", number))  # FedPD skips the exchange of some rounds
+            int(row.get("algorithm-round", number))  # FedPD skips communication in some
             for number, row in tested.items()
             if row["test-accuracy"] >= target
         )

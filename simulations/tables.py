@@ -35,7 +35,7 @@ FIGURES: dict[str, tuple[str, float, str]] = {
     "final_accuracy": ("final accuracy", 100, ".2f"),
     "best_accuracy": ("best", 100, ".2f"),
     "rounds_to_target": ("rounds to {target}", 1, ".4g"),
-    "exchanges_to_target": ("exchanges to {target}", 1, ".4g"),
+    "exchanges_to_target": ("communication rounds to {target}", 1, ".4g"),
     "bytes_to_target": ("MB to {target}", 1e-6, ".2f"),
     "seconds_to_target": ("seconds to {target}", 1, ".1f"),
     "virtual_seconds_to_target": ("virtual s to {target}", 1, ".1f"),
@@ -46,7 +46,7 @@ FIGURES: dict[str, tuple[str, float, str]] = {
     "gradient_norm2": ("‖∇f‖²", 1, ".1e"),
     "missing": ("lost replies", 100, ".1f"),
     "client_accuracy": ("on clients' data", 100, ".2f"),
-    "own_accuracy": ("own models", 100, ".2f"),
+    "own_accuracy": ("personalized models", 100, ".2f"),
     "accuracy_variance": ("variance over clients", 1, ".4f"),
     "accuracy_worst": ("worst client", 100, ".2f"),
     "accuracy_smallest": ("smallest client", 100, ".2f"),
@@ -63,15 +63,16 @@ CLIENTS = {
     "accuracy_largest": "eval-accuracy-largest",
 }
 """Where a history has what the clients measured on data of their own: the global model's mean over
-clients, their own models', and the global model's variance, and its accuracy at the worst, the
-smallest and the largest client."""
+clients, the personalized models', and the global model's variance, and its accuracy at the worst,
+the smallest and the largest client."""
 
 
 def curve(config: RunConfig) -> list[Row]:
     """Return a row for each line of the run's history; None is what it does not have.
 
-    ``round`` counts the algorithm's rounds, of which FedPD skips the exchange of some; ``bytes``
-    are up and down, and they, ``seconds`` and ``virtual_seconds`` are sums since the first round.
+    ``round`` counts the algorithm's rounds, some of which FedPD has without communication;
+    ``bytes`` are up and down, and they, ``seconds`` and ``virtual_seconds`` are sums since the
+    first round.
     """
     path = Path(config.output) / "history.jsonl"
     history = read_history(path, "bytes-up", "bytes-down", "seconds")

@@ -111,5 +111,5 @@ def test_the_rate_follows_its_schedule_and_weight_decay_is_a_term_of_the_loss() 
 def test_settings_that_make_it_something_else_are_refused(
     setting: dict[str, Any], allowed: str
 ) -> None:
-    with pytest.raises(ValueError, match=allowed + ".*one gradient step on all examples"):
+    with pytest.raises(ValueError, match=allowed + ".*one gradient step on all samples"):
         one(local={"lr": RATE, **setting})

@@ -93,7 +93,7 @@ class ServerState(BookedState):
     """What the server keeps beside, by cloud server: z_n [d], its clock, the round of its last mix.
 
     ``unfinished`` is its devices' work under way: the round in which they were asked, these
-    clients, the buffers. A run that goes on from a checkpoint asks for it again, and by the round's
+    clients, the buffers. A run that resumes from a checkpoint asks for it again, and by the round's
     random streams gets what it would have got.
     """
 
@@ -176,7 +176,7 @@ class FedBCDAsync(BookedStrategy):
         if not (found.z and np.array_equal(theta, self._mean(found.z))):
             mixed = (self.run.rounds_before,) * self.servers
             return replace(found, z=(theta,) * self.servers, mixed=mixed, unfinished={})
-        return found  # it goes on from where it ended
+        return found  # it continues from where it ended
 
     def _mean(self, zs: Sequence[Vector]) -> Vector:
         """Return the mean of the cloud servers' models, as it travels."""

@@ -11,7 +11,7 @@ as messages are: a malformed result is one reply left out, a client whose proper
 is known by its node's id.
 
 - Legacy nodes do not say how many there are: set ``min_available_nodes`` to their number.
-- ``num_rounds`` of ``ServerConfig`` counts rounds of messages; those of FedPD are its exchanges.
+- ``num_rounds`` of ``ServerConfig`` counts rounds of messages, FedPD's communication rounds.
 - Flower's secure aggregation exists on legacy servers alone. The server learns the weighted mean of
   the uploads and none of them, which is enough for strategies whose ``averages`` is not "".
 - A callback that ends the run cannot end the server, which then asks nobody any more.

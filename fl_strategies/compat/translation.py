@@ -127,7 +127,7 @@ def _properties(request: Message, proxy: ClientProxy, *, timeout: float) -> Reco
 
 
 def _metrics(result: FitRes | EvaluateRes, own: dict[str, float]) -> dict[str, Any]:
-    """Return the result's metrics as records; its number of examples and ``own`` prevail."""
+    """Return the result's metrics as records; its number of samples and ``own`` prevail."""
     metrics = result.metrics
     words: dict[str, Any] = {n: v for n, v in metrics.items() if isinstance(v, str | bytes | bool)}
     numbers: dict[str, Any] = {n: v for n, v in metrics.items() if n not in words}

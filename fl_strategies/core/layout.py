@@ -215,14 +215,14 @@ def _few(names: Sequence[object]) -> str:
 
 
 class BufferMean:
-    """Merges clients' buffers: floats averaged by examples, integers and booleans by maximum."""
+    """Merges clients' buffers: floats averaged by samples, integers and booleans by maximum."""
 
     def __init__(self) -> None:
         self._merged: dict[str, npt.NDArray[Any]] = {}
         self._examples = 0.0
 
     def add(self, buffers: Arrays, num_examples: float) -> None:
-        """Take in the buffers of a client with ``num_examples`` training examples."""
+        """Take in the buffers of a client with ``num_examples`` training samples."""
         self._examples += num_examples
         share = num_examples / self._examples
         for name, new in buffers.items():

@@ -72,7 +72,7 @@ class LocalTraining:
     solver_params : str (default "")
         Further arguments of the solver, as text: "gamma=2 delta=0.1".
     epochs : int >= 1 (default 1)
-        Passes over the client's examples.
+        Passes over the client's samples.
     random_epochs : bool (default False)
         Draw the number of epochs from U{1, ..., ``epochs``} by the client's own stream.
     steps : int >= 0 (default 0: by epochs)
@@ -80,7 +80,7 @@ class LocalTraining:
     random_steps : bool (default False)
         Draw the number of steps from U{1, ..., ``steps``} by the client's own stream.
     batch_size : int >= 0 (default 32; 0: the full batch)
-        Examples in a mini-batch.
+        Samples in a mini-batch.
     momentum : float >= 0 (default 0)
         Handed to the optimizer, which must know it where it is not 0.
     nesterov : bool (default False)
@@ -98,7 +98,7 @@ class LocalTraining:
         measured.
     fine_tune : "off", "train" or "test-batch" (default "off")
         Measure models also after one gradient step on one mini-batch of the client's training
-        examples, or of the very examples that they are then tested on: the latter only to reproduce
+        samples, or of the very samples that they are then tested on: the latter only to reproduce
         tables that were made so (FedBC-FineTune and Per-FedAvg in FedBC's Table 3).
     fine_tune_lr : float >= 0, optional
         Rate of that step, by default ``lr``.
@@ -162,7 +162,7 @@ class LocalTraining:
 
     @property
     def full_batch(self) -> bool:
-        """Whether each step is on all examples."""
+        """Whether each step is on all samples."""
         return self.batch_size == 0 or self.solver in FULL_BATCH
 
     @property
@@ -184,7 +184,7 @@ class LocalTraining:
         return found | parse_params(self.solver_params)
 
     def batches(self, examples: int) -> int:
-        """Return the number of mini-batches in an epoch of so many examples."""
+        """Return the number of mini-batches in an epoch of so many samples."""
         return 1 if self.full_batch else math.ceil(examples / self.batch_size)
 
     def most_steps(self, examples: int) -> float:

@@ -26,7 +26,7 @@ COUNTS = (
 """What the server counts in each phase, in evaluation with "eval-" before it."""
 
 SHARES = ("data-share", "weight-share")
-"""A client's part in the round's examples and in the next model."""
+"""A client's part in the round's samples and in the next model."""
 
 SPREAD = ("-mean", "-variance", "-min", "-max", "-smallest", "-largest")
 """How the names of the numbers end that are made of all clients' numbers of one name."""

@@ -99,7 +99,7 @@ class Oracle(Protocol):
     ) -> Solved:
         """Return an approximate minimiser of (0), found from ``start`` as the settings say.
 
-        With ``previous``, the iterate before ``start``, the solver's momentum goes on from their
+        With ``previous``, the iterate before ``start``, the solver's momentum continues from their
         difference, and the last two iterates are returned.
         """
 

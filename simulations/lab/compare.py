@@ -4,8 +4,8 @@
         --rounds 15 --algorithms fedavg,fedprox,fedadmm --seed 1 --engine in-process --output DIR
 
 ``--seeds 1,2,3`` runs each algorithm with several seeds; ``--tune-lr 0.01,0.1,1`` first chooses
-each algorithm's learning rate on training rows held out for that. The same command run again goes
-on where it was interrupted: a run that is finished, with the same settings, is not run again.
+each algorithm's learning rate on training samples held out for that. The same command resumes where
+it was interrupted: a run that is finished, with the same settings, is not run again.
 
 DIR gets
 
@@ -15,7 +15,7 @@ DIR gets
 ``curves.csv``     a row per algorithm, seed and round
 ``curves.png``     those drawn, against rounds, exchanges, bytes, seconds and virtual time
 ``tuning.md``      the rule, and the score of each learning rate; also ``.csv`` and ``.json``
-``partition.png``  the examples of each class at each client (of the first seed)
+``partition.png``  the samples of each class at each client (of the first seed)
 
 and a results folder per run: ``ALGORITHM``, or ``ALGORITHM-seedN`` with several seeds, and
 ``tuning/ALGORITHM-lrX``. Where clients evaluate, also what ``simulations.lab.fairness`` writes.
@@ -72,7 +72,7 @@ class Comparison:
     folder : absolute path
     seeds : that of the configs, if there are none
     rates : learning rates to choose from; none: those of the configs
-    share : of each client's training rows held out to choose by, in (0, 1)
+    share : of each client's training samples held out to choose by, in (0, 1)
     engine : ``"in-process"``, or ``"ray"`` with ``workers`` processes of its own
     verbose : leave Flower's log as it is, and show the rounds of the runs that choose the rates
     quiet : show rounds with lost clients alone

@@ -7,7 +7,7 @@ RESULTS are results folders of runs in which clients evaluated (``--fraction-eva
 ``fairness.csv``  a row per run and round: training loss, variance over clients of the common
                   model's accuracy, its accuracy at the smallest and at the largest client, and the
                   weights and shares of data of the smallest and the largest of the round's clients
-``clients.csv``   a row per run and client that ever trained: its examples, and its weight and share
+``clients.csv``   a row per run and client that ever trained: its samples, and its weight and share
                   of the data when it last did
 ``fairness.png``  both, drawn
 """

@@ -119,7 +119,7 @@ FEDBC_FIGURES = {
     "eval-accuracy-variance": "variance over clients",
     "eval-accuracy-smallest": "smallest client",
     "eval-accuracy-largest": "largest client",
-    "own-accuracy-mean": "own models",
+    "own-accuracy-mean": "personalized models",
     "weight-share-smallest": "smallest's weight",
     "weight-share-largest": "largest's weight",
 }

@@ -290,7 +290,7 @@ DELTA_SGD_ALPHAS = (1, 0.1, 0.01)
 def delta_sgd_mnist() -> list[Cell]:
     """Delta-SGD, Table 1, MNIST: local solvers under FedAvg, one setting for every alpha.
 
-    100 clients of 500 examples, 10 a round, E = 1, B = 64, one seed, full precision (bfloat16
+    100 clients of 500 samples, 10 a round, E = 1, B = 64, one seed, full precision (bfloat16
     would save less than a tenth). 100 rounds, Delta-SGD the paper's 500, a test every 5 rounds.
     """
     base = {
