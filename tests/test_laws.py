@@ -1,4 +1,4 @@
-"""Laws that every algorithm owes. A new algorithm is a new row of TABLE in laws.py."""
+"""Laws that every algorithm owes. laws.py says what is known of each."""
 
 from __future__ import annotations
 
