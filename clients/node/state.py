@@ -16,11 +16,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-import numpy as np
 import numpy.typing as npt
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context
+from flwr.app import ArrayRecord, ConfigRecord, Context
 
+from clients.node.records import encoded
 from fl_strategies.core.files import DamagedFile, load_arrays, save_arrays, write_atomically
+from fl_strategies.server.wire import decode
 
 Fields: TypeAlias = Mapping[str, npt.NDArray[Any]]
 """A state as named arrays (a number is an array of shape ())."""
@@ -105,33 +106,35 @@ class ContextStore:
 
     def owner(self) -> Owner | None:
         """Return whose the versions are; None if there never was one."""
-        about = self.context.state.config_records.get(self.prefix)
+        about: Any = self.context.state.get(self.prefix)
         if about is None:
             return None
         return Owner(*(str(about[name]) for name in ("algorithm", "model", "run")))
 
-    def _check(self, owner: Owner) -> None:
+    def _check(self, owner: Owner) -> bool:
+        """Return whether the owner is written there; raise :class:`StateError` if another is."""
         if (written := self.owner()) is not None:
             _check_owner(owner, written, "context.state")
+        return written is not None
 
     def rounds(self, owner: Owner) -> list[int]:
         """As :meth:`Store.rounds`."""
         self._check(owner)
         start = len(self.prefix) + 1
-        keys = self.context.state.array_records
-        return sorted(int(key[start:]) for key in keys if key.startswith(f"{self.prefix}-"))
+        keys = [key for key in self.context.state if key.startswith(f"{self.prefix}-")]
+        return sorted(int(key[start:]) for key in keys)
 
     def load(self, owner: Owner, server_round: int) -> Fields:
         """As :meth:`Store.load`."""
-        record = self.context.state.array_records[self._key(server_round)]
-        return {name: array.numpy() for name, array in record.items()}
+        record: Any = self.context.state[self._key(server_round)]
+        return {name: decode(array).copy() for name, array in record.items()}
 
     def save(self, owner: Owner, server_round: int, fields: Fields) -> None:
         """As :meth:`Store.save`."""
-        self._check(owner)
-        self.context.state[self.prefix] = ConfigRecord(asdict(owner))
+        if not self._check(owner):
+            self.context.state[self.prefix] = ConfigRecord(asdict(owner))
         self.context.state[self._key(server_round)] = ArrayRecord(
-            {name: Array(np.asarray(value)) for name, value in fields.items()}
+            {name: encoded(value) for name, value in fields.items()}
         )
 
     def drop(self, server_round: int) -> None:
