@@ -14,6 +14,7 @@ from clients.learning.solvers import SOLVERS, solve
 from clients.learning.sps import SPS
 from clients.learning.streamed import StreamedProblem
 from clients.node.bridge import client_app, client_id
+from clients.node.host import Hosted
 from clients.node.in_process import InProcessGrid
 from clients.node.state import ContextStore, DirectoryStore, Owner, StateError, Store
 from clients.request import Config, Received
@@ -33,6 +34,7 @@ __all__ = [
     "FederatedClient",
     "FlatModel",
     "Gradient",
+    "Hosted",
     "InProcessGrid",
     "LocalTraining",
     "Metrics",

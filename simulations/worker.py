@@ -20,6 +20,7 @@ from clients import (
     ContextStore,
     DirectoryStore,
     FlatModel,
+    Hosted,
     Problem,
     client_app,
     client_id,
@@ -220,9 +221,22 @@ def parsed(items: tuple[tuple[str, Any], ...]) -> RunConfig:
     return config
 
 
-def hosts(context: Context) -> int | list[int] | None:
+def hosts(context: Context) -> Hosted | None:
     """Return what the node hosts, as its run-config and node-config have it."""
-    return hosted(parsed(tuple(sorted(context.run_config.items()))), context)
+    config = parsed(tuple(sorted(context.run_config.items())))
+    clients = hosted(config, context)
+    if clients is None:
+        return None
+    sizes = _sizes(config)
+    if isinstance(clients, int):
+        return Hosted(clients, sizes)
+    return Hosted(clients, [sizes[client] for client in clients if client < len(sizes)])
+
+
+@functools.lru_cache(maxsize=4)
+def _sizes(config: RunConfig) -> list[int]:
+    """Return each client's number of training samples."""
+    return [len(train) for train, _ in parts(config)]
 
 
 app = client_app(client_fn, hosts=hosts)

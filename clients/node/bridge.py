@@ -28,7 +28,7 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from flwr.common import log
 from flwr.common.constant import ErrorCode
 
-from clients.node.host import Host, Hosts
+from clients.node.host import Host, Hosted, Hosts
 from clients.node.records import check_names, divided, encoded
 from fl_strategies.core.reasons import of_exception
 from fl_strategies.server.hosting import is_hosted
@@ -139,7 +139,9 @@ class _BridgedApp(ClientApp):
     def _host(self, context: Context) -> Host | None:
         """Return what answers for the node's clients; None where it is one client."""
         hosts = self._hosts(context) if callable(self._hosts) else self._hosts
-        return None if hosts is None else Host(self._client_fn, hosts)
+        if hosts is None:
+            return None
+        return Host(self._client_fn, *(hosts if isinstance(hosts, Hosted) else (hosts,)))
 
     def _check_host(self, message: Message, context: Context, *, legacy: bool) -> None:
         """Raise ``ValueError`` where one message per client meets a node of several."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import DEBUG, ERROR
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +29,19 @@ Arrays: TypeAlias = list[npt.NDArray[Any]]
 Config: TypeAlias = dict[str, Any]
 Fitted: TypeAlias = tuple[Arrays, int, dict[str, Any]]
 """What ``NumPyClient.fit`` returns: arrays like those received, number of samples, metrics."""
-Hosts: TypeAlias = Sequence[int] | int | None
+
+
+class Hosted(NamedTuple):
+    """What a node hosts, and the number of samples of each client, by which work is spread."""
+
+    clients: Sequence[int] | int
+    samples: Sequence[int] = ()
+
+
+Hosts: TypeAlias = Sequence[int] | int | Hosted | None
 """The ids of a node's clients; a number N: any of 0, ..., N - 1, of a population that all hosts
-share; None: the node is one client."""
+share; either with the clients' numbers of samples (:class:`Hosted`); None: the node is one client.
+"""
 
 STATE = "client"
 """Before the keys of a client's records in its host's ``context.state``: ``client-7/...``."""
@@ -55,13 +65,19 @@ class Host:
 
     client_fn: Callable[[Context], NumPyClient]
     clients: Sequence[int] | int
+    samples: Sequence[int] = ()
 
     @property
     def about(self) -> dict[str, Any]:
         """What the host answers when it is asked who it is."""
+        about: dict[str, Any] = {}
         if isinstance(self.clients, int):
-            return {"any-of": self.clients}
-        return {"client-ids": [int(client) for client in self.clients]}
+            about["any-of"] = self.clients
+        else:
+            about["client-ids"] = [int(client) for client in self.clients]
+        if len(self.samples):
+            about["samples"] = [int(count) for count in self.samples]
+        return about
 
     def train(self, message: Message, context: Context) -> RecordDict:
         """Return the reply to a training request about several clients."""
@@ -109,20 +125,19 @@ class Host:
         made: dict[int, NumPyClient] = {}
         failed: dict[int, Exception] = {}
         with _states(context, shared=isinstance(self.clients, int)) as context_of:
+            own = range(self.clients) if isinstance(self.clients, int) else {*self.clients}
             for client in asked:
                 try:
-                    self._check(client)
+                    if client not in own:
+                        raise ValueError(
+                            f"this node does not host client {client}, but {_few(self.clients)}"
+                        )
                     one = self.client_fn(context_of(client))
                     check_names(one, names)
                     made[client] = one
                 except Exception as error:
                     failed[client] = error
             yield made, failed
-
-    def _check(self, client: int) -> None:
-        own = range(self.clients) if isinstance(self.clients, int) else self.clients
-        if client not in own:
-            raise ValueError(f"this node does not host client {client}, but {_few(own)}")
 
     def _reasons(self, failed: Mapping[int, Exception]) -> dict[int, str]:
         """Return why clients failed, in one line each, which the host's own log has as well."""
@@ -217,5 +232,7 @@ def _states(context: Context, *, shared: bool) -> Iterator[Callable[[int], Conte
             context.state[prefix + key] = record
 
 
-def _few(clients: Sequence[int]) -> str:
+def _few(clients: Sequence[int] | int) -> str:
+    if isinstance(clients, int):
+        return f"any of {clients}"
     return f"{[*clients[:5]]}{' ...' * (len(clients) > 5)}"

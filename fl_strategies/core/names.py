@@ -2,8 +2,8 @@
 
 A round's numbers and a client's row of them come from three sides, and each has names of its own:
 
-- the server: ``SERVER``, what begins with "test-", and whatever ``evaluate_fn`` has reported in the
-  run (let it report before the first round, or begin with "test-");
+- the server: ``SERVER``, what begins with "test-" or "busy-share", and whatever ``evaluate_fn`` has
+  reported in the run (let it report before the first round, or begin with "test-");
 - clients in evaluation: names that begin with "eval-", "own-" or "tuned-"; other names that they
   report there get "eval-" before them;
 - clients in training: all other names.
@@ -49,6 +49,8 @@ SERVER = frozenset(
 where ``simulations`` run it."""
 
 TESTED = "test-"
+BUSY = "busy-share"
+"""Of hosts: the share of a training phase in which they worked."""
 EVALUATED = ("eval-", "own-", "tuned-")
 FOREIGN = "client-"
 
@@ -62,7 +64,7 @@ def in_training(name: str) -> str:
     ['train-loss', 'client-seconds', 'client-test-accuracy', 'client-loss-mean']
     """
     # with "client-" itself, so that different names stay different
-    taken = name in SERVER or name.startswith((TESTED, *EVALUATED, FOREIGN))
+    taken = name in SERVER or name.startswith((TESTED, BUSY, *EVALUATED, FOREIGN))
     return f"{FOREIGN}{name}" if taken or name.endswith(SPREAD) else name
 
 

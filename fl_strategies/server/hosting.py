@@ -156,7 +156,8 @@ def unpack_reply(content: RecordDict) -> dict[int, Content | Failed]:
 
 def busy_seconds(content: RecordDict) -> float:
     """Return for how long the host says that it was busy, 0 where it says nothing sensible."""
-    seconds = content.config_records[HOSTED].get(SECONDS, 0.0)
+    records = content.config_records
+    seconds = records[HOSTED].get(SECONDS, 0.0) if HOSTED in records else 0.0
     return seconds if isinstance(seconds, float) and 0.0 <= seconds < 1e9 else 0.0
 
 

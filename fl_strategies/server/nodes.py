@@ -49,12 +49,15 @@ class Nodes:
         Ids of all clients ever connected.
     hosts : dict of int to bool
         The connected nodes that take messages about several clients; whether they run any client.
+    samples : dict of int to int
+        By client, the number of its samples, where its host has said that.
     """
 
     def __init__(self, patience: float, population: int = 0) -> None:
         self.patience, self.population = patience, population
         self.known: set[int] = set()
         self.hosts: dict[int, bool] = {}
+        self.samples: dict[int, int] = {}
         self._clients_of: dict[int, Sequence[int]] = {}
         self._waiting: dict[int, list[int]] = {}
         self._refused: set[int] = set()
@@ -158,11 +161,11 @@ class Nodes:
         partitions = partitions if _natural(partitions) else 0
         self._ask_again.pop(node, None)
         if "any-of" in about:
-            self._introduce_any(node, about["any-of"], partitions)
+            self._introduce_any(node, about, partitions)
             return
         self._expected = max(self._expected, partitions)
         if "client-ids" in about:
-            self._introduce_host(node, about["client-ids"], partitions)
+            self._introduce_host(node, about, partitions)
             return
         client = about.get("client-id", node)
         if not _natural(client) or (client != node and 0 < partitions <= client):
@@ -177,18 +180,21 @@ class Nodes:
         self._clients_of[node] = (client,)
         self._claim(node, (client,), "calls itself")
 
-    def _introduce_host(self, node: int, clients: Any, partitions: int) -> None:
-        """Take a node that hosts ``clients``, if these are ids, each once."""
+    def _introduce_host(self, node: int, about: Mapping[str, Any], partitions: int) -> None:
+        """Take a node that hosts clients of its own, if these are ids, each once."""
+        clients = about["client-ids"]
         ids = clients if isinstance(clients, list) and all(map(_natural, clients)) else []
         if not ids or len({*ids}) < len(ids) or 0 < partitions <= max(ids):
             self._refuse(node, f"says that it hosts {clients!r:.100} of {partitions} clients")
             return
         self._clients_of[node] = ids
         self.hosts[node] = False
+        self._note_samples(node, ids, about)
         self._claim(node, ids, "hosts")
 
-    def _introduce_any(self, node: int, population: Any, partitions: int) -> None:
+    def _introduce_any(self, node: int, about: Mapping[str, Any], partitions: int) -> None:
         """Take a node that runs any client of the population, if that is the shared one."""
+        population = about["any-of"]
         if not self.population or population != self.population:
             own = self.population or "no"
             self._refuse(
@@ -202,8 +208,20 @@ class Nodes:
         self._clients_of[node], self.hosts[node] = (), True
         if self._node_of.get(0) != ANY_HOST:
             everybody = range(self.population)
+            self._note_samples(node, everybody, about)
             self._node_of |= dict.fromkeys(everybody, ANY_HOST)
             self.known.update(everybody)
+
+    def _note_samples(self, node: int, clients: Sequence[int], about: Mapping[str, Any]) -> None:
+        """Note what a host says of its clients' samples, by which work is spread alone."""
+        samples = about.get("samples", [])
+        if not samples:
+            return
+        if len(samples) != len(clients) or not all(map(_natural, samples)):
+            log(WARNING, "node %d says nothing usable of its clients' samples", node)
+            return
+        for client, count in zip(clients, samples, strict=True):
+            self.samples.setdefault(client, count)
 
     def _refuse(self, node: int, why: str) -> None:
         log(ERROR, "node %d %s; it is not asked", node, why)

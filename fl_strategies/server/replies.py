@@ -13,13 +13,16 @@ import numpy as np
 from flwr.app import ConfigRecord, Message, Metadata, MetricRecord, RecordDict
 from flwr.common import log
 
-from fl_strategies.core.names import is_taken
+from fl_strategies.core.names import BUSY, is_taken
 from fl_strategies.core.reasons import by_reason, named, root_cause
 from fl_strategies.core.records import BadReply, Reply
-from fl_strategies.server.hosting import unpack_reply
+from fl_strategies.server.hosting import busy_seconds, unpack_reply
 from fl_strategies.server.wire import MAX_METRICS, Content, Failed
 
 T = TypeVar("T")
+
+MOST_HOSTS = 16
+"""Hosts whose share of a phase is shown one by one."""
 
 Naming: TypeAlias = Callable[[str], str]
 """What a client's number is called: ``names.in_training`` or ``names.in_evaluation``."""
@@ -62,13 +65,15 @@ class Asked:
 class Sifted(Generic[T]):
     """What usable replies were read as, by client, ascending; why others are none; their counts.
 
-    ``unusable`` are the faults of the clients that did answer.
+    ``unusable`` are the faults of the clients that did answer; ``busy`` is, by host, for how many
+    seconds it says that it worked.
     """
 
     good: dict[int, T]
     faults: dict[int | None, str]
     counts: dict[str, int]
     unusable: dict[int, str]
+    busy: dict[int, float] = field(default_factory=dict)
 
 
 class NothingUsable(RuntimeError):
@@ -124,6 +129,7 @@ def sift(replies: Iterable[Message], asked: Asked, read: Callable[[int, Content]
     found: list[tuple[int | None, str]] = []
     unforeseen: dict[str, BaseException | None] = {}
     bytes_up = 0
+    busy: dict[int, float] = {}
 
     def left_out(client: int | None, fault: BadReply) -> None:
         reason = one_line(str(fault))
@@ -143,6 +149,9 @@ def sift(replies: Iterable[Message], asked: Asked, read: Callable[[int, Content]
             left_out(None, fault)
             continue
         bytes_up += _bytes(message)
+        if request.hosted and message.has_content():
+            seconds = busy_seconds(message.content)
+            busy[request.node] = busy.get(request.node, 0.0) + seconds
         for client, content in contents(message, request).items():
             if client not in request.clients:
                 left_out(
@@ -180,7 +189,7 @@ def sift(replies: Iterable[Message], asked: Asked, read: Callable[[int, Content]
     }
     first = dict(reversed(found))
     unusable = {client: first[client] for client in sorted(came.keys() - good.keys())}
-    return Sifted(good, dict(found), counts, unusable)
+    return Sifted(good, dict(found), counts, unusable, busy)
 
 
 def gone(message: Message, asked: Asked) -> Request | None:
@@ -336,6 +345,21 @@ def taken_names(replies: Iterable[Reply], called: Naming) -> list[str]:
     """Return the names under which clients report, and which are another's."""
     reported = {name for reply in replies for name in reply.numbers}
     return sorted(name for name in reported if is_taken(name, called(name)))
+
+
+def busy_shares(
+    busy: Mapping[int, float], hosts: Iterable[int], seconds: float
+) -> dict[str, float]:
+    """Return which share of a phase's ``seconds`` each host worked, by its place among ``hosts``.
+
+    Of more than ``MOST_HOSTS`` least and most alone.
+    """
+    shares = [min(busy.get(host, 0.0) / max(seconds, 1e-9), 1.0) for host in sorted(hosts)]
+    if not shares:
+        return {}
+    named = {f"{BUSY}-{place}": share for place, share in enumerate(shares)}
+    ends = {f"{BUSY}-min": min(shares), f"{BUSY}-max": max(shares)}
+    return (named if len(shares) <= MOST_HOSTS else {}) | ends
 
 
 def device_of(reply: Reply) -> str:

@@ -30,6 +30,7 @@ from fl_strategies.core.local import check_local
 from fl_strategies.core.randomness import draw, stream
 from fl_strategies.core.records import NOTHING, Reply, Upload
 from fl_strategies.core.schedules import at
+from fl_strategies.core.spread import expected_work, spread
 from fl_strategies.core.vectors import Vector
 from fl_strategies.server.algorithm import Algorithm
 from fl_strategies.server.bounds import NormBound
@@ -175,7 +176,8 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
         alike = {**config, **self._alike(server_round)}
         configs = {client: {**alike, **self._own(server_round, client)} for client in chosen}
         found, messages = [], []
-        for node, clients in self._by_node(nodes, chosen, size if trains else 0):
+        work = self._expected(configs, trains=trains)
+        for node, clients in self._by_node(nodes, work, size if trains else 0):
             hosted = node in self.nodes.hosts
             keys = self.arrayrecord_key, self.configrecord_key
             if hosted:
@@ -188,18 +190,31 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
         self._asked = replace(self._asked, bytes_down=size * len(messages), requests=found)
         return messages
 
+    def _expected(
+        self, configs: Mapping[int, Mapping[str, Any]], *, trains: bool
+    ) -> dict[int, float]:
+        """Return what each client asked is expected to take, by its samples where they are known.
+
+        Else it counts as the mean of the others.
+        """
+        known = [n for client in configs if (n := self.nodes.samples.get(client)) is not None]
+        usual = sum(known) / len(known) if known else 1.0
+        return {
+            client: expected_work(self.nodes.samples.get(client, usual), config, trains=trains)
+            for client, config in configs.items()
+        }
+
     def _by_node(
-        self, nodes: Mapping[int, int], chosen: Sequence[int], size: int
+        self, nodes: Mapping[int, int], work: Mapping[int, float], size: int
     ) -> Iterator[tuple[int, list[int]]]:
         """Yield the node and the clients of each message; ``size`` is that of a client's upload."""
-        shared = [client for client in chosen if nodes[client] == ANY_HOST]
         of: dict[int, list[int]] = {}
-        for client in chosen:
+        for client in work:
             if nodes[client] != ANY_HOST:
                 of.setdefault(nodes[client], []).append(client)
         hosts = sorted(node for node, any_client in self.nodes.hosts.items() if any_client)
-        for place, client in enumerate(shared):
-            of.setdefault(hosts[place % len(hosts)], []).append(client)
+        shared = {client: each for client, each in work.items() if nodes[client] == ANY_HOST}
+        of |= spread(shared, hosts)
         most = per_message(size)
         for node, clients in of.items():
             for start in range(0, len(clients), most):

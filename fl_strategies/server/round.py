@@ -42,6 +42,7 @@ from fl_strategies.server.replies import (
     Naming,
     Sifted,
     as_records,
+    busy_shares,
     by_client,
     device_of,
     renamed,
@@ -104,6 +105,7 @@ class Round(Requests):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Return the next model and the round's metrics; no model when the round is void."""
         run, number = self.run, self.run.rounds_before + server_round
+        waited = time.monotonic() - self._asked.started
         sifted = sift(replies, self._asked, self._taken)
         good = [reply for reply, _ in sifted.good.values()]
         metrics = self._phase(sifted, good, self.train_metrics_aggr_fn, in_training)
@@ -125,7 +127,9 @@ class Round(Requests):
                 part.settle(taken)
             self._tell_shares(server_round, uploads, metrics)
         self.state, further = self.end_round(before, self.state, uploads, metrics)
-        metrics.update({**further, "seconds": time.monotonic() - self._asked.started})
+        seconds = time.monotonic() - self._asked.started
+        hosts = busy_shares(sifted.busy, self.nodes.hosts, waited)
+        metrics.update({**hosts, **further, "seconds": seconds})
         self.result.train_metrics_clientapp[server_round] = metrics
         return arrays, metrics
 

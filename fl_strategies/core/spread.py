@@ -1,0 +1,42 @@
+"""Who of several hosts works for whom: by expected work, the longest first."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+H = TypeVar("H")
+
+
+def spread(work: Mapping[int, float], hosts: Sequence[H]) -> dict[H, list[int]]:
+    """Return the clients of each of ``hosts``, ascending, that have any.
+
+    ``work`` is what each client is expected to take. Client by client, longest first, each goes to
+    the host that has least so far (Graham 1969): the last host ends at most one client's work after
+    the mean. Which host that is depends on the arguments alone.
+
+    Examples
+    --------
+    >>> spread({0: 5.0, 1: 3.0, 2: 2.0, 3: 1.0}, ["a", "b"])
+    {'a': [0, 3], 'b': [1, 2]}
+    """
+    loads = [(0.0, place) for place in range(len(hosts))]
+    found: dict[H, list[int]] = {}
+    for client in sorted(work, key=lambda client: (-work[client], client)):
+        load, place = heapq.heappop(loads)
+        found.setdefault(hosts[place], []).append(client)
+        heapq.heappush(loads, (load + work[client], place))
+    return {host: sorted(clients) for host, clients in found.items()}
+
+
+def expected_work(samples: float, config: Mapping[str, Any], *, trains: bool = True) -> float:
+    """Return how many samples a client of ``samples`` is expected to pass through its model.
+
+    ``config`` is what its request says: ``steps`` of ``batch-size`` (0: all), else ``epochs``.
+    """
+    if not trains:
+        return samples
+    if steps := config.get("steps"):
+        return float(steps) * (config.get("batch-size") or samples)
+    return samples * float(config.get("epochs", 1))
