@@ -4,6 +4,7 @@ from typing import Any
 
 from clients.any_algorithm import CLIENTS, AnyAlgorithmClient
 from clients.base import FederatedClient
+from clients.cohort import fit_cohort
 from clients.learning.delta_sgd import DeltaSGD
 from clients.learning.model import FlatModel
 from clients.learning.objective import Metrics, NoFixedSamples, Objective
@@ -52,6 +53,7 @@ __all__ = [
     "all_but",
     "client_app",
     "client_id",
+    "fit_cohort",
     "solve",
 ]
 for _client in CLIENTS.values():

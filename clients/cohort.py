@@ -50,7 +50,7 @@ def fit_cohort(
     configs: Sequence[Config],
     *,
     cohort: Setting = "auto",
-    memory: int = MEMORY,
+    memory: int | None = None,
 ) -> list[Outcome]:
     """Return what ``client.fit(parameters, config)`` returns or raises, for each client.
 
@@ -65,35 +65,48 @@ def fit_cohort(
     cohort : "auto", "off" or int >= 2 (default "auto")
         How many clients are stacked at most; "auto" stacks where that was measured to pay
         (``clients.learning.choice``).
-    memory : int (default 2^28)
-        Bytes that a stack may take; more clients are trained in several stacks.
+    memory : int, optional
+        Bytes that a stack may take, by default ``MEMORY``; more clients are trained in several.
+
+    Raises
+    ------
+    ValueError
+        For an unknown ``cohort``.
     """
     check_setting(cohort)
     outcomes: dict[int, Outcome] = {}
     groups: dict[Any, list[int]] = {}
-    acting = [_acting(*pair) for pair in zip(clients, configs, strict=True)]
-    for number, (client, config) in enumerate(acting):
-        key = _kind(client, config) if cohort != "off" else None
-        if key is None:
-            outcomes[number] = _alone(client, parameters, config)
-            continue
+    acting: dict[int, Member] = {}
+    for number, (client, config) in enumerate(zip(clients, configs, strict=True)):
         try:
-            client.check(config)
+            member = _member(client, config) if cohort != "off" else None
+            key = member and _kind(*member)
+            if not member or not key:
+                outcomes[number] = _alone(client, parameters, config)
+                continue
+            member[0].check(member[1])
+            acting[number] = member
             groups.setdefault(key, []).append(number)
         except Exception as error:
             outcomes[number] = error
     for numbers in groups.values():
         members = [acting[number] for number in numbers]
-        outcomes |= zip(numbers, _grouped(members, parameters, cohort, memory), strict=True)
-    return [outcomes[number] for number in range(len(acting))]
+        made = _grouped(members, parameters, cohort, memory or MEMORY)
+        outcomes |= zip(numbers, made, strict=True)
+    return [outcomes[number] for number in range(len(clients))]
 
 
 Member: TypeAlias = tuple[FederatedClient, Config]
 
 
-def _acting(client: NumPyClient, config: Config) -> tuple[Any, Config]:
-    """Return the client of the algorithm that a request names, and the request as it reads it."""
-    return client.acting(config) if isinstance(client, AnyAlgorithmClient) else (client, config)
+def _member(client: NumPyClient, config: Config) -> Member | None:
+    """Return the client of the algorithm that a request names, and the request as that reads it.
+
+    None for a client that is not ours.
+    """
+    if isinstance(client, AnyAlgorithmClient):
+        return client.acting(config)
+    return (client, config) if isinstance(client, FederatedClient) else None
 
 
 def _alone(client: NumPyClient, parameters: Arrays, config: Config) -> Outcome:
@@ -103,15 +116,10 @@ def _alone(client: NumPyClient, parameters: Arrays, config: Config) -> Outcome:
         return error
 
 
-def _kind(client: NumPyClient, config: Config) -> Any:
+def _kind(client: FederatedClient, config: Config) -> Any:
     """Return what clients of one stack have in common; None for one that is trained alone."""
-    if not isinstance(client, FederatedClient):
-        return None
     problem = client.problem
-    try:
-        training, rounds = client.training.updated(config), tuple(client.rounds(config))
-    except Exception:
-        return None  # fit says what is wrong with it
+    training, rounds = client.training.updated(config), tuple(client.rounds(config))
     if why := _obstacle(client, problem, training):
         say_once(f"clients are trained one by one: {why}")
         return None

@@ -2,59 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, Context, Error, Message, MessageType
+from flwr.app import Context
 from flwr.client import NumPyClient
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from clients import AnyAlgorithmClient, ContextStore, FlatModel, LocalTraining, Problem, client_app
-from clients.cohort import fit_cohort
-from clients.node.bridge import _reply, _request, encoded
 from clients.node.in_process import InProcessGrid
-from fl_strategies.core.reasons import of_exception
 
 Made = Callable[[Context], NumPyClient]
 
 CLASSES = 3
 
 
-class Stacked(InProcessGrid):
-    """The clients that ``made(context)`` returns, each round's as one call of ``fit_cohort``.
-
-    ``options`` are that function's.
-    """
-
-    def __init__(self, made: Made, clients: int, **options: Any) -> None:
-        super().__init__(client_app(made), clients)
-        self.made, self.options = made, {"cohort": 1000, **options}
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        asked = [*messages]
-        training = [m for m in asked if m.metadata.message_type == MessageType.TRAIN]
-        ids = [*super().push_messages(m for m in asked if m not in training)]
-        if not training:
-            return ids
-        clients = [self.made(self.contexts[m.metadata.dst_node_id]) for m in training]
-        requests = [_request(m, c) for m, c in zip(training, clients, strict=True)]
-        names, arrays, _ = requests[0]
-        configs = [config for _, _, config in requests]
-        outcomes = fit_cohort(clients, arrays, configs, **self.options)
-        for message, outcome in zip(training, outcomes, strict=True):
-            if isinstance(outcome, Exception):
-                reply = Message(Error(2, of_exception(outcome)), reply_to=message)
-            else:
-                uploaded, samples, metrics = outcome
-                pairs = zip(names, uploaded, strict=True)
-                record = ArrayRecord({name: encoded(array) for name, array in pairs})
-                reply = _reply(message, samples, metrics, record)
-            ids.append(str(next(self._message_ids)))
-            self._replies[ids[-1]] = reply
-        return ids
+def stacked(made: Made, clients: int, cohort: Any = 1000) -> InProcessGrid:
+    """Return the federation of one node, which trains the clients ``made(context)`` at once."""
+    app = client_app(made, hosts=[*range(clients)], cohort=cohort)
+    grid = InProcessGrid(app, clients, hosts=1)
+    for context in grid.contexts.values():
+        context.node_config["num-partitions"] = clients
+    return grid
 
 
 def clients_of(problems: Sequence[Problem], **training: Any) -> Made:

@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from cohorts import Stacked, classified, clients_of, one_by_one, relative, smooth
+from cohorts import classified, clients_of, one_by_one, relative, smooth, stacked
 from flwr.app import Array, ArrayRecord, Context, RecordDict
 from flwr.serverapp.strategy import Result
 from laws import TABLE, Row, local
@@ -28,6 +28,7 @@ from clients import (
     FederatedClient,
     FlatModel,
     Problem,
+    client_app,
     cohort,
 )
 from clients.cohort import fit_cohort
@@ -36,6 +37,8 @@ from clients.node.in_process import InProcessGrid
 
 ROWS = {row.name: row for row in TABLE}
 EXACT = 1e-12
+PASSING = {"seconds", "bytes-down", "bytes-up", "bytes-saved"}
+"""Metrics of a round that are not its clients'."""
 SINGLE = 2e-5
 """In float32: 20 steps, each with roundings of 1.2e-7 over sums of up to 16 samples."""
 
@@ -75,24 +78,26 @@ def assert_alike(
     *,
     within: float = EXACT,
     training: Mapping[str, Any] | None = None,
-    cohort: Mapping[str, Any] | None = None,
+    cohort: int = 1000,
     **options: Any,
 ) -> None:
     """Models, metrics and states of both are the same, and no client was trained alone."""
     made = clients_of(problems, **(training or {}))
     alone = one_by_one(made, len(problems))
-    stacked = Stacked(made, len(problems), **(cohort or {}))
+    at_once = stacked(made, len(problems), cohort)
     expected = run(row, alone, problems, **options)
     with mock.patch("clients.cohort._alone", side_effect=AssertionError("trained alone")):
-        found = run(row, stacked, problems, **options)
+        found = run(row, at_once, problems, **options)
     assert relative(*(r.arrays.to_numpy_ndarrays() for r in (found, expected))) < within
-    for number, metrics in expected.train_metrics_clientapp.items():
-        mine = found.train_metrics_clientapp[number]
-        assert mine.keys() == metrics.keys()
-        for name in metrics.keys() - {"seconds"}:
+    for turn, metrics in expected.train_metrics_clientapp.items():
+        mine = found.train_metrics_clientapp[turn]
+        for name in metrics.keys() - PASSING:
             assert mine[name] == pytest.approx(metrics[name], rel=10 * within, nan_ok=True), name
-    for node, context in alone.contexts.items():
-        kept, records = stacked.contexts[node].state.array_records, context.state.array_records
+    for number, context in enumerate(alone.contexts.values()):
+        if number not in at_once.clients:  # it was never asked
+            assert not context.state
+            continue
+        kept, records = at_once.clients[number].state.array_records, context.state.array_records
         assert kept.keys() == records.keys()
         for key, record in records.items():
             assert kept[key].keys() == record.keys()
@@ -345,7 +350,7 @@ def assert_the_same_bits(
     made, options = clients_of(problems), {"local": local(**settings)}
     with caplog.at_level(logging.INFO, "flwr"):
         caplog.clear()
-        found = run(row, Stacked(made, len(problems)), problems, **options)
+        found = run(row, stacked(made, len(problems)), problems, **options)
         said = [r.getMessage() for r in caplog.records if "one by one" in r.getMessage()]
     expected = run(row, one_by_one(made, len(problems)), problems, **options)
     assert len(said) == 1
@@ -407,8 +412,15 @@ def test_a_client_that_fails_takes_no_other_with_it() -> None:
     configs = [dict(ASKED) for _ in clients]
     configs[2]["rho"] = -1.0
     configs[3]["steps"] = 2
+    clients.append(made(4))
+    configs.append({**ASKED, "algorithm": "fedfoo"})
     outcomes = fit_cohort(clients, start(problems), configs, cohort=9)
-    words = {1: "give them a store", 2: "rho must be > 0", 3: "takes at most 1"}
+    words = {
+        1: "give them a store",
+        2: "rho must be > 0",
+        3: "takes at most 1",
+        5: "unknown algorithm",
+    }
     for number, word in words.items():
         assert isinstance(outcomes[number], ValueError)
         assert word in str(outcomes[number])
@@ -458,20 +470,14 @@ def test_what_fails_on_a_stack_is_trained_one_by_one(caplog: pytest.LogCaptureFi
 # ---- how many at once ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"cohort": 2}, {"memory": 11_000}], ids=str)
-def test_several_stacks_make_what_one_makes(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("most", "memory"), [(2, 1 << 28), (1000, 11_000)])
+def test_several_stacks_make_what_one_makes(most: int, memory: int) -> None:
     settings = local(solver="sgd", **{"batch-size": 5})
-    seen = []
-    stacked = cohort._steps
-
-    def noted(members: Any, *args: Any) -> Any:
-        seen.append(len(members))
-        return stacked(members, *args)
-
     problems = classified(smooth(), sizes=(7, 12, 3, 16))
-    with mock.patch("clients.cohort._steps", noted):
-        assert_alike(ROWS["fedadmm"], problems, local=settings, cohort=options)
-    assert set(seen) == {2}
+    steps = mock.patch("clients.cohort._steps", wraps=cohort._steps)
+    with mock.patch.object(cohort, "MEMORY", memory), steps as stacks:
+        assert_alike(ROWS["fedadmm"], problems, local=settings, cohort=most)
+    assert {len(call.args[0]) for call in stacks.call_args_list} == {2}
 
 
 def test_the_memory_that_is_stated_bounds_the_vectors_of_a_stack() -> None:
@@ -522,6 +528,8 @@ def test_kinds_of_models() -> None:
 def test_an_unknown_setting_is_refused(setting: Any) -> None:
     with pytest.raises(ValueError, match="cohort must be"):
         fit_cohort([], [], [], cohort=setting)
+    with pytest.raises(ValueError, match="cohort must be"):
+        client_app(clients_of([]), hosts=3, cohort=setting)
 
 
 def test_the_committed_table_has_the_readme_settings() -> None:

@@ -28,6 +28,7 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from flwr.common import log
 from flwr.common.constant import ErrorCode
 
+from clients.learning.choice import Setting, check_setting
 from clients.node.host import Host, Hosted, Hosts
 from clients.node.records import check_names, divided, encoded
 from fl_strategies.core.reasons import of_exception
@@ -49,6 +50,7 @@ def client_app(
     mods: list[Mod] | None = None,
     *,
     hosts: Hosts | Callable[[Context], Hosts] = None,
+    cohort: Setting | Callable[[Context], Setting] = "off",
 ) -> ClientApp:
     """Return a ClientApp that answers train, evaluate and query messages by a NumPyClient.
 
@@ -65,6 +67,8 @@ def client_app(
         where the strategy has this ``shared_population``, and all hosts reach all states
         (``DirectoryStore``). None, also as what the function returns: the node is one client.
         ``client_fn`` gets a context of the client: its id as ``partition-id``, a state of its own.
+    cohort : "off", "auto", int >= 2, or function of the context that returns one (default "off")
+        How many clients of a host are trained at once, as a stack (:func:`clients.fit_cohort`).
 
     Strings and bytes among a client's metrics travel in a ConfigRecord, numbers in the MetricRecord
     (``num-examples`` added; ``evaluate``'s loss as ``eval-loss``). A query is answered with
@@ -75,7 +79,7 @@ def client_app(
     An exception is answered with Flower's error for it, whose reason is one line, the innermost
     exception first; ``FLWR_LOG_LEVEL=DEBUG`` has the client's own log show the traceback.
     """
-    return _BridgedApp(client_fn, mods, hosts)
+    return _BridgedApp(client_fn, mods, hosts, cohort)
 
 
 class _BridgedApp(ClientApp):
@@ -84,9 +88,12 @@ class _BridgedApp(ClientApp):
         client_fn: ClientFn,
         mods: list[Mod] | None,
         hosts: Hosts | Callable[[Context], Hosts],
+        cohort: Setting | Callable[[Context], Setting],
     ) -> None:
         super().__init__()
-        self._client_fn, self._hosts = client_fn, hosts
+        self._client_fn, self._hosts, self._cohort = client_fn, hosts, cohort
+        if not callable(cohort):
+            check_setting(cohort)
         own = [mod for mod in mods or [] if _changes_uploads(mod) or _masks(mod)]
         self._one_each = [getattr(mod, "__name__", type(mod).__name__) for mod in own]
         mods = [_for_training(mod) if _changes_uploads(mod) else mod for mod in mods or []]
@@ -141,7 +148,9 @@ class _BridgedApp(ClientApp):
         hosts = self._hosts(context) if callable(self._hosts) else self._hosts
         if hosts is None:
             return None
-        return Host(self._client_fn, *(hosts if isinstance(hosts, Hosted) else (hosts,)))
+        cohort = self._cohort(context) if callable(self._cohort) else self._cohort
+        about = hosts if isinstance(hosts, Hosted) else (hosts,)
+        return Host(self._client_fn, *about, cohort=cohort)
 
     def _check_host(self, message: Message, context: Context, *, legacy: bool) -> None:
         """Raise ``ValueError`` where one message per client meets a node of several."""

@@ -20,6 +20,8 @@ from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.client import NumPyClient
 from flwr.common import log
 
+from clients.cohort import fit_cohort
+from clients.learning.choice import Setting
 from clients.node.records import check_names, divided, stacked
 from fl_strategies.core.reasons import of_exception
 from fl_strategies.server.hosting import Said, pack_reply, unpack_request
@@ -61,11 +63,13 @@ class Host:
     """The clients of one node, each made by ``client_fn``.
 
     ``clients`` are their ids, or the number of a shared population, of which it runs any.
+    ``cohort`` says how many are trained at once (:func:`clients.fit_cohort`).
     """
 
     client_fn: Callable[[Context], NumPyClient]
     clients: Sequence[int] | int
     samples: Sequence[int] = ()
+    cohort: Setting = "off"
 
     @property
     def about(self) -> dict[str, Any]:
@@ -86,7 +90,8 @@ class Host:
         arrays = [decode(array) for array in record.values()]
         names = list(record)
         with self._clients(configs, names, context) as (clients, failed):
-            fitted = fit_all([*clients.values()], arrays, [configs[client] for client in clients])
+            asked = [configs[client] for client in clients]
+            fitted = fit_cohort([*clients.values()], arrays, asked, cohort=self.cohort)
         good: dict[int, Fitted] = {}
         for client, result in zip(clients, fitted, strict=True):
             try:
@@ -145,24 +150,6 @@ class Host:
             log(ERROR, "client %d failed: %s", client, of_exception(error))
             log(DEBUG, "client %d failed", client, exc_info=error)
         return {client: of_exception(error) for client, error in failed.items()}
-
-
-def fit_all(
-    clients: Sequence[NumPyClient], parameters: Arrays, configs: Sequence[Config]
-) -> list[Fitted | Exception]:
-    """Return for each client what its ``fit`` returns, or the exception that it raised.
-
-    All train from ``parameters``, which are read-only; ``configs`` are their requests, in the
-    clients' order.
-    """
-
-    def fitted(client: NumPyClient, config: Config) -> Fitted | Exception:
-        try:
-            return client.fit(parameters, config)
-        except Exception as error:
-            return error
-
-    return [fitted(client, config) for client, config in zip(clients, configs, strict=True)]
 
 
 def _like(names: Sequence[str], received: Arrays, result: Fitted | Exception) -> Fitted:
