@@ -24,7 +24,7 @@ from torch import Tensor
 from clients.any_algorithm import CLIENTS, AnyAlgorithmClient
 from clients.base import Begun, FederatedClient, Reply
 from clients.keeping import State
-from clients.learning.choice import Setting, check_setting, most_at_once
+from clients.learning.choice import Setting, check_setting, kind_of, most_at_once
 from clients.learning.cohort import CohortOracle
 from clients.learning.plans import batch_size, column
 from clients.learning.problem import Problem
@@ -154,6 +154,9 @@ def _grouped(
     first, config = members[0]
     problem, training = first.problem, first.training.updated(config)
     most = most_at_once(cohort, problem.model, len(members))
+    model, how = problem.model, "several at once" if most > 1 else "one by one"
+    kind = f"{kind_of(model.module)}, d = {len(model.vector):,}, on {model.vector.device.type}"
+    say_once(f"cohort = {cohort}: clients are trained {how} (model: {kind})")
     outcomes: dict[int, Outcome] = {}
     order = sorted(range(len(members)), key=lambda number: -len(members[number][0].problem))
     while order:

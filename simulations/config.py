@@ -14,6 +14,7 @@ import torch
 
 from clients import CLIENTS, LocalTraining
 from clients.base import MAX_STEPS
+from clients.learning.choice import setting_of
 from fl_strategies import STRATEGIES, FederatedStrategy, fedpd, step_decay
 from fl_strategies.core.params import format_params, parse_params
 from fl_strategies.core.schedules import check
@@ -85,6 +86,7 @@ class RunConfig:
     timeout: float = key(3600.0, "seconds that a round waits for replies")
     lost_state: str = key("", "clients without their booked state: `reset refuse warn`")
     lost_rounds: int = key(3, "rounds in a row with lost clients that end a simulation; 0: any")
+    cohort: str = key("off", "clients of a host trained at once: `off`, `auto` or a number")
     state_memory: int = key(1000, "MB of clients' states in memory in-process; others: a file")
     state_dir: str = key("", "directory for clients' state; empty: Flower's `context.state`")
     checkpoint_every: int = key(0, "rounds from one checkpoint to the next; 0: none are made")
@@ -150,6 +152,7 @@ class RunConfig:
         check("timeout", self.timeout, above=0.0)
         check("lost_rounds", self.lost_rounds, low=0)
         check("state_memory", self.state_memory, low=0)
+        setting_of(self.cohort)
         check("target", self.target, low=0.0, high=1.0)
         check("penalty", self.penalty, low=0.0)
         check("local_test", self.local_test, low=0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from clients import (
     client_app,
     client_id,
 )
+from clients.learning.choice import Setting, setting_of
 from clients.learning.problem import laid_out
 from fl_strategies.core.params import parse_params
 from simulations import data, generated, models, partitions
@@ -159,6 +160,16 @@ def worker_model(config: RunConfig) -> FlatModel:
     return fresh_model(config, config.torch_device)
 
 
+@functools.lru_cache(maxsize=4)
+def penalty(weight: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the term that is added to every client's loss, the same function for all."""
+
+    def bent(w: torch.Tensor) -> torch.Tensor:
+        return weight * (w**2 / (1 + w**2)).sum()
+
+    return bent
+
+
 def problem(config: RunConfig, which: str, rows: np.ndarray | None = None) -> Problem:
     """Return the problem of the ``"train"`` or ``"test"`` set, or of some ``rows`` of it.
 
@@ -175,10 +186,7 @@ def problem(config: RunConfig, which: str, rows: np.ndarray | None = None) -> Pr
     index = None if rows is None else torch.from_numpy(rows)
     autocast = getattr(torch, config.autocast) if config.autocast else None
 
-    def penalty(w: torch.Tensor) -> torch.Tensor:
-        return config.penalty * (w**2 / (1 + w**2)).sum()
-
-    bent = penalty if config.penalty > 0.0 else None
+    bent = penalty(config.penalty) if config.penalty > 0.0 else None
     return Problem(
         worker_model(config), cross_entropy, x, y, rows=index, penalty=bent, autocast=autocast
     )
@@ -239,4 +247,9 @@ def _sizes(config: RunConfig) -> list[int]:
     return [len(train) for train, _ in parts(config)]
 
 
-app = client_app(client_fn, hosts=hosts)
+def cohort(context: Context) -> Setting:
+    """Return how many clients are trained at once, as the run-config has it."""
+    return setting_of(parsed(tuple(sorted(context.run_config.items()))).cohort)
+
+
+app = client_app(client_fn, hosts=hosts, cohort=cohort)

@@ -55,12 +55,20 @@ def check_setting(cohort: Any) -> None:
         raise ValueError(f'cohort must be "auto", "off" or a whole number >= 2, got {cohort!r}')
 
 
+def setting_of(text: str) -> Setting:
+    """Return the setting that ``text`` spells; ``ValueError`` if it spells none."""
+    setting: Any = int(text) if text.isdecimal() else text
+    check_setting(setting)
+    found: Setting = setting
+    return found
+
+
 def most_at_once(setting: Setting, model: FlatModel, clients: int) -> int:
     """Return how many of so many ``clients`` to stack at most; 1 for one by one."""
     if setting == "off":
         return 1
     if setting != "auto":
         return setting
-    vector = model.vector
-    gain = measured_gain(vector.device.type, kind_of(model.module), len(vector), clients)
+    vector, kind = model.vector, kind_of(model.module)
+    gain = measured_gain(vector.device.type, kind, len(vector), clients)
     return clients if gain >= GAIN else 1
