@@ -5,23 +5,41 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # drawing imports it: it takes half a second, and most commands draw nothing
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+from fl_strategies import STRATEGIES
 from fl_strategies.core.files import DamagedFile, read_lines
 
+
+class Panel(NamedTuple):
+    """What is drawn against which columns of ``simulations.tables.curve``, in which units."""
+
+    x: str
+    ys: tuple[str, ...]
+    across: str
+    up: str
+    across_unit: float = 1.0
+    up_unit: float = 100.0
+
+
 PANELS = (
-    ("round", ("test_accuracy",), "test accuracy"),
-    ("round", ("test_loss",), "test loss"),
-    ("exchanges", ("test_accuracy",), "test accuracy"),
-    ("bytes", ("test_accuracy",), "test accuracy"),
-    ("seconds", ("test_accuracy",), "test accuracy"),
-    ("virtual_seconds", ("test_accuracy",), "test accuracy"),
-    ("round", ("own_accuracy", "client_accuracy"), "clients' data: own (-), common (--) model"),
+    Panel("round", ("test_accuracy",), "round", "test accuracy (%)"),
+    Panel("round", ("test_loss",), "round", "test loss (nats)", up_unit=1.0),
+    Panel("exchanges", ("test_accuracy",), "communication round", "test accuracy (%)"),
+    Panel("bytes", ("test_accuracy",), "download and upload (MB)", "test accuracy (%)", 1e-6),
+    Panel("seconds", ("test_accuracy",), "computing time (s)", "test accuracy (%)"),
+    Panel("virtual_seconds", ("test_accuracy",), "virtual time (s)", "test accuracy (%)"),
+    Panel(
+        "round",
+        ("own_accuracy", "client_accuracy"),
+        "round",
+        "accuracy on clients' data (%):\npersonalized (-), global (--) model",
+    ),
 )
-"""What is drawn against which columns of ``simulations.tables.curve``, and the label for them."""
 
 
 def read_history(path: Path, *names: str) -> list[dict[str, float]]:
@@ -37,51 +55,87 @@ def read_history(path: Path, *names: str) -> list[dict[str, float]]:
 
 
 def draw_curves(
-    rows: Sequence[Mapping[str, Any]], path: Path, panels: Sequence[Any] = PANELS
+    rows: Sequence[Mapping[str, Any]], path: Path, panels: Sequence[Panel] = PANELS
 ) -> Figure:
     """Draw each algorithm's mean over its seeds, the standard deviation around it as a band.
 
     ``rows`` are those of ``simulations.tables.curve``; a panel for which there are none, or which
     would repeat that of rounds, is left out. The n-th reports of the seeds are averaged, in both
-    directions, as far as all seeds have one.
+    directions, as far as all seeds have one. Each panel shows the range of the curves after their
+    first quarter. Written to ``path`` (PNG), and as vectors (SVG) beside it.
     """
     from matplotlib.figure import Figure
 
     panels = [panel for panel in panels if _tells(rows, panel)]
-    columns = min(3, len(panels)) or 1
-    down = -(-len(panels) // columns) or 1
-    figure = Figure(figsize=(4.5 * columns, 3.5 * down), layout="constrained")
-    grid = list(figure.subplots(down, columns, squeeze=False).flat)
-    for unused in grid[len(panels) :]:
-        unused.remove()
-    for axes, (x, ys, label) in zip(grid, panels, strict=False):
-        for algorithm in dict.fromkeys(row["algorithm"] for row in rows):
-            colour = None
-            for y, style in zip(ys, ("-", "--"), strict=False):
-                points = _points([row for row in rows if row["algorithm"] == algorithm], x, y)
-                across = [fmean(at[0] for at in point) for point in points]
-                mean = [fmean(at[1] for at in point) for point in points]
-                marker = "." if len(points) == 1 else ""
-                name = algorithm if style == "-" else None
-                (line,) = axes.plot(across, mean, style + marker, color=colour, label=name)
-                colour = line.get_color()
-                if points and len(points[0]) > 1:
-                    band = [stdev(at[1] for at in point) for point in points]
-                    low = [m - d for m, d in zip(mean, band, strict=True)]
-                    high = [m + d for m, d in zip(mean, band, strict=True)]
-                    axes.fill_between(across, low, high, color=colour, alpha=0.2, linewidth=0)
-        axes.set(xlabel=x.replace("_", " "), ylabel=label)
-    if panels:
-        grid[0].legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    counts = panels_by_line(len(panels))
+    widest = max(counts, default=1)
+    figure = Figure(figsize=(4.0 * widest, 3.0 * len(counts) + 0.3), layout="constrained")
+    grid = figure.add_gridspec(max(len(counts), 1), 6)
+    places = [(line, n, count) for line, count in enumerate(counts) for n in range(count)]
+    drawn = []
+    for panel, (line, n, count) in zip(panels, places, strict=True):
+        width = 6 // count
+        axes = figure.add_subplot(grid[line, n * width : (n + 1) * width])
+        _draw_panel(axes, panel, rows)
+        drawn.append(axes)
+    if drawn:
+        drawn[0].legend(fontsize="small")
+    seeds = len({row["seed"] for row in rows})
+    if seeds > 1:
+        caption = f"Lines: means over {seeds} seeds; bands: ± one standard deviation."
+        figure.supxlabel(caption, fontsize="small")
+    save(figure, path)
     return figure
 
 
-def _tells(rows: Sequence[Mapping[str, Any]], panel: Any) -> bool:
-    x, ys, _ = panel
-    if x == "exchanges" and all(row[x] == row["round"] for row in rows):
+def save(figure: Figure, path: Path) -> None:
+    """Write the figure to ``path`` (PNG), and as vectors (SVG) beside it, alike each time."""
+    from matplotlib import rc_context
+
+    figure.savefig(path, dpi=120)
+    with rc_context({"svg.hashsalt": "fl_strategies"}):
+        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+
+
+def panels_by_line(count: int) -> list[int]:
+    """Return how many panels each line has, three at most, as evenly as can be."""
+    lines = -(-count // 3)
+    return [count // lines + (line < count % lines) for line in range(lines)]
+
+
+def _draw_panel(axes: Axes, panel: Panel, rows: Sequence[Mapping[str, Any]]) -> None:
+    shown: list[float] = []
+    for algorithm in dict.fromkeys(row["algorithm"] for row in rows):
+        colour = None
+        for y, style in zip(panel.ys, ("-", "--"), strict=False):
+            points = _points([row for row in rows if row["algorithm"] == algorithm], panel.x, y)
+            across = [panel.across_unit * fmean(at[0] for at in point) for point in points]
+            mean = [panel.up_unit * fmean(at[1] for at in point) for point in points]
+            marker = "." if len(points) == 1 else ""
+            label = title(algorithm) if style == "-" else None
+            (line,) = axes.plot(across, mean, style + marker, color=colour, label=label)
+            colour = line.get_color()
+            shown += mean[len(mean) // 4 :]
+            if points and len(points[0]) > 1:
+                band = [panel.up_unit * stdev(at[1] for at in point) for point in points]
+                low = [m - d for m, d in zip(mean, band, strict=True)]
+                high = [m + d for m, d in zip(mean, band, strict=True)]
+                axes.fill_between(across, low, high, color=colour, alpha=0.2, linewidth=0)
+    axes.set(xlabel=panel.across, ylabel=panel.up)
+    if max(shown) > min(shown):
+        margin = 0.1 * (max(shown) - min(shown))
+        axes.set_ylim(min(shown) - margin, max(shown) + margin)
+
+
+def title(algorithm: str) -> str:
+    """Return an algorithm's proper name; another label as it is."""
+    return STRATEGIES[algorithm].card.title if algorithm in STRATEGIES else algorithm
+
+
+def _tells(rows: Sequence[Mapping[str, Any]], panel: Panel) -> bool:
+    if panel.x == "exchanges" and all(row[panel.x] == row["round"] for row in rows):
         return False
-    return any(row[x] is not None and row[y] is not None for row in rows for y in ys)
+    return any(row[panel.x] is not None and row[y] is not None for row in rows for y in panel.ys)
 
 
 def _points(rows: Sequence[Mapping[str, Any]], x: str, y: str) -> list[list[tuple[float, float]]]:

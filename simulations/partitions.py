@@ -37,6 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_strategies.core.randomness import stream
+from simulations.figures import save
 
 Rows: TypeAlias = NDArray[np.int64]
 Draw: TypeAlias = np.random.Generator
@@ -117,7 +118,7 @@ def describe(parts: Sequence[Rows], labels: NDArray[Any]) -> Rows:
 def draw(parts: Sequence[Rows], labels: NDArray[Any], path: str | Path) -> None:
     """Draw the table of :func:`describe`: one row per client, one colour per class.
 
-    The format follows from the ending of ``path``; an existing file is replaced.
+    Written to ``path`` (PNG), and as vectors (SVG) beside it; existing files are replaced.
     """
     from matplotlib import colormaps  # here: most runs draw nothing
     from matplotlib.figure import Figure
@@ -127,7 +128,7 @@ def draw(parts: Sequence[Rows], labels: NDArray[Any], path: str | Path) -> None:
     clients, classes = counts.shape
     colours = colormaps["tab10" if classes <= 10 else "turbo"]
     figure = Figure(figsize=(8, min(2 + 0.16 * clients, 14)), layout="constrained")
-    axes = figure.add_subplot(xlabel="rows", ylabel="client", ylim=(clients - 0.5, -0.5))
+    axes = figure.add_subplot(xlabel="samples", ylabel="client", ylim=(clients - 0.5, -0.5))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     ends = np.cumsum(counts, axis=1)
     for c in range(classes):
@@ -142,7 +143,7 @@ def draw(parts: Sequence[Rows], labels: NDArray[Any], path: str | Path) -> None:
             label=str(c),
         )
     figure.legend(title="class", loc="outside right upper", ncols=-(-classes // 25))
-    figure.savefig(path, dpi=120)
+    save(figure, Path(path))
 
 
 def _iid(labels: NDArray[Any], clients: int, rng: Draw) -> list[Rows]:

@@ -32,7 +32,7 @@ SAVE_SECONDS = 10.0
 """How often a running experiment saves its model and summary."""
 
 
-EARLIER = ("history.jsonl", "clients.jsonl", "model.safetensors", "curve.png")
+EARLIER = ("history.jsonl", "clients.jsonl", "model.safetensors", "curve.png", "curve.svg")
 """What a run that begins anew removes from its folder."""
 
 

@@ -175,9 +175,9 @@ def _shown(row: Row, name: str) -> str:
 
 RULE = (
     "Learning rates were tuned per algorithm on seed {seed} alone: {share:g} % of each client's"
-    " training rows were held out, and each rate was scored by the mean accuracy on all of these"
+    " training samples were held out, and each rate was scored by the mean accuracy on all of these"
     " over the last fifth of the rounds. The highest score wins, the smaller rate among equals."
-    " No test data were used; the runs compared train on all training rows."
+    " No test data were used; the runs compared train on all training samples."
 )
 
 

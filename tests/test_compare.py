@@ -31,7 +31,7 @@ import pytest
 
 from simulations.config import RunConfig
 from simulations.experiment import run_in_process
-from simulations.figures import draw_curves
+from simulations.figures import draw_curves, panels_by_line
 from simulations.lab import compare as compare_module
 from simulations.lab import reproduce, studies
 from simulations.lab.cells import finished, run_cells
@@ -140,13 +140,33 @@ def test_figures_have_a_panel_for_each_column_that_says_something(tmp_path: Path
     ]
     figure = draw_curves(rows, tmp_path / "curves.png")
     labels = [axes.get_xlabel() for axes in figure.axes]
-    assert labels == ["round", "round", "exchanges", "bytes", "seconds"]
+    assert labels == [
+        "round",
+        "round",
+        "communication round",
+        "download and upload (MB)",
+        "computing time (s)",
+    ]
     line = figure.axes[0].lines[0]
     np.testing.assert_allclose(line.get_xdata(), [1.5, 5])
-    np.testing.assert_allclose(line.get_ydata(), [0.3, 0.45])
+    np.testing.assert_allclose(line.get_ydata(), [30, 45])
     band = figure.axes[0].collections[0].get_paths()[0].vertices[:, 1]
-    assert band.min() == pytest.approx(0.3 - np.std([0.2, 0.4], ddof=1))
+    assert band.min() == pytest.approx(30 - np.std([20, 40], ddof=1))
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    text = (tmp_path / "curves.svg").read_text()
+    assert "<svg" in text
+    assert figure.get_supxlabel() == "Lines: means over 2 seeds; bands: ± one standard deviation."
+    low, high = figure.axes[0].get_ylim()
+    assert low < 30 < 45 < high
+    widths = [axes.get_position().width for axes in figure.axes]
+    assert sum(widths[:3]) == pytest.approx(sum(widths[3:]), rel=0.2)  # no place is empty
+
+
+@pytest.mark.parametrize("count", range(8))
+def test_panels_fill_their_lines(count: int) -> None:
+    lines = panels_by_line(count)
+    assert sum(lines) == count
+    assert all(1 <= n <= 3 and max(lines) - n <= 1 for n in lines)
 
 
 # ---- tuning -----------------------------------------------------------------------------------
@@ -233,7 +253,7 @@ def test_seeds_and_rates_are_those_of_single_runs_and_all_tables_agree(tmp_path:
         assert csv_row == {name: "" if v is None else str(v) for name, v in row.items()}
     text = (tmp_path / "all/table.md").read_text()
     assert "Mean ± standard deviation over seeds 3, 2." in text
-    assert "tuned per algorithm on seed 3 alone: 20 % of each client's training rows" in text
+    assert "tuned per algorithm on seed 3 alone: 20 % of each client's training samples" in text
     runs = {(row["algorithm"], row["seed"]) for row in read(tmp_path / "all/curves.csv")}
     assert runs == {(s["algorithm"], str(s["seed"])) for s in several}
     labels = {row["run"] for row in read(tmp_path / "all/fairness.csv")}
@@ -480,7 +500,7 @@ def test_a_study_goes_on_from_its_folders(
         ("--tune-lr 0,0.1", "lr must be > 0, got 0"),
         ("--tune-lr nan,0.1", "lr must be "),
         ("--tune-lr 0.1,1 --tune-share 1", "tune-share must be > 0 and < 1, got 1"),
-        ("--tune-lr 0.1,1 --validation 0.1", "tune-lr holds out training rows itself"),
+        ("--tune-lr 0.1,1 --validation 0.1", "tune-lr holds out training samples itself"),
         ("--validation 1", "validation must be < 1, got 1"),
         ("--jobs 0", "--jobs must be >= 1, got 0"),
         ("--jobs 2 --engine ray", "--jobs is for --engine in-process; Ray has --workers"),

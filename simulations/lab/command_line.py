@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,11 @@ class Command(argparse.ArgumentParser):
                 meant = f": is {close[0]} meant?" if close else ";"
                 self.error(f"unknown option {name}{meant} --help lists all")
         return self.parse_args(words)
+
+    def typed(self, arguments: Sequence[str] | None = None) -> str:
+        """Return the command as a shell takes it, with ``arguments`` or those of this process."""
+        words = sys.argv[1:] if arguments is None else arguments
+        return f"{self.prog} {shlex.join(words)}"
 
     def error(self, message: str) -> NoReturn:
         """End with one line about bad arguments."""

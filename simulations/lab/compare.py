@@ -13,9 +13,10 @@ DIR gets
 ``table.md``       a row per algorithm, mean and standard deviation over seeds; also ``table.csv``
                    and ``table.json``
 ``curves.csv``     a row per algorithm, seed and round
-``curves.png``     those drawn, against rounds, exchanges, bytes, seconds and virtual time
+``curves.png``     those drawn, against rounds, bytes, seconds and virtual time; also ``.svg``
 ``tuning.md``      the rule, and the score of each learning rate; also ``.csv`` and ``.json``
-``partition.png``  the samples of each class at each client (of the first seed)
+``partition.png``  the samples of each class at each client (of the first seed); also ``.svg``
+``report.html``    all of these in one file
 
 and a results folder per run: ``ALGORITHM``, or ``ALGORITHM-seedN`` with several seeds, and
 ``tuning/ALGORITHM-lrX``. Where clients evaluate, also what ``simulations.lab.fairness`` writes.
@@ -42,6 +43,7 @@ from simulations.figures import draw_curves
 from simulations.lab.cells import diverging_allowed, finished, interrupted, run_cells
 from simulations.lab.command_line import Command
 from simulations.lab.fairness import fairness
+from simulations.lab.report import write_report
 from simulations.lab.superlink import check_one_machine, flwr_run, gpu_share, print_progress
 from simulations.population import state_folder
 from simulations.tables import (
@@ -76,6 +78,7 @@ class Comparison:
     engine : ``"in-process"``, or ``"ray"`` with ``workers`` processes of its own
     verbose : leave Flower's log as it is, and show the rounds of the runs that choose the rates
     quiet : show rounds with lost clients alone
+    command : what the report says that it was made by
 
     Raises
     ------
@@ -95,14 +98,16 @@ class Comparison:
         workers: int = 2,
         verbose: bool = False,
         quiet: bool = False,
+        command: str = "",
     ) -> None:
         if len(rates) == 1:
             raise ValueError(f"tune-lr needs at least two rates, got {rates[0]}")
         if rates and not 0.0 < share < 1.0:
             raise ValueError(f"tune-share must be > 0 and < 1, got {share}")
         if rates and any(config.validation for config in configs):
-            raise ValueError("tune-lr holds out training rows itself: leave out validation")
+            raise ValueError("tune-lr holds out training samples itself: leave out validation")
         self.configs, self.folder, self.rates, self.share = configs, folder, rates, share
+        self.command = command
         self.seeds = seeds or [configs[0].seed]
         self.engine = engine
         self._run = partial(run_cell, engine=engine, workers=workers, verbose=verbose)
@@ -162,6 +167,7 @@ class Comparison:
         run_cells(self._work(runs, self.quiet), jobs=jobs, on_done=self.report)
         summaries = self.report()
         draw_curves([row for config in runs for row in curve(config)], self.folder / "curves.png")
+        write_report(self.folder, runs, self.command)
         if self.configs[0].fraction_evaluate > 0.0:
             fairness({Path(c.output).name: Path(c.output) for c in runs}, self.folder)
         return summaries
@@ -298,7 +304,7 @@ def main(
         "--tune-share",
         type=float,
         default=0.2,
-        help="share of each client's training rows held out for that (default 0.2)",
+        help="share of each client's training samples held out for that (default 0.2)",
     )
     parser.add_argument(
         "--param",
@@ -346,6 +352,7 @@ def main(
             workers=args.workers,
             verbose=args.verbose,
             quiet=args.quiet,
+            command=parser.typed(arguments),
         )
         try:
             summaries = comparison.run(args.jobs)

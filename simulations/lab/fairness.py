@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from simulations.figures import read_history
+from simulations.figures import read_history, save
 from simulations.lab.command_line import Command
 from simulations.tables import write_csv
 
@@ -101,12 +101,12 @@ def draw(
         )
     loss.set(xlabel="round", ylabel="training loss", yscale="log")
     weights.set(xlabel="round", ylabel="weight of smallest (-) and largest (--)", yscale="log")
-    by_size.set(xlabel="client's examples", ylabel="its weight", xscale="log")
+    by_size.set(xlabel="client's samples", ylabel="its weight", xscale="log")
     spread.set(xlabel="round", ylabel="variance of accuracy over clients")
     smallest.set(xlabel="round", ylabel="accuracy at the smallest client", ylim=(-0.02, 1.02))
     largest.set(xlabel="round", ylabel="accuracy at the largest client", ylim=(-0.02, 1.02))
     loss.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    save(figure, path)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,0 +1,141 @@
+"""A comparison as one page: ``report.html``, one file that needs no other and no network.
+
+It holds the table, which a click on a column sorts, the curves and the partition as vectors, the
+settings in which the runs differ and those that all share, and the command. ``compare`` writes it
+beside the tables and figures, of which it is made.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fl_strategies.core.files import write_atomically
+from simulations.config import RunConfig
+
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>{title}</title>
+<link rel="icon" href="data:,">
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ font: 16px/1.5 sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }}
+.wide {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; }}
+th, td {{ border-bottom: 1px solid #8888; padding: .3rem .6rem; text-align: left; }}
+th {{ cursor: pointer; white-space: nowrap; }}
+th[aria-sort=ascending]::after {{ content: " \\25b2"; }}
+th[aria-sort=descending]::after {{ content: " \\25bc"; }}
+figure {{ background: white; margin: 1rem 0; }}
+svg {{ max-width: 100%; height: auto; }}
+pre {{ overflow-x: auto; padding: .6rem; border: 1px solid #8888; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+{body}
+<script>
+for (const head of document.querySelectorAll("th")) head.addEventListener("click", () => {{
+  const table = head.closest("table"), rows = [...table.tBodies[0].rows], at = head.cellIndex;
+  const down = head.getAttribute("aria-sort") === "ascending";
+  for (const other of table.querySelectorAll("th")) other.removeAttribute("aria-sort");
+  head.setAttribute("aria-sort", down ? "descending" : "ascending");
+  const value = row => row.cells[at].textContent, number = row => parseFloat(value(row));
+  rows.sort((a, b) => isNaN(number(a)) || isNaN(number(b))
+    ? isNaN(number(a)) - isNaN(number(b)) || value(a).localeCompare(value(b))
+    : number(a) - number(b));
+  table.tBodies[0].append(...(down ? rows.reverse() : rows));
+}});
+</script>
+</body>
+</html>
+"""
+PLACED = ("output", "state_dir", "seed")
+"""Settings that differ between runs by where and with which seed they ran."""
+
+
+def write_report(folder: Path, configs: Sequence[RunConfig], command: str = "") -> None:
+    """Write ``report.html`` from the tables and figures in ``folder``, of runs of ``configs``."""
+    table = (folder / "table.md").read_text()
+    parts = [
+        ("Results", from_markdown(table)),
+        ("Curves", picture(folder / "curves.svg", "c")),
+        ("Samples of each class at each client", picture(folder / "partition.svg", "p")),
+        ("Settings of each algorithm", from_markdown(differing(configs))),
+        ("Settings of all", f"<pre>{html.escape(common(configs))}</pre>"),
+    ]
+    if (folder / "tuning.md").exists():
+        parts.insert(3, ("Learning rates", from_markdown((folder / "tuning.md").read_text())))
+    if command:
+        parts.append(("Command", f"<pre>{html.escape(command)}</pre>"))
+    body = "\n".join(f"<h2>{html.escape(head)}</h2>\n{text}" for head, text in parts if text)
+    title = html.escape(f"Comparison on {configs[0].dataset}")
+    write_atomically(folder / "report.html", PAGE.format(title=title, body=body).encode())
+
+
+def from_markdown(text: str) -> str:
+    """Return tables and paragraphs, the only Markdown that a comparison writes, as HTML."""
+    found = []
+    if not text:
+        return ""
+    for block in re.split(r"\n\s*\n", text.strip()):
+        lines = block.splitlines()
+        if not lines[0].startswith("|"):
+            found.append(f"<p>{html.escape(block)}</p>")
+            continue
+        head, _, *rows = (
+            [cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines
+        )
+        cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
+        shown = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>\n"
+            for row in rows
+        )
+        table = f"<table><thead><tr>{cells}</tr></thead><tbody>\n{shown}</tbody></table>"
+        found.append(f'<div class="wide">{table}</div>')
+    return "\n".join(found)
+
+
+def picture(path: Path, name: str) -> str:
+    """Return an SVG as part of a page, its ids made its own by ``name``; "" if there is none."""
+    if not path.exists():
+        return ""
+    drawn = path.read_text()
+    drawn = re.sub(r'(\bid="|"#|url\(#)', rf"\g<1>{name}-", drawn[drawn.index("<svg") :])
+    return f"<figure>{drawn}</figure>"
+
+
+def settings(config: RunConfig) -> dict[str, Any]:
+    """Return what the run was told, by the names of the run-config."""
+    told = {name: value for name, value in asdict(config).items() if name not in PLACED}
+    return {name.replace("_", "-"): value for name, value in told.items()}
+
+
+def common(configs: Sequence[RunConfig]) -> str:
+    """Return the settings that are alike in all runs, one a line."""
+    first, *others = map(settings, configs)
+    alike = {n: v for n, v in first.items() if all(other[n] == v for other in others)}
+    return "\n".join(f"{name} = {json.dumps(value)}" for name, value in alike.items())
+
+
+def differing(configs: Sequence[RunConfig]) -> str:
+    """Return the settings that are not, as a Markdown table of a row per algorithm."""
+    by_algorithm: dict[str, Mapping[str, Any]] = {c.algorithm: settings(c) for c in configs}
+    names = [
+        name
+        for name in settings(configs[0])
+        if len({str(found[name]) for found in by_algorithm.values()}) > 1
+    ]
+    if not names:
+        return ""
+    lines = [names, ["---"] * len(names)]
+    lines += [[str(found[name]) or "-" for name in names] for found in by_algorithm.values()]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
