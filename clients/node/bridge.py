@@ -149,8 +149,8 @@ class _BridgedApp(ClientApp):
         if hosts is None:
             return None
         cohort = self._cohort(context) if callable(self._cohort) else self._cohort
-        about = hosts if isinstance(hosts, Hosted) else (hosts,)
-        return Host(self._client_fn, *about, cohort=cohort)
+        clients, samples = hosts if isinstance(hosts, Hosted) else (hosts, ())
+        return Host(self._client_fn, clients, samples, cohort)
 
     def _check_host(self, message: Message, context: Context, *, legacy: bool) -> None:
         """Raise ``ValueError`` where one message per client meets a node of several."""

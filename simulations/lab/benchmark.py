@@ -1,7 +1,7 @@
 """What the engines cost, against plain PyTorch doing the same gradient steps.
 
     python -m simulations.lab.benchmark cnn | small | aggregation | nodes | startup | memory | load
-        | delta-sgd | cohort
+        | delta-sgd | cohort | rounds | scale
 
 Each prints one Markdown table. Run them on an idle machine; MNIST is found as ``simulations.data``
 says (``FL_DATA``). Times are of the rounds after the first, the first one loading data and code.
@@ -35,7 +35,7 @@ from fl_strategies.core.subproblem import Subproblem
 from simulations import data, models
 from simulations.config import RunConfig
 from simulations.experiment import run_in_process
-from simulations.lab import benchmark_cohort, benchmark_server
+from simulations.lab import benchmark_cohort, benchmark_scale, benchmark_server
 from simulations.lab.command_line import Command
 from simulations.lab.deployment import Federation
 from simulations.lab.superlink import ROOT, flwr_run, running
@@ -326,6 +326,8 @@ BENCHMARKS: dict[str, Callable[[Path], list[list[str]]]] = {
     "load": load,
     "delta-sgd": delta_sgd,
     "cohort": benchmark_cohort.cohort,
+    "rounds": benchmark_scale.rounds,
+    "scale": benchmark_scale.scale,
 }
 
 
