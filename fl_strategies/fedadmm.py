@@ -193,6 +193,10 @@ class FedADMM(FederatedStrategy):
         from_origin = self.eta == "fraction" and self.tracking == "client"
         self.newcomer = self.newcomer or ("origin" if from_origin else "received")
 
+    @property
+    def folds_by(self) -> str:
+        return "1"
+
     def begin(self, state: ServerState | None, theta: Vector) -> ServerState | None:
         if self.newcomer == "origin" and not self.ledger.acked:
             return ServerState(theta, np.zeros_like(theta))

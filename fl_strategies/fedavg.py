@@ -53,6 +53,10 @@ class Averaging(FederatedStrategy):
     def weight(self, upload: Upload) -> float:
         return upload.num_examples if self.weights == "examples" else 1.0
 
+    @property
+    def folds_by(self) -> str:
+        return "num-examples" if self.weights == "examples" else "1"
+
     def aggregate(self, state: State, theta: Vector, uploads: Uploads) -> tuple[Vector, State]:
         return server_rule(uploads, weights=self.weights), state
 

@@ -104,6 +104,10 @@ class FedDyn(FederatedStrategy):
         low=0,
     )
 
+    @property
+    def folds_by(self) -> str:
+        return "1"
+
     def first_state(self, theta: Vector) -> ServerState:
         return ServerState(np.zeros_like(theta))
 

@@ -129,6 +129,10 @@ class FedNova(FederatedStrategy):
     def weight(self, upload: Upload) -> float:
         return upload.num_examples / upload.scalars[NORMALIZER]
 
+    @property
+    def folds_by(self) -> str:
+        return f"num-examples / {NORMALIZER}"
+
     def aggregate(self, state: State, theta: Vector, uploads: Uploads) -> tuple[Vector, State]:
         found = ((up.vector, up.num_examples, up.scalars[NORMALIZER]) for up in uploads)
         model = server_rule(theta, found)

@@ -325,6 +325,10 @@ class FedPD(FederatedStrategy):
         every_client = self.population if self.missing == "void" else 1
         return max(every_client, super().replies_needed())
 
+    @property
+    def folds_by(self) -> str:
+        return "1"
+
     def aggregate(
         self, state: ServerState, theta: Vector, uploads: Uploads
     ) -> tuple[Vector, ServerState]:

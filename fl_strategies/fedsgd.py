@@ -66,5 +66,9 @@ class FedSGD(FederatedStrategy):
     def weight(self, upload: Upload) -> float:
         return upload.num_examples
 
+    @property
+    def folds_by(self) -> str:
+        return "num-examples"
+
     def aggregate(self, state: State, theta: Vector, uploads: Uploads) -> tuple[Vector, State]:
         return server_rule(uploads, weights="examples"), state

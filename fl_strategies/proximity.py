@@ -239,6 +239,10 @@ class ProximityStrategy(FederatedStrategy):
     def weight(self, upload: Upload) -> float:
         return upload.scalars["lambda"]
 
+    @property
+    def folds_by(self) -> str:
+        return "lambda"
+
     def aggregate(
         self, state: ServerState, theta: Vector, uploads: Uploads
     ) -> tuple[Vector, ServerState]:

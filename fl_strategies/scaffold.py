@@ -149,6 +149,10 @@ class SCAFFOLD(FederatedStrategy):
         super().__post_init__()
         check_option(self.option, self.local)
 
+    @property
+    def folds_by(self) -> str:
+        return "1"
+
     def first_state(self, theta: Vector) -> ServerState:
         return ServerState(np.zeros_like(theta))
 

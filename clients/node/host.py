@@ -22,9 +22,11 @@ from flwr.common import log
 
 from clients.cohort import fit_cohort
 from clients.learning.choice import Setting
-from clients.node.records import check_names, divided, stacked
+from clients.node.records import check_names, divided, encoded, stacked
 from fl_strategies.core.reasons import of_exception
-from fl_strategies.server.hosting import Said, pack_reply, unpack_request
+from fl_strategies.core.records import BadReply
+from fl_strategies.server.folding import Folder, Terms
+from fl_strategies.server.hosting import Said, fold_of, pack_reply, unpack_request
 from fl_strategies.server.wire import decode
 
 Arrays: TypeAlias = list[npt.NDArray[Any]]
@@ -99,6 +101,15 @@ class Host:
             except Exception as error:
                 failed[client] = error
         said = {c: Said(*divided(samples, found)) for c, (_, samples, found) in good.items()}
+        if terms := fold_of(message.content):
+            sent = {client: fitted[0] for client, fitted in good.items()}
+            mean, refused = _folded(
+                Folder(Terms.of(terms), dict(zip(names, arrays, strict=True))), said, sent
+            )
+            taken = {client: row for client, row in said.items() if client not in refused}
+            reasons = self._reasons(failed) | refused
+            seconds = time.monotonic() - started
+            return pack_reply(taken, reasons, mean, seconds, folded=True, refused=[*refused])
         columns = zip(names, zip(*(uploaded for uploaded, _, _ in good.values()), strict=True),
                       strict=False)  # fmt: skip
         uploads = ArrayRecord({name: stacked(column, len(good)) for name, column in columns})
@@ -150,6 +161,22 @@ class Host:
             log(ERROR, "client %d failed: %s", client, of_exception(error))
             log(DEBUG, "client %d failed", client, exc_info=error)
         return {client: of_exception(error) for client, error in failed.items()}
+
+
+def _folded(
+    folder: Folder, said: Mapping[int, Said], uploads: Mapping[int, Arrays]
+) -> tuple[ArrayRecord | None, dict[int, str]]:
+    """Return the mean of the uploads, None if none is taken, and why others are not."""
+    refused: dict[int, str] = {}
+    for client, row in said.items():
+        try:
+            mine = dict(zip(folder.received, uploads[client], strict=True))
+            folder.take(client, row.numbers, row.words, mine)
+        except BadReply as fault:
+            refused[client] = str(fault)
+    if len(refused) == len(said):
+        return None, refused
+    return ArrayRecord({name: encoded(array) for name, array in folder.mean().items()}), refused
 
 
 def _like(names: Sequence[str], received: Arrays, result: Fitted | Exception) -> Fitted:

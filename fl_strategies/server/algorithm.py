@@ -123,6 +123,15 @@ class Algorithm(Options):
         """Return what ``upload`` weighs among the others in :meth:`aggregate`, for the history."""
         return 1.0
 
+    @property
+    def folds_by(self) -> str:
+        """:meth:`weight` in words, where the rule needs sum_i weight_i v_i alone of uploads v_i.
+
+        "1", a number that clients report, or a quotient "n / a" (:mod:`.folding`); "" where the
+        rule needs more.
+        """
+        return ""
+
     def reference(self, upload: Upload) -> Vector | float:
         """Return from where ``clipping_norm`` measures ``upload``, [d] or 0: the model it got."""
         return 0.0 if self.books_changes else self.theta

@@ -8,8 +8,11 @@ A *host* is a node with several clients. A request to it holds
 
 Its reply holds ``hosted`` as well, and the clients that failed with their reasons in it; the arrays
 stacked ``[k, ...]``, a slice for each client named under ``arrays``; and tables of what each says,
-numbers in ``metrics-0`` ... and texts in ``config-0`` .... Messages are bounded by
-:data:`MOST_CLIENTS` and :data:`MOST_BYTES`, so that a host may get several in a round.
+numbers in ``metrics-0`` ... and texts in ``config-0`` .... A reply to a
+request with ``fold`` in ``hosted`` (:mod:`fl_strategies.server.folding`) has one mean in place of
+the stacks, names its clients under ``folded``, and under ``refused`` those of the failed whose
+uploads the host did not take. Messages are bounded by :data:`MOST_CLIENTS` and :data:`MOST_BYTES`,
+so that a host may get several in a round.
 """
 
 from __future__ import annotations
@@ -23,12 +26,14 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fl_strategies.core.records import BadReply
 from fl_strategies.core.tables import in_common, rows_of, tabulate
+from fl_strategies.server.folding import Fold
 from fl_strategies.server.wire import Content, Failed, decode
 
 HOSTED = "hosted"
 """The record by which a message about several clients is known."""
 OWN, ARRAYS, METRICS, CONFIG = "own", "arrays", "metrics", "config"
 FAILED, REASONS, SECONDS = "failed", "reasons", "seconds"
+FOLD, FOLDED, REFUSED = "fold", "folded", "refused"
 MOST_CLIENTS = 1000
 """Clients that one message is about at most."""
 MOST_BYTES = 1 << 28
@@ -49,15 +54,19 @@ def per_message(size: int) -> int:
 
 
 def pack_request(
-    keys: tuple[str, str], arrays: ArrayRecord, configs: Mapping[int, Mapping[str, Any]]
+    keys: tuple[str, str],
+    arrays: ArrayRecord,
+    configs: Mapping[int, Mapping[str, Any]],
+    fold: str = "",
 ) -> RecordDict:
     """Return the request with ``arrays`` to the clients of ``configs``.
 
-    ``keys`` are the names of the records of the model and of the common config.
+    ``keys`` are the names of the records of the model and of the common config; ``fold`` is what
+    uploads are to be folded by (``folding.Terms``), "" if they are not.
     """
     common, own = in_common(configs)
     content: dict[str, Any] = {keys[0]: arrays, keys[1]: ConfigRecord(common)}
-    whose: dict[str, Any] = {}
+    whose: dict[str, Any] = {FOLD: fold} if fold else {}
     for number, table in enumerate(tabulate(own)):
         whose[f"{OWN}-{number}"] = table.clients
         content[f"{OWN}-{number}"] = ConfigRecord(table.columns)
@@ -67,7 +76,7 @@ def pack_request(
 def unpack_request(content: RecordDict) -> tuple[ArrayRecord, dict[int, dict[str, Any]]]:
     """Return the arrays and, by client, the config; raise ``ValueError`` for what is no request."""
     records = dict(content.config_records)
-    whose = records.pop(HOSTED)
+    whose = {name: ids for name, ids in records.pop(HOSTED).items() if name != FOLD}
     rows = rows_of((_ids(name, whose[name]), records.pop(name, {})) for name in whose)
     if len(content.array_records) != 1 or len(records) > 1:
         raise ValueError(
@@ -76,6 +85,11 @@ def unpack_request(content: RecordDict) -> tuple[ArrayRecord, dict[int, dict[str
         )
     common = dict(next(iter(records.values()), {}))
     return next(iter(content.array_records.values())), {c: common | row for c, row in rows.items()}
+
+
+def fold_of(content: RecordDict) -> str:
+    """Return what a request wants uploads folded by, "" if it does not."""
+    return str(content.config_records[HOSTED].get(FOLD, ""))
 
 
 # ---- replies ----------------------------------------------------------------------------------
@@ -93,13 +107,19 @@ def pack_reply(
     failed: Mapping[int, str],
     arrays: ArrayRecord | None = None,
     seconds: float = 0.0,
+    *,
+    folded: bool = False,
+    refused: Sequence[int] = (),
 ) -> RecordDict:
     """Return the reply of a host that was busy for ``seconds``.
 
-    ``arrays`` are stacked in the order of ``said``; ``failed`` are reasons by client.
+    ``arrays`` are stacked in the order of ``said``, or ``folded``; ``failed`` are reasons by
+    client, ``refused`` those of them whose uploads the host did not take.
     """
     content: dict[str, Any] = {}
     whose: dict[str, Any] = {SECONDS: seconds}
+    if refused:
+        whose[REFUSED] = [*refused]
     if failed:
         whose |= {FAILED: [*failed], REASONS: [*failed.values()]}
     for kind, record in ((METRICS, MetricRecord), (CONFIG, ConfigRecord)):
@@ -110,13 +130,15 @@ def pack_reply(
             whose[f"{kind}-{number}"] = table.clients
             content[f"{kind}-{number}"] = record(table.columns)
     if arrays is not None and said:
-        whose[ARRAYS] = [*said]
+        whose[FOLDED if folded else ARRAYS] = [*said]
         content[ARRAYS] = arrays
     return RecordDict({**content, HOSTED: ConfigRecord(whose)})
 
 
-def unpack_reply(content: RecordDict) -> dict[int, Content | Failed]:
+def unpack_reply(content: RecordDict, *, folds: bool = False) -> dict[int, Content | BadReply]:
     """Return by client what it sent, or why it failed.
+
+    ``folds`` says that the request asks for one mean of the uploads.
 
     Raises :class:`BadReply`, with one reason, for a reply that does not hang together: ids that are
     none or come twice, lists and stacks whose length is not the number of their clients. What a
@@ -125,31 +147,36 @@ def unpack_reply(content: RecordDict) -> dict[int, Content | Failed]:
     try:
         whose = dict(content.config_records[HOSTED])
         named = {name: _ids(name, whose[name]) for name in whose if name not in (REASONS, SECONDS)}
-        failures = named.pop(FAILED, [])
+        failures, refused = named.pop(FAILED, []), {*named.pop(REFUSED, [])}
         reasons = whose.get(REASONS, [])
         if not isinstance(reasons, list) or len(reasons) != len(failures):
             raise ValueError(
                 f"{len(failures)} clients failed, and the reasons are {reasons!r:.100}"
             )
-        stacked = named.pop(ARRAYS, [])
+        stacked, folded = named.pop(ARRAYS, []), named.pop(FOLDED, []) if folds else []
         numbers = rows_of(_tables(METRICS, named, content.metric_records))
         words = rows_of(_tables(CONFIG, named, content.config_records))
         if named:
             raise ValueError(f"it speaks of {sorted(named)[:5]}, which it does not have")
-        slices = _slices(stacked, content.array_records)
+        slices = {} if folded else _slices(stacked, content.array_records)
+        fold = _fold(folded, content.array_records) if folded else None
+        if folds and (stacked or ({*numbers} - {*folded})):
+            raise ValueError("it has uploads that are not folded")
         twice = {*failures} & {*numbers, *words, *slices}
         if twice or len({*failures}) < len(failures):
             raise ValueError(f"clients {sorted(twice or failures)[:5]} are there twice")
     except (ValueError, KeyError) as error:
         raise BadReply(f"its host's reply does not hang together: {error}") from None
-    found: dict[int, Content | Failed] = {
-        client: Failed(str(reason)) for client, reason in zip(failures, reasons, strict=True)
+    found: dict[int, Content | BadReply] = {
+        client: (BadReply if client in refused else Failed)(str(reason))
+        for client, reason in zip(failures, reasons, strict=True)
     }
-    for client in sorted({*numbers, *words, *slices}):
+    for client in sorted({*numbers, *words, *slices, *folded}):
         found[client] = Content(
             {METRICS: numbers[client]} if client in numbers else {},
             {CONFIG: words[client]} if client in words else {},
             {ARRAYS: slices[client]} if client in slices else {},
+            fold if client in folded else None,
         )
     return found
 
@@ -187,6 +214,16 @@ def _slices(
         client: {name: np.asarray(stack[place]) for name, stack in stacks.items()}
         for place, client in enumerate(clients)
     }
+
+
+def _fold(clients: Sequence[int], records: Mapping[str, ArrayRecord]) -> Fold:
+    """Return the mean that stands for the uploads of ``clients``."""
+    if len({*clients}) < len(clients):
+        raise ValueError("clients are folded twice")
+    if len(records) != 1:
+        raise ValueError(f"{len(records)} ArrayRecords, expected one")
+    arrays = {name: decode(array) for name, array in next(iter(records.values())).items()}
+    return Fold(tuple(clients), arrays)
 
 
 def _ids(name: str, value: Any) -> list[int]:

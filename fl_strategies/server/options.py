@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from flwr.app import MetricRecord, RecordDict
 
@@ -139,6 +139,20 @@ class Options(Declared):
         about="Number of clients 0, 1, ... that any host may run (`clients.client_app(...,"
         " hosts=...)`), as in a simulation: all hosts can reach their data and states. 0: a client"
         " belongs to the node that introduced it first.",
+        integer=True,
+        low=0,
+    )
+    fold: Literal["auto", "on", "off"] = choice(
+        default="auto",
+        choices=("auto", "on", "off"),
+        about="Whether hosts send one weighted mean in float64 in place of their clients' uploads,"
+        ' where the rule needs sums alone. "auto": if those of a round would take more than'
+        " `fold_memory`. Sums then depend, by rounding, on how clients are spread, and hosts are"
+        " trusted to check uploads and to add them up (SECURITY.md).",
+    )
+    fold_memory: int = number(
+        default=1000,
+        about='MB of uploads in a round from which on `fold="auto"` folds.',
         integer=True,
         low=0,
     )

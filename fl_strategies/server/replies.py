@@ -16,6 +16,7 @@ from flwr.common import log
 from fl_strategies.core.names import BUSY, is_taken
 from fl_strategies.core.reasons import by_reason, named, root_cause
 from fl_strategies.core.records import BadReply, Reply
+from fl_strategies.server.folding import Fold
 from fl_strategies.server.hosting import busy_seconds, unpack_reply
 from fl_strategies.server.wire import MAX_METRICS, Content, Failed
 
@@ -32,13 +33,15 @@ Naming: TypeAlias = Callable[[str], str]
 class Request:
     """One message: the node it goes to, the clients it is about, and what identifies it.
 
-    ``hosted`` says that it is packed as one about several (:mod:`fl_strategies.server.hosting`).
+    ``hosted`` says that it is packed as one about several (:mod:`fl_strategies.server.hosting`),
+    ``folds`` that it asks for one mean of their uploads.
     """
 
     node: int
     clients: tuple[int, ...]
     about: Metadata | None = None
     hosted: bool = False
+    folds: bool = False
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,15 @@ def sift(replies: Iterable[Message], asked: Asked, read: Callable[[int, Content]
             good[client] = content_as(client, content, read)
         except BadReply as fault:
             left_out(client, fault)
+    fold_of = {client: getattr(content, "fold", None) for client, content in came.items()}
+    folds: dict[int, Fold] = {id(fold): fold for fold in fold_of.values() if fold is not None}
+    for fold in folds.values():
+        mine = [client for client in fold.clients if fold_of.get(client) is fold]
+        if spoilt := [c for c in fold.clients if c not in mine or c not in good]:
+            for client in [client for client in mine if client in good]:
+                del good[client]
+                said = f"its host folded it with {named(spoilt)}, which cannot be taken out"
+                left_out(client, BadReply(said))
     for client in again:  # after what was wrong with the first
         left_out(client, BadReply("it answered before in this round"))
     for reason, clients in by_reason(found).items():
@@ -241,7 +253,7 @@ def contents(message: Message, request: Request) -> Mapping[int, Content | BadRe
         return {request.clients[0]: cast(Content, message.content)}
     else:
         try:
-            return unpack_reply(message.content)
+            return unpack_reply(message.content, folds=request.folds)
         except BadReply as found:
             fault = found
     return dict.fromkeys(request.clients, fault)

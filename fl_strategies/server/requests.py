@@ -9,7 +9,7 @@ import inspect
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from logging import DEBUG
+from logging import DEBUG, INFO
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,6 +35,7 @@ from fl_strategies.core.vectors import Vector
 from fl_strategies.server.algorithm import Algorithm
 from fl_strategies.server.bounds import NormBound
 from fl_strategies.server.composition import Composition
+from fl_strategies.server.folding import Terms
 from fl_strategies.server.hosting import pack_request, per_message
 from fl_strategies.server.identity import Identity
 from fl_strategies.server.nodes import ANY_HOST
@@ -88,7 +89,11 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
         self._model: Arrays = NOTHING
         self._checks: list[Part] = []
         self._asked = Asked((), 0, 0.0)
-        self._said_taken = False
+        self._said_taken = self._said_folds = False
+        if self.fold == "on" and not self.folds_by:
+            raise ValueError(
+                f'fold must be "auto" or "off" for {name}, whose rule needs each upload, got "on"'
+            )
 
     @property
     def asked(self) -> list[int]:
@@ -176,19 +181,62 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
         alike = {**config, **self._alike(server_round)}
         configs = {client: {**alike, **self._own(server_round, client)} for client in chosen}
         found, messages = [], []
+        terms = self._terms(configs, nodes, size) if trains else None
         work = self._expected(configs, trains=trains)
         for node, clients in self._by_node(nodes, work, size if trains else 0):
             hosted = node in self.nodes.hosts
             keys = self.arrayrecord_key, self.configrecord_key
             if hosted:
-                content = pack_request(keys, arrays, {c: configs[c] for c in clients})
+                mine = {client: configs[client] for client in clients}
+                content = pack_request(keys, arrays, mine, self._fold(terms, clients))
             else:
                 content = RecordDict({keys[0]: arrays, keys[1]: ConfigRecord(configs[clients[0]])})
             message = Message(content, dst_node_id=node, message_type=message_type)
             messages.append(message)
-            found.append(Request(node, tuple(clients), message.metadata, hosted))
+            folds = hosted and terms is not None
+            found.append(Request(node, tuple(clients), message.metadata, hosted, folds))
         self._asked = replace(self._asked, bytes_down=size * len(messages), requests=found)
         return messages
+
+    def _terms(
+        self, configs: dict[int, dict[str, Any]], nodes: Mapping[int, int], size: int
+    ) -> Terms | None:
+        """Return by what hosts are to fold, None if they are not."""
+        hosted = [c for c in configs if nodes[c] == ANY_HOST or nodes[c] in self.nodes.hosts]
+        memory = size * len(hosted) / 1e6
+        if self.fold == "off" or not self.folds_by or not hosted:
+            return None
+        if self.fold == "auto" and memory <= self.fold_memory:
+            return None
+        if not self._said_folds:
+            self._said_folds = True
+            why = f", more than fold_memory={self.fold_memory}" if self.fold == "auto" else ""
+            told = "uploads of %d clients take %.0f MB%s: hosts send weighted means in their place"
+            log(INFO, told, len(hosted), memory, why)
+        for client in hosted:
+            configs[client].pop("checksums", None)  # nothing is between a client and its host
+        return Terms(
+            by=self.folds_by,
+            weighted_by=self.weighted_by_key,
+            strategy=self.identity.strategy,
+            algorithm=self.algorithm,
+            trust=self.identity.trust,
+            buffers=sorted(self.buffers),
+            ties=[[*group] for group in self.ties],
+            frozen=dict(self.frozen),
+            beside=self.beside,
+            bounds=dict(self.scalar_bounds),
+            clipping_norm=self.clipping_norm,
+            books_changes=self.books_changes,
+        )
+
+    def _fold(self, terms: Terms | None, clients: Sequence[int]) -> str:
+        """Return the ``terms`` as a request to the host of ``clients`` carries them."""
+        if terms is None:
+            return ""
+        booked = self.ledger.nonces if self.lost_state == "refuse" else {}
+        nonces = {str(client): booked[client] for client in clients if client in booked}
+        return replace(terms, nonces=nonces).to_text()
 
     def _expected(
         self, configs: Mapping[int, Mapping[str, Any]], *, trains: bool

@@ -34,8 +34,10 @@ from flwr.serverapp.strategy import Result
 from fl_strategies.core.layout import BufferMean
 from fl_strategies.core.names import in_evaluation, in_training
 from fl_strategies.core.records import BadReply, Reply, Upload, Uploads
-from fl_strategies.core.vectors import Pieces, finite
+from fl_strategies.core.vectors import finite
 from fl_strategies.server.algorithm import State
+from fl_strategies.server.bounds import NormBound
+from fl_strategies.server.folding import ROUNDING, Fold, decode_fold, upload_of
 from fl_strategies.server.options import MetricsAggregation
 from fl_strategies.server.replies import (
     Asked,
@@ -56,6 +58,9 @@ from fl_strategies.server.wire import Content, decode_model, opened
 
 class Round(Requests):
     """The part of a strategy that Flower's ``Strategy.start``, its wrappers and servers call."""
+
+    _last_fold: tuple[Fold | None, Upload] = (None, Upload(-1, 0.0, 0.0))
+    """The mean that was looked at last, as an upload."""
 
     @property
     def result(self) -> Result:
@@ -147,7 +152,7 @@ class Round(Requests):
         assert self._wire is not None
         layout, wire = self.layout, self._wire
         number = self._asked.rounds.get(client, self.run.number)
-        key, names = self.weighted_by_key, layout.trainable
+        key = self.weighted_by_key
         reply = opened(
             client,
             number,
@@ -157,22 +162,40 @@ class Round(Requests):
             bounds=self.scalar_bounds,
             admit=self.identity.admit,
         )
+        fold = getattr(content, "fold", None)
+        if fold is not None:
+            return reply, self._folded(reply, fold)
         if len(content.array_records) != 1:
             raise BadReply(f"{len(content.array_records)} ArrayRecords, expected one")
         arrays = decode_model(next(iter(content.array_records.values())), wire)
         reply = replace(reply, arrays=arrays)
-        upload = Upload(
-            client,
-            Pieces([arrays[name] for name in names]),
-            reply.num_examples,
-            reply.numbers,
-            {v: Pieces([arrays[f"{v}/{name}"] for name in names]) for v in self.beside},
-            {name: arrays[name] for name in layout.buffers},
-            round=number,
-        )
+        upload = upload_of(reply, layout, self.beside)
         for part in self._checks:
             upload = part.check(reply, upload)
         return reply, upload
+
+    def _folded(self, reply: Reply, fold: Fold) -> Upload:
+        """Return a folded client's upload, in whose place its host's mean stands.
+
+        The mean is looked at once. Raises :class:`BadReply` for one that none of such uploads is.
+        """
+        assert self.layout is not None
+        assert self._wire is not None
+        if self._last_fold[0] is not fold:
+            arrays = decode_fold(fold, self._wire)
+            mean = upload_of(replace(reply, arrays=arrays), self.layout, self.beside)
+            if (bound := self.clipping_norm) is not None:
+                within = bound * (1.0 + ROUNDING)
+                mean = NormBound(within, self.reference, self.books_changes, self._model).check(
+                    reply, mean
+                )
+            self._last_fold = fold, mean
+        return self._last_fold[1]._replace(
+            client=reply.client,
+            num_examples=reply.num_examples,
+            scalars=reply.numbers,
+            round=reply.round,
+        )
 
     def _void_for(self, uploads: Uploads) -> str:
         """Return why the round is void, "" if it is not."""

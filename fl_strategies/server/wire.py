@@ -42,6 +42,8 @@ class Content(NamedTuple):
     metric_records: Mapping[str, Mapping[str, Any]]
     config_records: Mapping[str, Mapping[str, Any]]
     array_records: Mapping[str, Mapping[str, Any]]
+    fold: Any = None
+    """The mean that its host sent in place of uploads (``folding.Fold``), if it did."""
 
 
 class Failed(BadReply):

@@ -1,0 +1,174 @@
+"""A host's weighted mean in place of its clients' uploads.
+
+Where the next model depends on a round's uploads through sum_i p_i v_i alone, p_i the
+``Algorithm.weight`` of client i, a host may send
+
+    v = sum_i p_i v_i / sum_i p_i    over the clients i of one message
+
+in float64 (the plain mean where all p_i are 0), and buffers merged as the server merges them. The
+server puts v in place of each v_i: sum_i p_i v is the host's sum. What clients say in numbers and
+words comes client by client, so that weights, metrics and acknowledgements are exact.
+
+A request that is to be folded carries :class:`Terms`, by which the host checks each upload as the
+server would. Sums then depend on how clients are spread, by rounding.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fl_strategies.core.layout import Arrays, BufferMean, Layout
+from fl_strategies.core.records import BadReply, Reply, Upload
+from fl_strategies.core.vectors import Pieces
+from fl_strategies.server.bounds import NormBound
+from fl_strategies.server.identity import Identity
+from fl_strategies.server.wire import Content, decode_model, opened
+
+ROUNDING = 1e-9
+"""By which share of the bound a mean of vectors within it may be beyond it."""
+LOST = "the state which the server booked for it is lost"
+
+
+@dataclass(frozen=True)
+class Terms:
+    """By what a host folds, and what each upload must pass first.
+
+    ``by`` names the weight: "1", a number that clients report, or a quotient of two ("n / a").
+    ``nonces`` are, by client, those of the states that the server insists on.
+    """
+
+    by: str
+    weighted_by: str
+    strategy: str
+    algorithm: str
+    trust: str
+    buffers: Sequence[str] = ()
+    ties: Sequence[Sequence[str]] = ()
+    frozen: Mapping[str, str] | None = None
+    beside: Sequence[str] = ()
+    bounds: Mapping[str, Sequence[float]] | None = None
+    clipping_norm: float | None = None
+    books_changes: bool = False
+    nonces: Mapping[str, str] | None = None
+
+    def to_text(self) -> str:
+        """Return the terms as they travel."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of(cls, text: str) -> Terms:
+        """Return the terms that a request carries."""
+        return cls(**json.loads(text))
+
+    def weight(self, reply: Reply) -> float:
+        """Return p_i."""
+        numbers = {**reply.numbers, "num-examples": reply.num_examples, "1": 1.0}
+        over, _, under = self.by.partition(" / ")
+        return float(numbers[over]) / (float(numbers[under]) if under else 1.0)
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A host's mean as it came: of whose uploads, and its arrays."""
+
+    clients: tuple[int, ...]
+    arrays: Mapping[str, npt.NDArray[Any]]
+
+
+class Folder:
+    """Takes in uploads one by one, each checked, and holds their sum alone.
+
+    ``received`` are the arrays of the request, the model and what travels beside it.
+    """
+
+    def __init__(self, terms: Terms, received: Arrays) -> None:
+        self.terms, self.received = terms, received
+        ahead = tuple(f"{name}/" for name in terms.beside)
+        model = (
+            {n: a for n, a in received.items() if not n.startswith(ahead)} if ahead else received
+        )
+        self.layout = Layout.of(model, terms.buffers, terms.ties, dict(terms.frozen or {}))
+        self.wire = self.layout.beside(terms.beside)
+        self.identity = Identity(terms.strategy, terms.algorithm, terms.trust, self.layout)
+        self.bound: NormBound | None = None
+        if terms.clipping_norm is not None:
+            theta = 0.0 if terms.books_changes else self.layout.pack(model)
+            bound, booked = terms.clipping_norm, terms.books_changes
+            self.bound = NormBound(bound, lambda upload: theta, booked, model)
+        self._sums: list[npt.NDArray[Any]] = []
+        self._plain: list[npt.NDArray[Any]] = []
+        self._weight, self._count = 0.0, 0
+        self._buffers = BufferMean()
+
+    def take(
+        self, client: int, numbers: Mapping[str, Any], words: Mapping[str, Any], arrays: Arrays
+    ) -> None:
+        """Add a client's upload; raise :class:`BadReply` for one that the server would not take."""
+        content = Content({"metrics": numbers}, {"config": words}, {})
+        bounds = {name: (low, high) for name, (low, high) in (self.terms.bounds or {}).items()}
+        key, size = self.terms.weighted_by, len(self.wire.shapes)
+        reply = opened(client, 0, content, key, size, bounds=bounds, admit=self.identity.admit)
+        booked = (self.terms.nonces or {}).get(str(client), "")
+        if booked and reply.words.get("state-nonce", booked) != booked:
+            raise BadReply(LOST)
+        reply = replace(reply, arrays=decode_model(arrays, self.wire))
+        upload = upload_of(reply, self.layout, self.terms.beside)
+        if self.bound is not None:
+            upload = self.bound.check(reply, upload)
+        weight = self.terms.weight(reply)
+        vectors = [upload.vector, *(upload.beside[name] for name in self.terms.beside)]
+        mine = [np.asarray(vector, np.float64) for vector in vectors]
+        if self._weight == 0.0:
+            self._plain = added(self._plain, mine, 1.0)
+        self._sums = added(self._sums, mine, weight)
+        self._weight, self._count = self._weight + weight, self._count + 1
+        self._buffers.add(upload.buffers, upload.num_examples)
+
+    def mean(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the arrays of the mean, those that are trained in float64, by their names."""
+        if self._weight > 0.0:
+            vector = np.concatenate(self._sums) / self._weight
+        else:
+            vector = np.concatenate(self._plain) / self._count
+        exact = replace(self.wire, dtypes=dict.fromkeys(self.wire.shapes, np.dtype(np.float64)))
+        return exact.unpack(vector, self._buffers.value())
+
+
+def added(
+    sums: list[npt.NDArray[Any]], vectors: Sequence[npt.NDArray[Any]], weight: float
+) -> list[npt.NDArray[Any]]:
+    """Return ``sums`` with ``weight`` times the vectors added, in place where there were any."""
+    if not sums:
+        return [weight * vector for vector in vectors]
+    for total, vector in zip(sums, vectors, strict=True):
+        total += weight * vector
+    return sums
+
+
+def decode_fold(fold: Fold, wire: Layout) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays of a mean; raise :class:`BadReply` unless they fit ``wire``, in float64."""
+    exact = {
+        name: dtype if name in wire.buffers else np.dtype(np.float64)
+        for name, dtype in wire.dtypes.items()
+    }
+    return decode_model(fold.arrays, replace(wire, dtypes=exact))
+
+
+def upload_of(reply: Reply, layout: Layout, beside: Sequence[str]) -> Upload:
+    """Return what ``reply`` brings to the rule, its arrays as they lie."""
+    names, arrays = layout.trainable, reply.arrays
+    return Upload(
+        reply.client,
+        Pieces([arrays[name] for name in names]),
+        reply.num_examples,
+        reply.numbers,
+        {v: Pieces([arrays[f"{v}/{name}"] for name in names]) for v in beside},
+        {name: arrays[name] for name in layout.buffers},
+        round=reply.round,
+    )
