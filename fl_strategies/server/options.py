@@ -151,7 +151,7 @@ class Options(Declared):
         " trusted to check uploads and to add them up (SECURITY.md).",
     )
     fold_memory: int = number(
-        default=1000,
+        default=250,
         about='MB of uploads in a round from which on `fold="auto"` folds.',
         integer=True,
         low=0,
