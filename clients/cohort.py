@@ -24,7 +24,7 @@ from torch import Tensor
 from clients.any_algorithm import CLIENTS, AnyAlgorithmClient
 from clients.base import Begun, FederatedClient, Reply
 from clients.keeping import State
-from clients.learning.choice import Setting, check_setting, kind_of, most_at_once
+from clients.learning.choice import Setting, check_setting, kind_of, stacked_at
 from clients.learning.cohort import CohortOracle
 from clients.learning.plans import batch_size, column
 from clients.learning.problem import Problem
@@ -151,18 +151,20 @@ def _grouped(
     members: Sequence[Member], parameters: Arrays, cohort: Setting, memory: int
 ) -> list[Outcome]:
     """Return the outcomes of clients of one kind, in stacks of those that work about as long."""
-    first, config = members[0]
-    problem, training = first.problem, first.training.updated(config)
-    most = most_at_once(cohort, problem.model, len(members))
-    model, how = problem.model, "several at once" if most > 1 else "one by one"
+    problem, training = members[0][0].problem, members[0][0].training.updated(members[0][1])
+    model, sizes = problem.model, [len(client.problem) for client, _ in members]
+    order = sorted(range(len(members)), key=lambda number: -sizes[number])
+    steps = [members[number][0].most_steps(members[number][1]) for number in order]
+    alone, most = stacked_at(cohort, model, steps)
+    how = "several at once" if alone < len(members) else "one by one"
     kind = f"{kind_of(model.module)}, d = {len(model.vector):,}, on {model.vector.device.type}"
     say_once(f"cohort = {cohort}: clients are trained {how} (model: {kind})")
-    outcomes: dict[int, Outcome] = {}
-    order = sorted(range(len(members)), key=lambda number: -len(members[number][0].problem))
+    outcomes = {number: _alone(members[number][0], parameters, members[number][1])
+                for number in order[:alone]}  # fmt: skip
+    order = order[alone:]
     while order:
-        size = batch_size(training) or len(members[order[0]][0].problem)
-        each = _bytes(problem, min(size, len(members[order[0]][0].problem)))
-        count = max(1, min(most, memory // each))
+        size = min(batch_size(training) or sizes[order[0]], sizes[order[0]])
+        count = max(1, min(most, memory // _bytes(problem, size)))
         numbers, order = order[:count], order[count:]
         some = [members[number] for number in numbers]
         outcomes |= zip(numbers, _stacked(some, parameters, memory), strict=True)

@@ -512,10 +512,33 @@ def test_auto_stacks_where_the_table_has_a_gain_for_as_large_a_model_and_as_few_
         assert choice.measured_gain("cpu", "dense", 101, 70) == 1.2
         for device, d, clients in (("cpu", 43, 9), ("cpu", 901, 99), ("cuda", 43, 99)):
             assert choice.measured_gain(device, "dense", d, clients) == 0.0
-        assert choice.most_at_once("auto", model, 30) == 30
-        assert choice.most_at_once("auto", model, 9) == 1
-        assert choice.most_at_once(7, model, 9) == 7
-        assert choice.most_at_once("off", model, 30) == 1
+        assert choice.stacked_at("auto", model, [4] * 30) == (0, 30)
+        assert choice.stacked_at("auto", model, [4] * 2) == (2, 2)
+        assert choice.stacked_at(7, model, [4] * 9) == (0, 7)
+        assert choice.stacked_at("off", model, [4] * 30) == (30, 1)
+        choice._costs.cache_clear()
+
+
+def test_auto_trains_those_one_by_one_that_work_much_longer_than_the_rest() -> None:
+    """A step of ten or fewer takes 2.5 steps of one, one of fifty takes 8."""
+    table = rows(("cpu", "dense", 100, 10, 4.0), ("cpu", "dense", 100, 50, 6.25))
+    model = FlatModel(smooth())
+    choice._costs.cache_clear()
+    with mock.patch.object(choice, "table", return_value=table):
+        for steps in ([4] * 60, [4] * 10, [1000, 900] + [4] * 50, [30, 20, 10, 5, 4, 3, 2, 1]):
+            found, most = choice.stacked_at("auto", model, steps)
+            totals = {alone: cost_of(steps, alone) for alone in range(len(steps) + 1)}
+            assert most == len(steps)
+            assert totals[found] <= 1.05 * min(totals.values())
+        assert choice.stacked_at("auto", model, [1000, 900] + [4] * 50)[0] == 2
+    choice._costs.cache_clear()
+
+
+def cost_of(steps: list[int], alone: int) -> float:
+    """Return what the steps cost, the first clients one by one, step by step."""
+    rest = steps[alone:]
+    left = [sum(own > step for own in rest) for step in range(max(rest, default=0))]
+    return sum(steps[:alone]) + sum(max(2.5, n / 4.0 if n < 50 else n / 6.25) for n in left)
 
 
 def test_kinds_of_models() -> None:

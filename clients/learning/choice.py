@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 from torch import nn
 
 from clients.learning.model import FlatModel
@@ -63,12 +66,41 @@ def setting_of(text: str) -> Setting:
     return found
 
 
-def most_at_once(setting: Setting, model: FlatModel, clients: int) -> int:
-    """Return how many of so many ``clients`` to stack at most; 1 for one by one."""
+def stacked_at(setting: Setting, model: FlatModel, steps: Sequence[float]) -> tuple[int, int]:
+    """Return how many clients to train one by one, and how many of the rest to stack at most.
+
+    ``steps`` are the clients' local steps, most first. Where some have many more than the others,
+    a stack of few clients would be left for long: "auto" trains those one by one whose steps a
+    stack would not shorten.
+    """
+    clients = len(steps)
     if setting == "off":
-        return 1
+        return clients, 1
     if setting != "auto":
-        return setting
-    vector, kind = model.vector, kind_of(model.module)
-    gain = measured_gain(vector.device.type, kind, len(vector), clients)
-    return clients if gain >= GAIN else 1
+        return 0, setting
+    device, kind, d = model.vector.device.type, kind_of(model.module), len(model.vector)
+    work = np.append(np.asarray(steps, np.float64), 0.0)
+    costs = _costs(device, kind, d, clients)
+    best, found = work.sum() / GAIN, clients
+    for alone in (0, *(1 << power for power in range(clients.bit_length())), clients):
+        # from its longest client's last step on, a stack of j clients takes costs[j] a step
+        rest = work[alone:]
+        total = work[:alone].sum() + (costs[: len(rest) - 1] * -np.diff(rest)).sum()
+        if len(rest) > 2 and total < best:
+            best, found = total, alone
+    return found, clients
+
+
+@functools.lru_cache(maxsize=64)
+def _costs(device: str, kind: str, d: int, clients: int) -> npt.NDArray[np.float64]:
+    """Return what a step of 1, ..., ``clients`` stacked clients costs, in steps of one alone.
+
+    Stacks that are smaller than any that was measured cost as much as the smallest; where none
+    was, a stack gains nothing.
+    """
+    gains = np.array([measured_gain(device, kind, d, n) for n in range(1, clients + 1)])
+    costs = np.arange(1.0, clients + 1) / np.where(gains > 0.0, gains, 1.0)
+    measured = np.flatnonzero(gains)
+    if len(measured):
+        costs[: measured[0]] = costs[measured[0]]
+    return costs
