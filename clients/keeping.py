@@ -63,7 +63,9 @@ class Keeper:
         if not self.keeps:
             return Kept()
         kept = [int(number) for number in str(config.get("kept-rounds", "")).split()]
-        return self._read(self._found(config, functools.partial(settle, kept_rounds=kept)), like)
+        number = round_of(config) or None  # a server that names no round has no late request
+        look = functools.partial(settle, kept_rounds=kept, server_round=number)
+        return self._read(self._found(config, look), like)
 
     def peeked(self, config: Config, like: Tensor) -> Kept:
         """As :meth:`settled`, but nothing is dropped."""

@@ -48,7 +48,7 @@ class RunConfig:
     partition_params: str = key("", "options of the partition: `alpha=0.1`")
     model: str = key("", "see `simulations.models`")
     model_params: str = key("", "options of the model: `pretrained=false`")
-    clients: int = key(100, "number of clients; equals the simulated SuperNodes")
+    clients: int = key(100, "number of clients, on as many simulated SuperNodes or fewer")
     rounds: int = key(30, "number of rounds")
     fraction: float = key(-1.0, "share of the clients that train in a round, in (0, 1]")
     seed: int = key(1, "fixes the whole run")

@@ -126,7 +126,7 @@ ROUNDS = [
     ),
     *of(
         "fl_strategies/server/hosting.py",
-        "tests/test_hosts.py",
+        "tests/test_hosts.py tests/test_host_claims.py",
         {
             "MOST_BYTES // max(size, 1)": "MOST_CLIENTS",
             "type(v) is int and v >= 0": "type(v) is int",
@@ -136,7 +136,7 @@ ROUNDS = [
     ),
     *of(
         "fl_strategies/server/nodes.py",
-        "tests/test_hosts.py tests/test_strategy.py",
+        "tests/test_hosts.py tests/test_host_claims.py tests/test_strategy.py",
         {
             "if client < self.population or client in self._node_of:": "if False:",
             "population != self.population": "False",

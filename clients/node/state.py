@@ -79,12 +79,21 @@ def peek(store: Store, owner: Owner, acked_round: int | None) -> tuple[int, Fiel
 
 
 def settle(
-    store: Store, owner: Owner, acked_round: int | None, kept_rounds: Collection[int] = ()
+    store: Store,
+    owner: Owner,
+    acked_round: int | None,
+    kept_rounds: Collection[int] = (),
+    server_round: int | None = None,
 ) -> tuple[int, Fields | None]:
-    """As :func:`peek`, and drop the other versions but those of ``kept_rounds``."""
+    """As :func:`peek`, and drop the other versions but those of ``kept_rounds``.
+
+    Nor are those dropped that are newer than ``server_round``, the request's: a host that is late
+    finds what another has made of a later request.
+    """
     standing, fields = peek(store, owner, acked_round)
     for version in store.rounds(owner):
-        if version != standing and version not in kept_rounds:
+        late = server_round is not None and version > server_round
+        if version != standing and version not in kept_rounds and not late:
             store.drop(version)
     return standing, fields
 
