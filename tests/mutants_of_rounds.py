@@ -59,8 +59,8 @@ ROUNDS = [
     ),
     *of(
         "fl_strategies/core/files.py",
-        "tests/test_state.py tests/test_checkpoints.py tests/test_checkpoint_folders.py"
-        " tests/test_resuming.py",
+        "tests/test_state.py tests/test_state_files.py tests/test_checkpoints.py"
+        " tests/test_checkpoint_folders.py",
         {
             'if metadata["sha256"] != _digest(arrays):': "if not metadata:",
             "            os.replace(temporary, path)\n    finally": (
@@ -71,9 +71,7 @@ ROUNDS = [
     ),
     *of(
         "fl_strategies/core/columns.py",
-        "tests/test_stacks.py tests/test_fedbc.py tests/test_fedbc_rounds.py tests/test_fedpd.py"
-        " tests/test_fedpd_rules.py"
-        " tests/test_fedpd_skipping.py",
+        "tests/test_stacks.py tests/test_fedbc.py tests/test_fedpd.py tests/test_fedpd_rules.py",
         {
             "total[..., None] if total.ndim": "total if total.ndim",
             "number.clip(min=low).clip(max=high)": "number.clip(min=low)",
@@ -167,8 +165,7 @@ ROUNDS = [
     # ---- clients: training, oracles, state -----------------------------------------------------
     *of(
         "clients/learning/solvers.py",
-        "tests/test_solvers.py tests/test_fedbcd.py tests/test_fedbcd_i.py"
-        " tests/test_fedbcd_settings.py",
+        "tests/test_solvers.py tests/test_fedbcd.py",
         {
             "along.add_(self.vector, alpha=self.decay)": "pass",
             "self.velocity.mul_(self.momentum).add_(along)": "self.velocity.add_(along)",
@@ -185,8 +182,8 @@ ROUNDS = [
     *of(
         "clients/learning/oracle.py",
         "tests/test_solvers.py tests/test_problem.py tests/test_fedpd.py"
-        " tests/test_fedpd_rules.py tests/test_fedpd_skipping.py tests/test_pfedme.py"
-        " tests/test_per_fedavg.py tests/test_ditto.py tests/test_local.py",
+        " tests/test_fedpd_rules.py tests/test_pfedme.py tests/test_per_fedavg.py"
+        " tests/test_ditto.py tests/test_weight_decay.py tests/test_ceilings.py",
         {
             "self._decayed(new) - before": "self._decayed(new) + before",
             "product + self.training.ridge * v if": "product if",
@@ -197,8 +194,8 @@ ROUNDS = [
     ),
     *of(
         "clients/base.py",
-        "tests/test_local.py tests/test_bridge.py tests/test_fedadmm.py tests/test_fedpd.py"
-        " tests/test_fedpd_rules.py tests/test_fedpd_skipping.py",
+        "tests/test_local.py tests/test_ceilings.py tests/test_bridge.py tests/test_fedadmm.py"
+        " tests/test_fedpd.py tests/test_fedpd_skipping.py tests/test_replies.py",
         {
             "if asked_for != self.algorithm:": "if False:",
             "len(self.rounds(config)) * self.most_steps(config)": "self.most_steps(config)",
@@ -210,8 +207,7 @@ ROUNDS = [
     ),
     *of(
         "clients/keeping.py",
-        "tests/test_state.py tests/test_fedadmm.py tests/test_checkpoints.py"
-        " tests/test_checkpoint_folders.py tests/test_resuming.py",
+        "tests/test_state.py tests/test_fedadmm.py tests/test_checkpoints.py",
         {
             'config.get("acked-round"))[1]': "None)[1]",
             "Kept(nonce=fresh_nonce())": 'Kept(nonce="0")',
@@ -221,7 +217,7 @@ ROUNDS = [
     ),
     *of(
         "clients/learning/parts.py",
-        "tests/test_parts.py tests/test_problem.py",
+        "tests/test_parts.py tests/test_problem.py tests/test_flat_model.py",
         {
             "t.requires_grad and n in shared": "n in shared",
             "n not in parameters and n in shared": "n not in parameters",
@@ -236,7 +232,7 @@ ROUNDS = [
     ),
     *of(
         "clients/learning/model.py",
-        "tests/test_parts.py tests/test_problem.py",
+        "tests/test_parts.py tests/test_problem.py tests/test_flat_model.py",
         {
             "(self._first if arrays is None else arrays)[name]": "self._first[name]",
             "if name in parts.travelling]": "]",
@@ -261,8 +257,8 @@ ROUNDS = [
     ),
     *of(
         "clients/node/state.py",
-        "tests/test_state.py tests/test_fedadmm.py tests/test_checkpoints.py"
-        " tests/test_checkpoint_folders.py tests/test_resuming.py",
+        "tests/test_state.py tests/test_state_files.py tests/test_fedadmm.py"
+        " tests/test_checkpoints.py tests/test_checkpoint_folders.py tests/test_resuming.py",
         {
             "if acked_round not in rounds:": "if not rounds:",
             "acked_round = rounds[-1]": "acked_round = rounds[0]",
@@ -275,7 +271,8 @@ ROUNDS = [
     ),
     *of(
         "clients/request.py",
-        "tests/test_strategy.py tests/test_local.py tests/test_laws.py tests/test_composition.py",
+        "tests/test_strategy.py tests/test_local.py tests/test_weight_decay.py"
+        " tests/test_ceilings.py tests/test_laws.py tests/test_composition.py",
         {
             "purpose, number, client)": "purpose, number)",
             "purpose, number,": "purpose, 0,",
@@ -284,7 +281,7 @@ ROUNDS = [
     ),
     *of(
         "clients/moon.py",
-        "tests/test_moon.py",
+        "tests/test_moon.py tests/test_moon_features.py",
         {
             "model.vector.copy_(state.w)": "pass",
             "buffer.copy_(piece.view_as(buffer))": "pass",

@@ -21,7 +21,7 @@ RULES = [
     ),
     *of(
         "fl_strategies/scaffold.py",
-        "tests/test_scaffold.py tests/test_laws.py -k scaffold",
+        "tests/test_scaffold.py tests/test_scaffold_clients.py tests/test_laws.py -k scaffold",
         {
             "Subproblem(slope=c - state.c)": "Subproblem(slope=state.c - c)",
             "slope=c - state.c)": "slope=c)",
@@ -58,8 +58,8 @@ RULES = [
     ),
     *of(
         "fl_strategies/fedadmm.py",
-        "tests/test_fedadmm.py tests/test_laws.py tests/test_membership.py"
-        " -k 'fedadmm or membership'",
+        "tests/test_fedadmm.py tests/test_laws.py tests/test_membership.py -k 'fedadmm or"
+        " membership'",
         {
             "(slope=y, pull=rho,": "(slope=-y, pull=rho,",
             "slope=y, pull=rho": "pull=rho",
@@ -181,7 +181,7 @@ RULES = [
     ),
     *of(
         "fl_strategies/moon.py",
-        "tests/test_moon.py tests/test_laws.py -k moon",
+        "tests/test_moon.py tests/test_moon_features.py tests/test_laws.py -k moon",
         {
             "unit(z_previous) - unit(z_global)": "unit(z_global) - unit(z_previous)",
             "unit(z_global)) / tau": "unit(z_global)) * tau",
@@ -272,7 +272,7 @@ RULES = [
     ),
     *of(
         "fl_strategies/delta_sgd.py",
-        "tests/test_delta_sgd.py",
+        "tests/test_delta_sgd.py tests/test_delta_sgd_solver.py",
         {
             "(1.0 + delta * theta) ** 0.5": "(1.0 + delta * theta)",
             "2.0 * changed *": "changed *",

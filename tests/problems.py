@@ -322,6 +322,24 @@ def bowl(L: Any) -> Callable[[torch.Tensor, int], torch.Tensor]:
     return lambda w, k: 0.5 * (curvature * (w - 1.5) ** 2).sum()
 
 
+def steps_of(
+    make: Callable[..., torch.optim.Optimizer],
+    loss: Callable[[torch.Tensor, int], torch.Tensor],
+    x: Any,
+    steps: int,
+    **options: Any,
+) -> tuple[list[np.ndarray], list[float]]:
+    """Return the points and step sizes of an optimizer, on one parameter [d]."""
+    w = nn.Parameter(torch.tensor(x))
+    optimizer = make([w], **options)
+    points, etas = [x], []
+    for k in range(steps):
+        optimizer.step(closure_of(optimizer, lambda k=k: loss(w, k)))
+        points.append(w.detach().numpy().copy())
+        etas.append(float(optimizer.param_groups[0]["eta"]))
+    return points, etas
+
+
 SLOPE = np.array([0.3, -0.8, 1.1, 0.2, -0.6])
 CENTRE = np.array([-1.0, 2.0, 1.5, -0.5, 0.7])
 """Of a subproblem [5] beside f."""

@@ -5,16 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
-import ssl
 import stat
-import subprocess
-import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cryptography import x509
+from deployed_apps import HELD, LATE, MORTAL, app_with
 from flwr.app import Message
 from problems import CLIENT_OF
 from processes import members, running_with
@@ -39,119 +35,6 @@ from simulations.lab.superlink import ROOT, running
 pytestmark = pytest.mark.xdist_group("engine")  # one at a time: each takes all cores
 
 KILLS = 20
-
-HELD = """
-import os
-import time
-from pathlib import Path
-
-from clients import client_app, client_id
-from simulations import experiment, worker
-
-
-def client_fn(context):
-    client, me = worker.client_fn(context), client_id(context)
-    (problem,), fit, gradient = client._args, client.fit, client._args[0].gradient
-
-    def one_batch(*batch):
-        gradient(*batch)
-        Path(context.run_config["output"], f"{me}.pid").write_text(str(os.getpid()))
-        time.sleep(600)
-
-    def held(parameters, config):
-        if config["server-round"] == 2 and me in (0, 1):
-            problem.gradient = one_batch
-        return fit(parameters, config)
-
-    client.fit = held
-    return client
-
-
-app = client_app(client_fn)
-"""
-"""This repository's ClientApp, but clients 0 and 1 stay in mid-training in round 2."""
-
-LATE = """
-import time
-from pathlib import Path
-
-from clients import client_app, client_id
-from simulations import experiment, worker
-
-
-def client_fn(context):
-    client = worker.client_fn(context)
-    fit = client.fit
-
-    def late(parameters, config):
-        while not Path(context.run_config["output"], "go").exists():
-            time.sleep(0.1)
-        return fit(parameters, config)
-
-    if client_id(context) == 3:
-        client.fit = late
-    return client
-
-
-app = client_app(client_fn)
-"""
-"""This repository's ClientApp, but client 3 does not begin to train before it is told to."""
-
-MORTAL = """
-import os
-import random
-import signal
-import threading
-from pathlib import Path
-
-from flwr.serverapp import ServerApp
-
-from simulations import experiment, worker
-from simulations.config import RunConfig
-
-app = ServerApp()
-
-
-@app.main()
-def main(grid, context):
-    config = RunConfig.parse(context.run_config)
-    lives = Path(config.output).with_name("lives")
-    life = len(list(lives.iterdir())) + 1
-    note, moments, fsync = lives / str(life), random.Random(life), os.fsync
-    note.touch()
-
-    def die():
-        note.write_text("killed")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def write(file):
-        nonlocal writes
-        writes -= 1
-        if writes == 0:
-            die()
-        fsync(file)
-
-    if life <= KILLS and life % 2:
-        timer = threading.Timer(moments.uniform(0.0, 12.0), die)
-        timer.daemon = True
-        timer.start()
-    elif life <= KILLS:
-        writes, os.fsync = moments.randrange(1, 9), write
-    experiment.run(config, grid)
-"""
-"""This repository's ServerApp, but each of its first lives is ended by SIGKILL: at a random moment,
-or, every other one, in the midst of writing a file."""
-
-
-def app_with(folder: Path, **modules: str) -> Path:
-    """Return a copy of this repository's Flower App with other modules in `simulations`."""
-    for name in ("fl_strategies", "clients", "simulations"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
-    for name, source in modules.items():
-        (folder / f"simulations/{name}.py").write_text(source)
-    return folder
 
 
 @pytest.fixture
@@ -424,72 +307,3 @@ def test_private_keys_are_for_their_owner_alone_and_the_certificate_is_for_the_l
     server.verify_directly_issued_by(authority)
     names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert [str(name) for name in names.get_values_for_type(x509.IPAddress)] == ["127.0.0.1"]
-
-
-def commands() -> dict[str, str]:
-    """The deployment page's shell commands, by their first words; those of openssl together."""
-    blocks = re.findall(
-        r"```\n(.*?)```", (ROOT / "simulations/DEPLOYMENT.md").read_text(), re.DOTALL
-    )
-    found: dict[str, str] = {}
-    for block in blocks:
-        program = block.split(" -")[0].strip()
-        found[program] = found.get(program, "") + block
-    return found
-
-
-@pytest.fixture
-def made(tmp_path: Path) -> Path:
-    """Return a folder with what the page's commands make."""
-    command = commands()["openssl req"]
-    subprocess.run(["bash", "-ec", command], cwd=tmp_path, check=True, capture_output=True)
-    return tmp_path
-
-
-def test_the_page_makes_every_file_that_its_commands_read(made: Path) -> None:
-    files = set(re.findall(r"[\w/-]+\.(?:pem|key|pub)", "".join(commands().values())))
-    assert {"ca.pem", "server.pem", "server.key", "node.pem", "node.key", "node-0.pub"} <= files
-    assert [file for file in files if not (made / Path(file).name).exists()] == []
-
-
-@pytest.mark.parametrize(("name", "host"), [("server", "server.example"), ("server", "127.0.0.1"),
-                                            ("node", "127.0.0.1")])  # fmt: skip
-def test_the_pages_certificates_are_trusted_for_the_addresses_they_are_used_at(
-    name: str, host: str, made: Path
-) -> None:
-    """By a TLS handshake with the page's own ca.pem."""
-    there = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    there.load_cert_chain(made / f"{name}.pem", made / f"{name}.key")
-    here = ssl.create_default_context(cafile=str(made / "ca.pem"))
-    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
-    server = there.wrap_bio(up, down, server_side=True)
-    client = here.wrap_bio(down, up, server_hostname=host)
-    for _ in range(2):
-        for side in (client, server):
-            with suppress(ssl.SSLWantReadError):
-                side.do_handshake()
-    assert client.getpeercert()  # of a peer that is trusted alone
-
-
-def test_the_pages_certificates_and_keys_are_made_as_shown(made: Path) -> None:
-    server = x509.load_pem_x509_certificate((made / "server.pem").read_bytes())
-    server.verify_directly_issued_by(x509.load_pem_x509_certificate((made / "ca.pem").read_bytes()))
-    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert names.get_values_for_type(x509.DNSName) == ["server.example"]
-    assert (made / "node-0.pub").read_text().startswith("ecdsa-sha2-nistp384 ")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "program",
-    ["flower-superlink", "flower-supernode", "flwr supernode register node-0.pub", "flwr run ."],
-)
-def test_the_pages_commands_have_only_options_that_flower_knows(program: str) -> None:
-    scripts = Path(sysconfig.get_path("scripts"))
-    words = [word for word in program.split() if word not in ("node-0.pub", ".")]
-    said = subprocess.run(
-        [scripts / words[0], *words[1:], "--help"], capture_output=True, text=True, check=True
-    ).stdout
-    shown = re.findall(r" (--[a-z-]+)", commands()[program])
-    assert shown or program.startswith("flwr supernode")
-    assert [option for option in shown if option not in said] == []

@@ -1,42 +1,26 @@
-"""How clients train: both sides check alike, nothing is ignored, and a request has a ceiling.
-
-Mutants tried by hand, each caught here: a schedule checked at its first round alone; a cache that
-takes 1.0 and True for 1; rates of one solver for all; a solver's options unchecked on the server;
-the ridge left out of the residual, of SCAFFOLD's (3), of the stationarity, of the fine-tuning step,
-or put in where the solver decouples it; each factor of the ceiling left out; the ceiling one lower.
-"""
+"""How clients train: both sides check alike, and nothing is ignored."""
 
 from __future__ import annotations
 
 import inspect
-import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Message
+from flwr.app import ConfigRecord
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
-from laws import TABLE, Row, every_algorithm
-from problems import DIM, Quadratic, grid, make_client_app, quadratics, to_record, to_vector
+from local_work import PD, START, TWO, fit, refused
+from problems import grid, quadratics, to_record, to_vector
+from trials import ROOT
 
-from clients import CLIENTS, SOLVERS, ContextStore, LocalTraining, solve
-from clients.base import MAX_STEPS
-from clients.node.in_process import InProcessGrid
+from clients import SOLVERS, LocalTraining
 from fl_strategies import STRATEGIES, FedAvg, FedBC, FedPD, FedProx, PerFedBC, fedpd
 from fl_strategies.core.local import TAKES, TORCH, torch_solver
-from fl_strategies.core.randomness import stream
-from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.server.options import Options
 from simulations.config import RunConfig
-from simulations.stationarity import stationarity
-
-ROOT = Path(__file__).parent.parent
-START = np.array([2.0, -1.0, 0.5, 3.0, -4.0])
-CONFIG = {"seed": 0, "server-round": 1, "acked-round": -1}
 
 # ---- both sides refuse alike --------------------------------------------------------------------
 
@@ -83,12 +67,6 @@ BAD: list[dict[str, Any]] = [
     {"solver": "RMSprop", "solver-params": "alpha"},
     {"solver-params": 2.0},
 ]
-
-
-def refused(make: Any) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
-        make()
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("settings", BAD, ids=str)
@@ -252,19 +230,6 @@ def test_a_rate_that_is_given_holds_for_every_solver() -> None:
 
 # ---- ignored settings are refused ---------------------------------------------------------------
 
-TWO = {"gamma": 2.0, "inner-steps": 3, "inner-batch": 2, "full-every": 5}
-PD = {"eta": 1.0, "x0-rule": "paper", "first-algorithm-round": 0, "algorithm-rounds": 1}
-
-
-def fit(algorithm: str, config: dict[str, Any], **options: Any) -> Any:
-    """One request to a client of the algorithm, past any strategy."""
-    (q,) = quadratics(1)
-    store = ContextStore(next(iter(grid([q]).contexts.values())))
-    options = {"training": LocalTraining(solver="gd"), **options}
-    client = CLIENTS[algorithm](q.problem(), client_id=0, store=store, **options)
-    start = [START[:4].reshape(2, 2), START[4:]]
-    return client.fit(start, {**CONFIG, **config})
-
 
 @pytest.mark.parametrize("name", TWO)
 def test_oracle_one_refuses_the_hyperparameters_of_oracle_two(name: str) -> None:
@@ -340,181 +305,3 @@ def test_a_clients_own_draws_do_not_disturb_algorithms_that_count_their_steps() 
         found, expected = (fit(algorithm, asked, training=own) for own in (drawing, plain))
         np.testing.assert_array_equal(to_vector(found[0]), to_vector(expected[0]))
         assert found[2]["steps"] == expected[2]["steps"]
-
-
-# ---- weight decay is a term of f_i --------------------------------------------------------------
-
-RIDGE = 0.3
-
-
-def ridged(q: Quadratic, w: np.ndarray) -> np.ndarray:
-    return q.gradient(w) + RIDGE * w
-
-
-@pytest.mark.parametrize("solver", ["gd", "sgd", "adam", "RMSprop"])
-def test_the_residual_is_that_of_f_with_its_weight_decay(solver: str) -> None:
-    q, slope, pull, centre = quadratics(4)[3], START / 3, 0.9, START[::-1].copy()
-    training = LocalTraining(
-        solver=solver, lr=0.01, epochs=3, batch_size=4, weight_decay=RIDGE, residual=0.0
-    )
-    bent = Subproblem(torch.tensor(slope), pull, torch.tensor(centre))
-    info = solve(q.problem(), torch.tensor(START), bent, training, stream(1, "local"))
-    found = info.w
-    w = found.numpy()
-    gradient = ridged(q, w) + slope + pull * (w - centre)
-    assert info.residual == pytest.approx(gradient @ gradient, rel=1e-9)
-
-
-def test_the_minimiser_of_f_and_its_weight_decay_has_no_residual_and_ends_the_training() -> None:
-    (q,) = quadratics(1)
-    rest = np.linalg.solve(q.A + RIDGE * np.eye(DIM), q.A @ q.b)
-    training = LocalTraining(solver="gd", epochs=9, weight_decay=RIDGE, residual=1e-20)
-    info = solve(q.problem(), torch.tensor(rest), Subproblem(), training, stream(1, "local"))
-    _ = info.w
-    assert info.epochs == 1
-    assert info.residual < 1e-20
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"solver": "AdamW"}, {"solver": "adam", "solver_params": "decoupled_weight_decay=true"}],
-    ids=str,
-)
-def test_a_decay_that_the_solver_decouples_is_no_term_of_f(settings: dict[str, Any]) -> None:
-    (q,) = quadratics(1)
-    training = LocalTraining(**settings, lr=0.01, weight_decay=RIDGE, residual=0.0)
-    info = solve(q.problem(), torch.tensor(START), Subproblem(), training, stream(1, "local"))
-    w = info.w
-    gradient = q.gradient(w.numpy())
-    assert info.residual == pytest.approx(gradient @ gradient, rel=1e-9)
-
-
-def test_the_stationarity_of_a_run_is_that_of_f_with_its_weight_decay() -> None:
-    problems = quadratics(3)
-    gradient = np.mean([ridged(q, START) for q in problems], axis=0)
-    found = stationarity([q.problem() for q in problems], torch.tensor(START), ridge=RIDGE)
-    assert found.gradient == pytest.approx(gradient @ gradient, rel=1e-12)
-
-
-def test_scaffolds_gradient_of_f_has_its_weight_decay() -> None:
-    """After (3) of option I, c_i+ - c_i is grad f_i at the model received, c_i being 0."""
-    (q,) = quadratics(1)
-    store = ContextStore(next(iter(grid([q]).contexts.values())))
-    own = LocalTraining(solver="gd", weight_decay=RIDGE)
-    client = CLIENTS["scaffold"](q.problem(), client_id=0, store=store, training=own)
-    start = [START[:4].reshape(2, 2), START[4:], np.zeros((2, 2)), np.zeros(1)]
-    arrays, _, _ = client.fit(start, {**CONFIG, "option": "I"})
-    np.testing.assert_allclose(to_vector(arrays[2:]), ridged(q, START), rtol=1e-12)
-
-
-def test_the_fine_tuning_step_goes_along_the_gradient_of_f_with_its_weight_decay() -> None:
-    (q,) = quadratics(1)
-    own = LocalTraining(solver="gd", lr=0.2, weight_decay=RIDGE, fine_tune="train")
-    problem = q.problem()
-    client = CLIENTS["fedavg"](problem, client_id=0, test=problem, training=own)
-    _, _, metrics = client.evaluate([START[:4].reshape(2, 2), START[4:]], CONFIG)
-    expected = q.value(START - 0.2 * ridged(q, START))
-    assert metrics["tuned-loss"] == pytest.approx(expected, rel=1e-12)
-
-
-# ---- the ceiling --------------------------------------------------------------------------------
-
-
-def asked_of(row: Row, **options: Any) -> tuple[dict[str, Any], list[Message]]:
-    """The metrics of a first round with these strategy and client options, and its messages."""
-    clients = {name: options.pop(name) for name in ("max_steps",) if name in options}
-    seen: list[Message] = []
-
-    def note(_: Message, reply: Message) -> Message:
-        if reply.metadata.message_type == "train":
-            seen.append(reply)
-        return reply
-
-    def limited(*args: Any, **given: Any) -> Any:
-        return CLIENTS[row.name](*args, **given, **clients)
-
-    (q, *_) = quadratics(1)
-    app = make_client_app([q], client=limited, store=ContextStore)
-    strategy = row.strategy(**options)
-    strategy.start(InProcessGrid(app, 1, fault=note), to_record(START), 1)
-    return dict(strategy.result.train_metrics_clientapp.get(1, {})), seen
-
-
-SETTINGS = {"solver": "sgd", "lr": 0.01, "epochs": 3, "batch-size": 2}
-
-
-@every_algorithm
-def test_a_client_takes_requests_up_to_its_ceiling_and_refuses_the_next(row: Row) -> None:
-    """Whatever multiplies the steps is in the estimate: it bounds what is then reported."""
-    metrics, (reply,) = asked_of(row, local=SETTINGS)
-    assert not reply.has_error()
-    _, (reply,) = asked_of(row, local=SETTINGS, max_steps=1)
-    if row.name == "fedsgd":
-        assert not reply.has_error()
-        return
-    reason = reply.error.reason
-    found = re.search(r"asks for up to ([\d,]+) local steps, and client 0 takes at most 1 ", reason)
-    assert found, reason
-    most = int(found[1].replace(",", ""))
-    assert metrics["steps"] <= most
-    _, (reply,) = asked_of(row, local=SETTINGS, max_steps=most)
-    assert not reply.has_error()
-    _, (reply,) = asked_of(row, local=SETTINGS, max_steps=most - 1)
-    assert f"takes at most {most - 1:,} (its max_steps)" in reply.error.reason
-
-
-ABSURD: list[tuple[str, dict[str, Any]]] = [
-    ("fedavg", {"steps": 10**12}),
-    ("fedavg", {"epochs": 10**12}),
-    ("fedavg", {"epochs": 10**12, "random-epochs": True}),
-    ("fedavg", {"solver": "lbfgs", "solver-params": "max_iter=1000000000000"}),
-    ("fedavg", {"solver": "lbfgs", "solver-params": "max_iter=1e999"}),
-    ("per-fedavg", {"steps": 10**12}),
-    ("per-fedbc", {"inner-steps": 10**12}),
-    ("pfedme", {"inner-steps": 10**12}),
-    ("pfedme", {"inner-steps": 2 * 10**3, "epochs": 2 * 10**3}),
-    ("fedbcd-i", {"offline-rounds": 10**12}),
-    ("fedpd", {"algorithm-rounds": 10**12}),
-    ("fedpd", {"algorithm-rounds": 2 * 10**3, "epochs": 2 * 10**3}),
-    ("fedpd", TWO | {"oracle": "II", "inner-steps": 10**12}),
-    ("fedpd", TWO | {"oracle": "II", "inner-batch": 10**12}),
-]
-
-
-@pytest.mark.parametrize(("algorithm", "changes"), ABSURD, ids=str)
-def test_an_absurd_request_is_refused_before_any_work(
-    algorithm: str, changes: dict[str, Any]
-) -> None:
-    row = next(row for row in TABLE if row.name == algorithm)
-    strategy = row.strategy(local={"solver": "gd"} if algorithm == "pfedme" else {})
-    asked = strategy.request(1, 0) | changes
-    words = refused(lambda: fit(algorithm, asked))
-    assert f"client 0 takes at most {MAX_STEPS:,} (its max_steps)" in words
-    assert "the request asks for up to" in words
-
-
-@pytest.mark.parametrize("name", ["algorithm-rounds", "inner-steps", "full-every"])
-@pytest.mark.parametrize("value", [0, -3, 1.5, True, "4", 10**40])
-def test_a_count_in_a_request_is_a_whole_number_above_zero(name: str, value: Any) -> None:
-    words = refused(lambda: fit("fedpd", PD | {"oracle": "II"} | TWO | {name: value}))
-    assert words.startswith(f"{name} must be an integer >= 1 and <= ")
-
-
-@pytest.mark.parametrize("value", [0, -1, 2.5, True])
-def test_a_ceiling_is_a_whole_number_above_zero(value: Any) -> None:
-    assert "max_steps must be an integer >= 1" in refused(
-        lambda: fit("fedavg", {}, max_steps=value)
-    )
-
-
-def test_a_runs_ceiling_reaches_its_clients(tmp_path: Path) -> None:
-    from simulations.worker import client_fn, fresh_model
-
-    run = {"algorithm": "fedavg", "clients": 4, "max-steps": 77, "output": str(tmp_path)}
-    config = RunConfig.parse(run).to_run_config()
-    context = next(iter(InProcessGrid(make_client_app([]), 1, run_config=config).contexts.values()))
-    client = client_fn(context)
-    model = [array.numpy() for array in fresh_model(RunConfig.parse(run)).state_dict().values()]
-    assert "client 0 takes at most 77 (its max_steps)" in refused(
-        lambda: client.fit(model, {"algorithm": "fedavg", "steps": 78})
-    )

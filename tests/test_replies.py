@@ -180,7 +180,7 @@ def test_a_layout_that_cannot_be_read_is_one_reply_left_out(
     assert "its layout cannot be read" in line
 
 
-# ---- giving up ----------------------------------------------------------------------------------
+# ---- what is told -------------------------------------------------------------------------------
 
 
 def test_what_was_wrong_with_a_first_answer_is_told_and_not_that_there_was_a_second() -> None:

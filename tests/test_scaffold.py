@@ -1,4 +1,4 @@
-"""SCAFFOLD: the matrix recursion, its invariant, lost replies, and vectors beside the model."""
+"""SCAFFOLD: the matrix recursion, and c as the mean of the clients' c."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from laws import RATE, START, STEPS, local, quiet, train
 from problems import (
     DIM,
     NODES,
-    Formula,
-    Linear,
     Quadratic,
     forget,
     grid,
-    half_mean_square,
     kept,
     make_client_app,
     optimum,
@@ -27,21 +24,10 @@ from problems import (
     to_record,
     to_vector,
 )
-from torch import Tensor
-from torch.nn.functional import cross_entropy
 
-from clients import (
-    AnyAlgorithmClient,
-    ContextStore,
-    FlatModel,
-    LocalTraining,
-    Problem,
-    SCAFFOLDClient,
-)
 from clients.node.in_process import InProcessGrid
-from fl_strategies import SCAFFOLD, FedAvg, scaffold
+from fl_strategies import SCAFFOLD, FedAvg
 from fl_strategies.core.schedules import at
-from simulations import models
 
 one = partial(quiet, SCAFFOLD)
 
@@ -229,7 +215,6 @@ def test_a_second_start_goes_on_where_the_first_ended() -> None:
 
 # ---- what a reply that is not used must not do --------------------------------------------------
 
-
 BAD = {
     "nan": (np.array([np.nan]), "array 'control/tail' is not finite"),
     "shape": (np.zeros(2), "array 'control/tail' has shape"),
@@ -278,164 +263,3 @@ def test_c_stands_in_a_round_that_is_void_by_overflow(caplog: pytest.LogCaptureF
     assert "round 3 is void: the aggregated model is not finite" in caplog.text
     np.testing.assert_array_equal(found, train(other, grid(quadratics(3)), 2))
     np.testing.assert_array_equal(control(first), control(other))
-
-
-# ---- the client by itself -----------------------------------------------------------------------
-
-
-class Recording(Problem):
-    """Remembers the gradient of each step that training took."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.seen: list[Tensor] = []
-
-    def gradient(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        found = super().gradient(inputs, targets)
-        self.seen.append(self.model.gradient.clone())
-        return found
-
-    def full_gradient(self) -> Tensor:
-        loss = super().full_gradient()
-        self.seen.pop()
-        return loss
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"batch-size": 3, "epochs": 2},
-        {"batch-size": 3, "epochs": 6, "random-epochs": True},
-        {"batch-size": 2, "steps": 9, "random-steps": True},
-        {"solver": "gd", "epochs": 5, "residual": 1e9},
-    ],
-    ids=["a last batch of one", "random epochs", "random steps", "stopped early"],
-)
-def test_a_clients_c_is_the_mean_of_the_gradients_of_the_steps_it_took(
-    settings: dict[str, Any],
-) -> None:
-    """7 examples; also through the plain NumPyClient, given what the last request acknowledges."""
-    (q,) = quadratics(1)
-    problem = Recording(FlatModel(Linear()), half_mean_square, torch.tensor(q.X), torch.tensor(q.y))
-    context = next(iter(grid([q]).contexts.values()))
-    client = AnyAlgorithmClient(problem, client_id=0, store=ContextStore(context))
-    rng = np.random.default_rng(1)
-    own = np.zeros(DIM)
-    for number in (1, 2, 3):
-        theta, c = rng.normal(size=DIM), rng.normal(size=DIM)
-        parameters = [a for v in (theta, c) for a in (v[:4].reshape(2, 2), v[4:])]
-        problem.seen.clear()
-        config = {"algorithm": "scaffold", "option": "II", "lr": 0.05, "seed": 3, **settings}
-        config |= {"server-round": number, "acked-round": number - 1 if number > 1 else -1}
-        arrays, examples, metrics = client.fit(parameters, config)
-        assert (examples, metrics["steps"]) == (7, len(problem.seen))
-        expected = np.mean([g.numpy() for g in problem.seen], axis=0)
-        np.testing.assert_allclose(own + to_vector(arrays[2:]), expected, rtol=1e-9)
-        walked = -0.05 * len(problem.seen) * (expected - own + c)
-        np.testing.assert_allclose(to_vector(arrays[:2]), walked, rtol=1e-9)
-        own = expected
-    if "residual" in settings:
-        assert metrics["steps"] == 1
-
-
-def test_control_variates_lie_over_the_trainable_arrays_by_name() -> None:
-    """One step: c_i+ is the gradient g and w - theta = -lr (g + c), array by array, also of filters
-    that the client keeps channels-last; there is none for a running statistic."""
-    rng = np.random.default_rng(5)
-    model = FlatModel(models.build("cnn-bn", (2, 4, 4), 3, seed=0), dtype=torch.float64)
-    x, y = torch.tensor(rng.normal(size=(6, 2, 4, 4))), torch.tensor(rng.integers(0, 3, 6))
-    context = next(iter(grid(quadratics(1)).contexts.values()))
-    client = SCAFFOLDClient(
-        Problem(model, cross_entropy, x, y),
-        client_id=0,
-        store=ContextStore(context),
-        training=LocalTraining(solver="gd", lr=0.1),
-    )
-    trained = model.layout.trainable
-    c = [rng.normal(size=model.layout.shapes[name]) for name in trained]
-    arrays, _, _ = client.fit([*model.arrays(model.vector), *c], {"option": "II"})
-    assert len(arrays) == len(model.names) + len(trained) > 2 * len(trained)
-    moved = dict(zip(model.names, arrays, strict=False))
-    for name, v, g in zip(trained, c, arrays[len(model.names) :], strict=True):
-        assert v.shape == g.shape
-        np.testing.assert_allclose(moved[name], -0.1 * (g + v), rtol=1e-9, atol=1e-12)
-
-
-def test_arrays_without_a_control_variate_are_refused_with_the_numbers() -> None:
-    (q,) = quadratics(1)
-    client = SCAFFOLDClient(q.problem(), client_id=0)
-    with pytest.raises(ValueError, match="scaffold takes 4 arrays for the model, control; 2 were"):
-        client.fit([START[:4].reshape(2, 2), START[4:]], {"option": "II"})
-
-
-def test_bytes_of_both_vectors_are_counted_both_ways() -> None:
-    seen: dict[str, int] = {"down": 0, "up": 0}
-
-    def listen(request: Message, reply: Message) -> Message:
-        if request.metadata.message_type == "train":
-            for way, message in (("down", request), ("up", reply)):
-                arrays = message.content["arrays"]
-                assert list(arrays) == ["head", "tail", "control/head", "control/tail"]
-                seen[way] += sum(len(array.data) for array in arrays.values())
-        return reply
-
-    result = one().start(grid(quadratics(3), fault=listen), to_record(START), 1)
-    metrics = result.train_metrics_clientapp[1]
-    assert (metrics["bytes-down"], metrics["bytes-up"]) == (seen["down"], seen["up"])
-
-
-# ---- what is refused ----------------------------------------------------------------------------
-
-
-NOT_PLAIN = {
-    "momentum": 0.9,
-    "solver": "adam",
-    "extrapolation": 0.5,
-    "box": 1.0,
-    "solver-params": "dampening=0.5",
-}
-
-
-@pytest.mark.parametrize("name", NOT_PLAIN)
-def test_option_two_refuses_what_is_no_plain_gradient_step(name: str) -> None:
-    message = f'{name} must be one of .*got .*: SCAFFOLD with option="II" needs plain'
-    with pytest.raises(ValueError, match=message):
-        one(local=local() | {name: NOT_PLAIN[name]})
-    assert one(option="I", local=local() | {name: NOT_PLAIN[name]}).option == "I"
-    (q,) = quadratics(1)
-    mine = {name.replace("-", "_"): NOT_PLAIN[name]}
-    context = next(iter(grid([q]).contexts.values()))
-    client = SCAFFOLDClient(
-        q.problem(),
-        client_id=0,
-        store=ContextStore(context),
-        training=LocalTraining(**mine),
-    )
-    arrays = [START[:4].reshape(2, 2), START[4:]] * 2
-    with pytest.raises(ValueError, match=message):
-        client.fit(arrays, {"option": "II"})
-
-
-def test_momentum_would_make_c_too_large() -> None:
-    """Why it is refused: 10 steps of a constant gradient g with momentum 0.9 walk 5.9 g per lr."""
-    g, w, v = np.ones(DIM), np.zeros(DIM), np.zeros(DIM)
-    for _ in range(10):
-        v = 0.9 * v + g
-        w = w - 0.1 * v
-    state = scaffold.first_state(np.zeros(DIM))
-    walked = Formula(minimiser=lambda start, sub: w, steps=10)
-    new = scaffold.client_rule(state, 0.0 * w, 0.0 * w, walked, rate=0.1).state
-    assert (new.c > 4.0 * g).all()
-
-
-@pytest.mark.parametrize(
-    ("knobs", "message"),
-    [
-        ({"eta_g": 0.0}, r"eta_g must be > 0, got 0.0"),
-        ({"eta_g": {0: 1.0, 5: -1.0}}, r"eta_g must be > 0, got -1.0"),
-        ({"option": "III"}, r"option must be one of \['I', 'II'\], got 'III'"),
-    ],
-)
-def test_bad_knobs_are_refused_with_bound_and_value(knobs: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SCAFFOLD(**knobs)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from problems import DIM, Quadratic, quadratics
+from problems import CENTRE, DIM, SLOPE, Quadratic, quadratics
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -20,8 +20,6 @@ from fl_strategies.core.subproblem import Subproblem
 QUADRATIC = quadratics(4)[3]
 """13 examples: mini-batches of 4 leave one of a single example."""
 START = np.array([2.0, -1.0, 0.5, 3.0, -4.0])
-SLOPE = np.array([0.3, -0.8, 1.1, 0.2, -0.6])
-CENTRE = np.array([-1.0, 2.0, 1.5, -0.5, 0.7])
 PULL = 0.9
 
 

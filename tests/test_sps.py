@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from problems import (
     optimum,
     quadratics,
     shared_minimiser,
+    steps_of,
 )
 from torch import nn
 
@@ -62,15 +64,7 @@ def by_hand(f: Softplus, lr: float, steps: int, **options: Any) -> tuple[list[An
     return points, etas
 
 
-def optimized(loss: Any, x: Any, steps: int, **options: Any) -> tuple[list[Any], list[float]]:
-    w = nn.Parameter(torch.tensor(x))
-    optimizer = SPS([w], **options)
-    points, etas = [x], []
-    for k in range(steps):
-        optimizer.step(closure_of(optimizer, lambda k=k: loss(w, k)))
-        points.append(w.detach().numpy().copy())
-        etas.append(float(optimizer.param_groups[0]["eta"]))
-    return points, etas
+optimized = partial(steps_of, SPS)
 
 
 # ---- optimizer, rule and paper --------------------------------------------------------------

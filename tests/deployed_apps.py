@@ -1,0 +1,121 @@
+"""This repository's Flower App with other clients or another server, to be deployed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from simulations.lab.superlink import ROOT
+
+HELD = """
+import os
+import time
+from pathlib import Path
+
+from clients import client_app, client_id
+from simulations import experiment, worker
+
+
+def client_fn(context):
+    client, me = worker.client_fn(context), client_id(context)
+    (problem,), fit, gradient = client._args, client.fit, client._args[0].gradient
+
+    def one_batch(*batch):
+        gradient(*batch)
+        Path(context.run_config["output"], f"{me}.pid").write_text(str(os.getpid()))
+        time.sleep(600)
+
+    def held(parameters, config):
+        if config["server-round"] == 2 and me in (0, 1):
+            problem.gradient = one_batch
+        return fit(parameters, config)
+
+    client.fit = held
+    return client
+
+
+app = client_app(client_fn)
+"""
+"""This repository's ClientApp, but clients 0 and 1 stay in mid-training in round 2."""
+
+LATE = """
+import time
+from pathlib import Path
+
+from clients import client_app, client_id
+from simulations import experiment, worker
+
+
+def client_fn(context):
+    client = worker.client_fn(context)
+    fit = client.fit
+
+    def late(parameters, config):
+        while not Path(context.run_config["output"], "go").exists():
+            time.sleep(0.1)
+        return fit(parameters, config)
+
+    if client_id(context) == 3:
+        client.fit = late
+    return client
+
+
+app = client_app(client_fn)
+"""
+"""This repository's ClientApp, but client 3 does not begin to train before it is told to."""
+
+MORTAL = """
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+
+from flwr.serverapp import ServerApp
+
+from simulations import experiment, worker
+from simulations.config import RunConfig
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid, context):
+    config = RunConfig.parse(context.run_config)
+    lives = Path(config.output).with_name("lives")
+    life = len(list(lives.iterdir())) + 1
+    note, moments, fsync = lives / str(life), random.Random(life), os.fsync
+    note.touch()
+
+    def die():
+        note.write_text("killed")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def write(file):
+        nonlocal writes
+        writes -= 1
+        if writes == 0:
+            die()
+        fsync(file)
+
+    if life <= KILLS and life % 2:
+        timer = threading.Timer(moments.uniform(0.0, 12.0), die)
+        timer.daemon = True
+        timer.start()
+    elif life <= KILLS:
+        writes, os.fsync = moments.randrange(1, 9), write
+    experiment.run(config, grid)
+"""
+"""This repository's ServerApp, but each of its first lives is ended by SIGKILL: at a random moment,
+or, every other one, in the midst of writing a file."""
+
+
+def app_with(folder: Path, **modules: str) -> Path:
+    """Return a copy of this repository's Flower App with other modules in `simulations`."""
+    for name in ("fl_strategies", "clients", "simulations"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    for name, source in modules.items():
+        (folder / f"simulations/{name}.py").write_text(source)
+    return folder

@@ -1,0 +1,170 @@
+"""A run's folders: whose they are, and clients' states beyond memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from small_runs import small
+
+from clients import StateError
+from clients.node.in_process import InProcessGrid
+from fl_strategies import RoundInfo
+from simulations.config import RunConfig
+from simulations.experiment import run, run_in_process
+from simulations.figures import read_history
+from simulations.lab.compare import main
+from simulations.worker import app
+
+
+def refused(error: type[Exception], said: str, config: RunConfig) -> None:
+    with pytest.raises(error, match=said):
+        run_in_process(config)
+
+
+def test_a_results_folder_is_one_runs_at_a_time(tmp_path: Path) -> None:
+    """A second one is refused before it writes anything, and the first goes on to its end."""
+    config = small(tmp_path, algorithm="fedavg")
+    said = r"run is in use by run fedavg-[0-9a-f]{16} \(process \d+\): wait until"
+
+    def second(info: RoundInfo) -> None:
+        before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+        refused(ValueError, said, config)
+        refused(ValueError, said, small(tmp_path, algorithm="fedprox"))
+        assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+    run_in_process(config, [second])
+    assert len(read_history(tmp_path / "run/history.jsonl")) == 3
+    assert run_in_process(config).finished
+
+
+def test_a_state_directory_is_one_runs(tmp_path: Path) -> None:
+    """Also when that is over; another directory, or an emptied one, does for the next."""
+    first = small(tmp_path, **{"state-dir": str(tmp_path / "state")})
+    summary = run_in_process(first)
+    second = replace(first, output=str(tmp_path / "second"))
+    run_id = json.loads((tmp_path / "run/run.lock").read_text())["run"]
+    said = f"fedadmm holds the state of run '{run_id}': choose another state-dir, or delete"
+    refused(StateError, said, second)
+    refused(StateError, said, first)
+    assert not (tmp_path / "second/history.jsonl").exists()
+    shutil.rmtree(tmp_path / "state/fedadmm")
+    assert run_in_process(second).model_sha256 == summary.model_sha256
+
+
+def test_a_comparison_replaces_the_states_of_its_own_cells_and_no_others(tmp_path: Path) -> None:
+    command = ["--algorithms", "fedadmm", "--clients", "20", "--rounds", "2", "--fraction", "0.25"]
+    states = ["--state-dir", str(tmp_path / "state")]
+    main([*command, *states, "--output", str(tmp_path / "one")])
+    (tmp_path / "one/fedadmm/summary.json").unlink()  # as if it had been killed
+    main([*command, *states, "--output", str(tmp_path / "one")])
+    before = sorted((tmp_path / "state").rglob("*"))
+    with pytest.raises(SystemExit):
+        main([*command, *states, "--output", str(tmp_path / "other")])
+    assert sorted((tmp_path / "state").rglob("*")) == before
+
+
+def test_a_run_whose_rounds_were_all_void_fails_and_is_not_finished(tmp_path: Path) -> None:
+    def lost(request: Message, reply: Message) -> Message | None:
+        return None if request.metadata.message_type == "train" else reply
+
+    config = small(tmp_path, **{"lost-rounds": 0})
+    federation = InProcessGrid(app, 20, run_config=config.to_run_config(), fault=lost)
+    with pytest.raises(RuntimeError, match=r"every round was void \(3 of 3\): the model is still"):
+        run(config, federation)
+    assert not json.loads((tmp_path / "run/summary.json").read_text())["finished"]
+    assert len(read_history(tmp_path / "run/history.jsonl")) == 3
+
+
+@pytest.mark.parametrize("stored", [None, "", "[]", '{"params": 3}'])
+def test_a_run_without_legible_settings_is_not_resumed(stored: str | None, tmp_path: Path) -> None:
+    config = small(tmp_path, algorithm="fedavg", **{"checkpoint-every": 1, "resume": True})
+    run_in_process(config)
+    settings = tmp_path / "run/config.json"
+    settings.unlink() if stored is None else settings.write_text(stored)
+    refused(ValueError, r"config\.json, by which the run is resumed, is damaged", config)
+
+
+def test_one_state_directory_serves_several_algorithms(tmp_path: Path) -> None:
+    state = {"state-dir": str(tmp_path / "state")}
+    for algorithm in ("fedadmm", "fedavg"):
+        run_in_process(small(tmp_path, algorithm=algorithm, **state))
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["fedadmm"]
+
+
+@pytest.mark.parametrize("megabytes", [0, 1, 1000])
+def test_states_beyond_a_size_go_to_a_file_without_a_name_and_the_model_is_the_same_to_the_bit(
+    megabytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """120 states of 10 to 20 kB: above 1 MB, far below 1000."""
+    keys = {"clients": 120, "rounds": 3, "fraction": 0.5, "model": "mlp", "steps": 1}
+    expected = run_in_process(small(tmp_path, **keys)).model_sha256
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    seen: list[list[Path]] = []
+    caplog.clear()
+    config = small(tmp_path, **keys, **{"state-memory": megabytes})
+    summary = run_in_process(config, [lambda info: seen.append(list(temporary.iterdir()))])
+    assert summary.model_sha256 == expected
+    assert seen == [[], [], []]  # so that nothing is left even where the process is killed
+    said = [r.getMessage() for r in caplog.records if "temporary file" in r.getMessage()]
+    assert len(said) == (megabytes < 1000)
+    assert all(f"{megabytes} MB" in line and str(temporary) in line for line in said)
+
+
+@pytest.mark.parametrize("limit", [0, 150, 10**9])
+def test_never_are_more_states_in_memory_than_the_limit_and_none_is_lost(limit: int) -> None:
+    """States that grow, shrink and end, of arrays, numbers and words."""
+    app, sizes = ClientApp(), [0, 3, 5, 1, 0, 7, 2]
+    expected: dict[int, RecordDict] = {}
+
+    @app.train()
+    def train(message: Message, context: Any) -> Message:
+        node, turn = context.node_id, context.state.metric_records.get("turn", {"n": 0})["n"]
+        assert context.state == expected.get(node, RecordDict())
+        array = Array(np.arange(sizes[turn], dtype=np.float64) + turn)
+        expected[node] = RecordDict(
+            {
+                "array": ArrayRecord({"w": array}),
+                "turn": MetricRecord({"n": turn + 1}),
+                "word": ConfigRecord({"said": f"{node} in {turn}"}),
+            }
+        )
+        context.state = RecordDict(dict(expected[node]))
+        return Message(RecordDict(), reply_to=message)
+
+    federation = InProcessGrid(app, 5, state_memory=limit)
+    for _ in sizes:
+        requests = [Message(RecordDict(), node, "train") for node in federation.get_node_ids()]
+        assert not any(reply.has_error() for reply in federation.send_and_receive(requests))
+        held = [context.state.array_records for context in federation.contexts.values()]
+        arrays = [
+            array for records in held for record in records.values() for array in record.values()
+        ]
+        assert sum(len(array.data) for array in arrays) <= limit
+
+
+def test_where_a_disk_is_full_the_error_names_it_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_room(data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    file = SimpleNamespace(seek=int, write=no_room, flush=int, close=list)
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **options: file)
+    federation = InProcessGrid(ClientApp(), 1, state_memory=0)
+    (context,) = federation.contexts.values()
+    context.state["array"] = ArrayRecord({"w": Array(np.ones(3))})
+    request = Message(RecordDict(), context.node_id, "train")
+    with pytest.raises(OSError, match=r"states do not fit into .* \(TMPDIR names another .* space"):
+        federation.push_messages([request])
