@@ -205,7 +205,8 @@ def client_fn(context: Context) -> AnyAlgorithmClient:
     compute_repeatably(config.torch_device)
     train, held_out = parts(config)[me]
     states = worker_states(config, context)
-    store = DirectoryStore(states, me) if states else ContextStore(context)
+    durable = bool(config.state_dir)  # else the folder goes with its run
+    store = DirectoryStore(states, me, durable=durable) if states else ContextStore(context)
     test = problem(config, "train", held_out) if len(held_out) else None
     found = dataset(config)
     if config.partition == "natural" and config.local_test == 0.0 and found.test_owner is not None:

@@ -64,8 +64,8 @@ def test_fedadmm_deployed_gives_the_in_process_model_to_the_bit(
     assert len(one.split()[-1]) == 64
     assert verdict.startswith("equal to the bit")
     assert results == f"results: {tmp_path}"
-    states = (tmp_path / "deployment/state/fedadmm").glob("*.safetensors")
-    assert {path.name.partition(".")[0] for path in states} == {"0", "1"}
+    states = (tmp_path / "deployment/state/fedadmm").glob("*/*.safetensors")
+    assert {path.parent.name for path in states} == {"0", "1"}
 
 
 @pytest.mark.slow

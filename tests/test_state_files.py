@@ -19,7 +19,7 @@ from fl_strategies.core.files import save_arrays
 
 
 def the_file(directory: Path, server_round: int = 5) -> Path:
-    return directory / f"{CLIENT}.{server_round}.safetensors"
+    return directory / str(CLIENT) / f"{server_round}.safetensors"
 
 
 def test_clients_share_a_directory_without_seeing_each_other(tmp_path: Path) -> None:
@@ -40,9 +40,10 @@ def test_state_files_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
         DirectoryStore(tmp_path / "states", CLIENT).save(OWNER, 5, version(5))
     finally:
         os.umask(before)
-    assert stat.S_IMODE((tmp_path / "states").stat().st_mode) == 0o700
-    files = list((tmp_path / "states").iterdir())
-    assert {path.name for path in files} == {"owner.json", "3.5.safetensors"}
+    states = tmp_path / "states"
+    folders, files = [states, states / "3"], [states / "owner.json", the_file(states)]
+    assert {*states.rglob("*")} == {*files, states / "3"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o700}
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
 
 
@@ -52,7 +53,7 @@ def test_a_truncated_file_is_recognised(tmp_path: Path) -> None:
     whole = the_file(tmp_path).read_bytes()
     for length in (0, 4, 8, 20, len(whole) // 2, len(whole) - 1):
         the_file(tmp_path).write_bytes(whole[:length])
-        with pytest.raises(StateError, match=r"3\.5\.safetensors is damaged"):
+        with pytest.raises(StateError, match=r"3/5\.safetensors is damaged"):
             settle(store, OWNER, 5)
 
 
@@ -117,7 +118,7 @@ def test_a_directory_can_be_checked_beforehand(tmp_path: Path) -> None:
 
 def test_a_file_of_another_client_is_refused(tmp_path: Path) -> None:
     DirectoryStore(tmp_path, CLIENT).save(OWNER, 5, version(5))
-    the_file(tmp_path).rename(tmp_path / "4.5.safetensors")
+    (tmp_path / "3").rename(tmp_path / "4")
     with pytest.raises(StateError, match="holds the state of client 3, not of client 4"):
         settle(DirectoryStore(tmp_path, 4), OWNER, 5)
 
@@ -143,15 +144,16 @@ def test_of_two_runs_that_begin_at_once_one_is_first(
     with pytest.raises(StateError, match="run 'one', not of 'other'"):
         stores[1].save(other, 5, version(2))
     assert_version(stores[0].load(one, 5), 1)
-    assert {path.name for path in tmp_path.iterdir()} == {"owner.json", the_file(tmp_path).name}
+    found = {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert found == {tmp_path / "owner.json", the_file(tmp_path)}
 
 
 def test_what_is_no_file_or_has_another_spelling_is_no_version(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path, CLIENT)
     store.save(OWNER, 5, version(5))
-    (tmp_path / "3.7.safetensors").mkdir()
-    for name in ("3.007.safetensors", "3.\u0663.safetensors", "3.5 (copy).safetensors"):
-        (tmp_path / name).write_bytes(the_file(tmp_path).read_bytes())
+    (tmp_path / "3/7.safetensors").mkdir()
+    for name in ("007.safetensors", "\u0663.safetensors", "5 (copy).safetensors"):
+        (tmp_path / "3" / name).write_bytes(the_file(tmp_path).read_bytes())
     assert store.rounds(OWNER) == [5]
     assert settle(store, OWNER, -1) == (-1, None)
 
@@ -174,16 +176,16 @@ def test_a_made_up_header_or_text_is_a_damaged_state(tmp_path: Path) -> None:
     store.save(OWNER, 5, version(5))
     for header in [json.dumps(header).encode() for header in HEADERS] + [b"[" * 10_000, b"", b"{}"]:
         the_file(tmp_path).write_bytes(struct.pack("<Q", len(header)) + header + bytes(64))
-        with pytest.raises(DamagedState, match=r"3\.5\.safetensors is damaged: "):
+        with pytest.raises(DamagedState, match=r"3/5\.safetensors is damaged: "):
             store.load(OWNER, 5)
     for text in TEXTS:
         save_arrays(the_file(tmp_path), version(5), text)
-        with pytest.raises(DamagedState, match=r"3\.5\.safetensors is damaged: "):
+        with pytest.raises(DamagedState, match=r"3/5\.safetensors is damaged: "):
             store.load(OWNER, 5)
 
 
 def test_what_cannot_be_read_is_a_damaged_state(tmp_path: Path) -> None:
-    with pytest.raises(DamagedState, match=r"3\.5\.safetensors cannot be read: No such file"):
+    with pytest.raises(DamagedState, match=r"3/5\.safetensors cannot be read: No such file"):
         DirectoryStore(tmp_path, CLIENT).load(OWNER, 5)
 
 

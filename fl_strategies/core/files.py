@@ -30,17 +30,21 @@ class DamagedFile(ValueError):
     """A file that is not what was written: cut off, changed since, or not to be read."""
 
 
-def write_atomically(path: Path, content: bytes, *, new: bool = False) -> None:
+def write_atomically(
+    path: Path, content: bytes, *, new: bool = False, durable: bool = True
+) -> None:
     """Write ``content`` to ``path`` through a temporary name beside it, fsynced, then renamed.
 
-    With ``new`` a file that is there stays as it is: of many writers, one is first.
+    With ``new`` a file that is there stays as it is: of many writers, one is first. Without
+    ``durable`` it is not fsynced: it outlives the process, and not the machine.
     """
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         if new:
             _link(temporary, path)
         else:
@@ -60,15 +64,15 @@ def _link(temporary: str, path: Path) -> None:
             os.replace(temporary, path)
 
 
-def save_arrays(path: Path, arrays: Arrays, about: str) -> None:
+def save_arrays(path: Path, arrays: Arrays, about: str, *, durable: bool = True) -> None:
     """Write named arrays and a text about them as a safetensors file with a checksum.
 
-    No array may be called ``about``.
+    No array may be called ``about``; ``durable`` is as :func:`write_atomically` has it.
     """
     assert ABOUT not in arrays
     arrays = {name: np.asarray(value, order="C") for name, value in arrays.items()}
     arrays[ABOUT] = np.frombuffer(about.encode(), np.uint8)
-    write_atomically(path, save(arrays, metadata={"sha256": _digest(arrays)}))
+    write_atomically(path, save(arrays, metadata={"sha256": _digest(arrays)}), durable=durable)
 
 
 def load_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], str]:

@@ -55,7 +55,9 @@ class Clients:
     def client_fn(self, context: Context) -> AnyAlgorithmClient:
         """Return a client."""
         me = client_id(context)
-        store = DirectoryStore(self.states, me) if self.states else ContextStore(context)
+        store = (
+            DirectoryStore(self.states, me, durable=False) if self.states else ContextStore(context)
+        )
         problem = Problem(self.model, cross_entropy, *self.data(me))
         return AnyAlgorithmClient(problem, client_id=me, store=store)
 
