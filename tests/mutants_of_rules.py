@@ -58,8 +58,8 @@ RULES = [
     ),
     *of(
         "fl_strategies/fedadmm.py",
-        "tests/test_fedadmm.py tests/test_laws.py tests/test_membership.py -k 'fedadmm or"
-        " membership'",
+        "tests/test_fedadmm.py tests/test_laws.py tests/test_membership.py"
+        " tests/test_leaving.py -k 'fedadmm or membership or leaving'",
         {
             "(slope=y, pull=rho,": "(slope=-y, pull=rho,",
             "slope=y, pull=rho": "pull=rho",

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from clients import FlatModel, keeping
 from clients.learning.problem import Problem
-from clients.learning.replay import Generators, kept_generators, seed_generators
 from fl_strategies import STRATEGIES
 from simulations import experiment, results, worker
 from simulations.config import RunConfig
@@ -244,30 +243,6 @@ def test_launches_are_operators_and_syncs_are_copies_and_reads() -> None:
         assert (gpu.reads, gpu.to_host, gpu.to_device) == (2, 0, 1)
 
 
-# ---- generators -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
-def test_masks_of_any_device_are_drawn_again_from_its_own_generator(kind: str) -> None:
-    with EmulatedGPU(kind):
-        x = torch.ones(64, device=kind)
-        seed_generators(3, x.device)
-        generators = Generators.of([x])
-        first, host = torch.bernoulli(x / 2), torch.rand(8)
-        assert not torch.equal(torch.bernoulli(x / 2).cpu(), first.cpu())
-        generators.restore()
-        assert torch.equal(torch.bernoulli(x / 2).cpu(), first.cpu())
-        assert torch.equal(torch.rand(8), host)
-        with kept_generators([x]):
-            after = torch.bernoulli(x / 2).cpu()
-        assert torch.equal(torch.bernoulli(x / 2).cpu(), after)
-
-
-def test_a_device_without_generator_is_computed_on() -> None:
-    with kept_generators([torch.ones(2, device="meta")]):
-        assert torch.rand(2, device="meta").shape == (2,)
-
-
 # ---- devices of server and clients --------------------------------------------------------------
 
 
@@ -379,47 +354,3 @@ def test_what_a_seed_fixes_is_computed_by_deterministic_algorithms_on_a_gpu(
         seen.clear()
         run("fedavg", tmp_path)
         assert set(seen) == {before}
-
-
-@pytest.mark.parametrize("operators", ["conv", "rnn"])
-def test_second_derivatives_leave_cudnns_flags_as_the_user_set_them(operators: str) -> None:
-    """``torch.backends.cudnn.flags`` cannot read them once ``fp32_precision`` was set."""
-    cudnn = torch.backends.cudnn
-    module = torch.nn.Sequential(
-        torch.nn.LSTM(3, 4, batch_first=True), Last(), torch.nn.Linear(4, 2)
-    )
-    problem = Problem(
-        FlatModel(module),
-        torch.nn.functional.cross_entropy,
-        torch.randn(5, 6, 3),
-        torch.tensor([0, 1, 0, 1, 1]),
-    )
-    problem.model.module.train()
-    v = torch.ones_like(problem.model.vector)
-    plain = problem.hessian_product(problem.inputs, problem.targets, v)
-    before = getattr(cudnn, operators).fp32_precision, cudnn.deterministic, cudnn.enabled
-    try:
-        getattr(cudnn, operators).fp32_precision = "ieee"
-        cudnn.deterministic = True
-        forward, enabled = Problem.forward, []
-
-        def noted(self: Problem, x: Tensor, y: Tensor) -> Any:
-            enabled.append((cudnn.enabled, cudnn.deterministic))
-            return forward(self, x, y)
-
-        with mock.patch.object(Problem, "forward", noted):
-            product = problem.hessian_product(problem.inputs, problem.targets, v)
-        assert enabled == [(False, True)]
-        after = getattr(cudnn, operators).fp32_precision, cudnn.deterministic, cudnn.enabled
-        assert after == ("ieee", True, before[2])
-    finally:
-        getattr(cudnn, operators).fp32_precision, cudnn.deterministic, cudnn.enabled = before
-    assert torch.equal(product, plain)
-
-
-class Last(torch.nn.Module):
-    """The last of a recurrent layer's outputs."""
-
-    def forward(self, outputs: Any) -> Tensor:
-        last: Tensor = outputs[0][:, -1]
-        return last

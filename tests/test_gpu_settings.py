@@ -1,4 +1,4 @@
-"""How GPUs are shared out, what touches them, machines, and models in bfloat16."""
+"""How GPUs are shared out, what touches them, machines, bfloat16, generators and flags."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ import torch
 from emulated_gpu import EmulatedGPU, on_a_client
 from flwr.app import ArrayRecord
 from laws import TABLE, Row
-from torch import nn
+from torch import Tensor, nn
 
 from clients import CLIENTS, AnyAlgorithmClient, ContextStore, FlatModel, Problem, client_app
 from clients import client_id as id_of
 from clients.keeping import to_fields
+from clients.learning.replay import Generators, kept_generators, seed_generators
 from clients.node.in_process import InProcessGrid
 from simulations import experiment, population, worker
 from simulations.config import RunConfig
@@ -229,3 +230,74 @@ def test_every_algorithm_trains_a_bfloat16_model_beside_float32_ones(row: Row) -
     losses = [m["eval-loss"] for m in result.evaluate_metrics_clientapp.values()]
     assert losses[-1] < losses[0]
     assert {n: a.numpy().dtype for n, a in result.arrays.items()} == model.layout.dtypes
+
+
+# ---- generators -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
+def test_masks_of_any_device_are_drawn_again_from_its_own_generator(kind: str) -> None:
+    with EmulatedGPU(kind):
+        x = torch.ones(64, device=kind)
+        seed_generators(3, x.device)
+        generators = Generators.of([x])
+        first, host = torch.bernoulli(x / 2), torch.rand(8)
+        assert not torch.equal(torch.bernoulli(x / 2).cpu(), first.cpu())
+        generators.restore()
+        assert torch.equal(torch.bernoulli(x / 2).cpu(), first.cpu())
+        assert torch.equal(torch.rand(8), host)
+        with kept_generators([x]):
+            after = torch.bernoulli(x / 2).cpu()
+        assert torch.equal(torch.bernoulli(x / 2).cpu(), after)
+
+
+def test_a_device_without_generator_is_computed_on() -> None:
+    with kept_generators([torch.ones(2, device="meta")]):
+        assert torch.rand(2, device="meta").shape == (2,)
+
+
+# ---- flags ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operators", ["conv", "rnn"])
+def test_second_derivatives_leave_cudnns_flags_as_the_user_set_them(operators: str) -> None:
+    """``torch.backends.cudnn.flags`` cannot read them once ``fp32_precision`` was set."""
+    cudnn = torch.backends.cudnn
+    module = torch.nn.Sequential(
+        torch.nn.LSTM(3, 4, batch_first=True), Last(), torch.nn.Linear(4, 2)
+    )
+    problem = Problem(
+        FlatModel(module),
+        torch.nn.functional.cross_entropy,
+        torch.randn(5, 6, 3),
+        torch.tensor([0, 1, 0, 1, 1]),
+    )
+    problem.model.module.train()
+    v = torch.ones_like(problem.model.vector)
+    plain = problem.hessian_product(problem.inputs, problem.targets, v)
+    before = getattr(cudnn, operators).fp32_precision, cudnn.deterministic, cudnn.enabled
+    try:
+        getattr(cudnn, operators).fp32_precision = "ieee"
+        cudnn.deterministic = True
+        forward, enabled = Problem.forward, []
+
+        def noted(self: Problem, x: Tensor, y: Tensor) -> Any:
+            enabled.append((cudnn.enabled, cudnn.deterministic))
+            return forward(self, x, y)
+
+        with mock.patch.object(Problem, "forward", noted):
+            product = problem.hessian_product(problem.inputs, problem.targets, v)
+        assert enabled == [(False, True)]
+        after = getattr(cudnn, operators).fp32_precision, cudnn.deterministic, cudnn.enabled
+        assert after == ("ieee", True, before[2])
+    finally:
+        getattr(cudnn, operators).fp32_precision, cudnn.deterministic, cudnn.enabled = before
+    assert torch.equal(product, plain)
+
+
+class Last(torch.nn.Module):
+    """The last of a recurrent layer's outputs."""
+
+    def forward(self, outputs: Any) -> Tensor:
+        last: Tensor = outputs[0][:, -1]
+        return last
