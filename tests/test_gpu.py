@@ -47,10 +47,20 @@ OWN_STEPS: dict[str, Any] = {
     "steps": 0,
 }
 """The defaults: settings that an algorithm with steps of its own has no use for."""
+ANY_SOLVER = [
+    name for name in STRATEGIES
+    if name not in ("fedsgd", "scaffold", "fednova", "per-fedavg", "per-fedbc")
+]  # fmt: skip
+"""Algorithms that are not defined by plain gradient steps."""
+SOLVERS = ("adam", "adagrad", "delta-sgd", "sps", "RMSprop")
 ROWS: list[tuple[str, dict[str, Any]]] = [
     *((algorithm, {}) for algorithm in STRATEGIES),  # with dropout
     *((algorithm, {"model": "cnn-bn"}) for algorithm in STRATEGIES),  # with running statistics
-    *(("fedavg", {"solver": name}) for name in ("adam", "delta-sgd", "sps", "RMSprop")),
+    *(  # each algorithm with two solvers, each solver with both models
+        (algorithm, {"solver": SOLVERS[(number + turn) % 5]} | model)
+        for number, algorithm in enumerate(ANY_SOLVER)
+        for turn, model in ((0, {}), (2, {"model": "cnn-bn"}))
+    ),
     ("fedavg", {"solver": "lbfgs", "steps": 0}),
     ("fedpd", {"params": "oracle=II inner_steps=3 inner_batch=4 full_every=1"} | OWN_STEPS),
     ("per-fedavg", {"params": "meta_gradient=first-order"}),
@@ -59,6 +69,7 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("fedadmm", {"gradient-norm": "true", "penalty": 0.1, "residual": 0.0, "momentum": 0.9}),
     ("fedavg", {"autocast": "bfloat16"}),
     ("fedavg", {"dtype": "bfloat16"}),
+    ("fedadmm", {"model": "mlp", "cohort": "2"}),
 ]
 
 
@@ -167,7 +178,9 @@ FAULTS: dict[str, tuple[str, dict[str, Any], Callable[[], AbstractContextManager
     "an upload is read where it lies": (
         "fedavg",
         {"rounds": 3},  # after as many without a usable reply the run ends with the cause
-        lambda: mock.patch("clients.learning.model.to_numpy", lambda tensor: tensor.numpy()),
+        lambda: mock.patch(
+            "clients.learning.model.to_host", lambda found: [t.numpy() for t in found]
+        ),
     ),
     "masks are drawn on the CPU": (
         "fedavg",

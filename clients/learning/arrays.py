@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,39 @@ def numpy_type(dtype: torch.dtype) -> np.dtype[Any]:
     return to_numpy(torch.empty(0, dtype=dtype)).dtype
 
 
-def copy_into(tensor: Tensor, array: npt.NDArray[Any]) -> None:
-    """Write ``array``, which may be read-only, into ``tensor``."""
-    if tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16:
-        np.copyto(tensor.numpy(), array, casting="unsafe")
-    else:  # torch wants writable memory, which bytes from the wire are not
-        tensor.copy_(torch.from_numpy(array if array.flags.writeable else array.copy()))
+def to_host(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
+    """Return copies of ``tensors`` as :func:`to_numpy`, by one copy from the device per type."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [to_numpy(tensor).copy() for tensor in tensors]
+    found: dict[int, npt.NDArray[Any]] = {}
+    for places in _by_type(tensors):
+        flat = to_numpy(torch.cat([tensors[place].detach().reshape(-1) for place in places]))
+        ends = np.cumsum([tensors[place].numel() for place in places])
+        for place, piece in zip(places, np.split(flat, ends[:-1]), strict=True):
+            found[place] = piece.reshape(tuple(tensors[place].shape))
+    return [found[place] for place in range(len(tensors))]
+
+
+def copy_into(tensors: Sequence[Tensor], arrays: Sequence[npt.NDArray[Any]]) -> None:
+    """Write ``arrays``, which may be read-only, into ``tensors``, by one copy to the device per
+    type."""
+    for places in _by_type(tensors):
+        into = [tensors[place] for place in places]
+        given = [arrays[place] for place in places]
+        first = into[0]
+        if first.device.type == "cpu" and first.dtype != torch.bfloat16:
+            for tensor, array in zip(into, given, strict=True):
+                np.copyto(tensor.numpy(), array, casting="unsafe")
+            continue
+        flat = torch.from_numpy(np.concatenate([np.ravel(array) for array in given])).to(first)
+        pieces = torch.split(flat, [tensor.numel() for tensor in into])
+        views = [piece.view(t.shape) for piece, t in zip(pieces, into, strict=True)]
+        torch._foreach_copy_(into, views)
+
+
+def _by_type(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Return the places of tensors of one type each."""
+    places: dict[torch.dtype, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault(tensor.dtype, []).append(place)
+    return [*places.values()]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from clients.learning.arrays import copy_into, numpy_type, to_numpy
+from clients.learning.arrays import copy_into, numpy_type, to_host, to_numpy
 from clients.learning.parts import Patterns, digests, split
 from fl_strategies.core.layout import Layout
 
@@ -177,18 +177,18 @@ class FlatModel:
                     f"arrays {first!r} and {other!r} are one tied parameter of the client's model,"
                     " and two that differ were received"
                 )
-        for name, array in received.items():
-            copy_into(self._tensors[name], array)
+        copy_into([self._tensors[name] for name in received], [*received.values()])
         return self.vector.clone()
 
     def load_kept(self, arrays: Mapping[str, npt.NDArray[Any]] | None) -> None:
         """Put a client's own arrays into the model; None for those that the module came with."""
-        for name in self.kept:
-            copy_into(self._all[name], (self._first if arrays is None else arrays)[name])
+        given = self._first if arrays is None else arrays
+        copy_into([self._all[name] for name in self.kept], [given[name] for name in self.kept])
 
     def kept_arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return copies of the client's own arrays, by name."""
-        return {name: to_numpy(self._all[name]).copy() for name in self.kept}
+        found = to_host([self._all[name] for name in self.kept])
+        return dict(zip(self.kept, found, strict=True))
 
     def load_all(
         self, arrays: Sequence[npt.NDArray[Any]], beside: Sequence[str], algorithm: str
@@ -219,16 +219,18 @@ class FlatModel:
 
     def all_arrays(self, vector: Tensor, beside: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
         """Return the model's arrays, as :meth:`arrays`, and those of the vectors ``beside`` it."""
-        arrays = self.arrays(vector)
-        for each in beside:
-            arrays += [to_numpy(view).copy() for view in self.views(each)]
-        return arrays
+        return to_host(
+            [*self._travelling(vector), *itertools.chain.from_iterable(map(self.views, beside))]
+        )
 
     def arrays(self, vector: Tensor) -> list[npt.NDArray[Any]]:
         """Return the model's arrays with the trainable ones out of ``vector`` [d], as copies."""
+        return to_host(self._travelling(vector))
+
+    def _travelling(self, vector: Tensor) -> list[Tensor]:
         views = dict(zip(self.layout.trainable, self.views(vector), strict=True))
         views |= {copy: views[first] for copy, first in self.layout.copies.items()}
-        return [to_numpy(views.get(name, self._tensors[name])).copy() for name in self.names]
+        return [views.get(name, self._tensors[name]) for name in self.names]
 
     def with_features(
         self, forward: Callable[[Tensor, Tensor], T], x: Tensor, y: Tensor
