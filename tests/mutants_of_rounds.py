@@ -234,7 +234,7 @@ ROUNDS = [
         "clients/learning/model.py",
         "tests/test_parts.py tests/test_problem.py tests/test_flat_model.py",
         {
-            "(self._first if arrays is None else arrays)[name]": "self._first[name]",
+            "given = self._first if arrays is None else arrays": "given = self._first",
             "if name in parts.travelling]": "]",
             "return hashlib.sha256(text.encode()).hexdigest()[:16] if own else": "return",
             "self._shared + [p for": "[p for",

@@ -1,0 +1,78 @@
+"""Mutants of what trains clients at once. See mutants.py."""
+
+from trials import of
+
+SOLVERS = "tests/test_cohort.py -x -k 'every_solver or pfedme_measures'"
+ALGORITHMS = "tests/test_cohort.py -x -k 'every_algorithm_on or variants or penalty or chunk'"
+PATH = "tests/test_cohort.py -x -k 'not every_algorithm and not every_solver'"
+
+COHORTS = [
+    *of(
+        "clients/learning/stacked.py",
+        SOLVERS,
+        {
+            "along.add_(w, alpha=training.weight_decay)": "pass",
+            "[:k].mul_(training.momentum)": "[:k]",
+            "along.add_(velocity, alpha=training.momentum) if": "along if",
+            "g += self.part(self.slope, k)": "pass",
+            "(w - self.part(self.centre, k))": "w",
+            "g_before, _ = closure(x_before)": "pass",
+            "np.minimum(1.0, size / sizes)": "np.minimum(1.0, sizes / size)",
+            "self.w[k:] = done": "pass",
+            "before[:k] = here": "pass",
+            "self.residual[who] <= self.training.residual": "self.residual[who] < 0.0",
+            "g = g + self.training.ridge * at": "pass",
+            "self._work.states[number][epochs - 1]": "self._work.states[number][-1]",
+            "(at >= (epochs - 1) * per_epoch)": "(at >= 0)",
+        },
+    ),
+    *of(
+        "clients/learning/plans.py",
+        SOLVERS,
+        {
+            "limits.append(limit or count * batches)": "limits.append(count * batches)",
+            "epoch * per_epoch[owner], lengths)": "epoch, lengths)",
+            "return [np.arange(samples)] * epochs": "return [rng.permutation(samples)] * epochs",
+        },
+    ),
+    *of(
+        "clients/learning/stack.py",
+        ALGORITHMS,
+        {
+            "share * self.gradient(w, piece)[0]": "self.gradient(w, piece)[0]",
+            "(right & (batches.weights > 0.0)[..., None])": "right[..., None]",
+            "gradient += torch.autograd.grad(values.sum(), at)[0]": "pass",
+            "np.clip(sizes - start, 0, stop - start)": "np.clip(sizes, 0, stop - start)",
+            "samples + self._starts[who][:, None]": "samples",
+        },
+    ),
+    *of(
+        "clients/learning/cohort.py",
+        ALGORITHMS,
+        {
+            "vector=after.vector - before.vector": "vector=after.vector",
+            "np.divmod(used + len(turns), per_epoch)": "np.divmod(used, per_epoch)",
+            "training = on_all(self.training, int(counts.max()))": "training = self.training",
+        },
+    ),
+    *of(
+        "clients/cohort.py",
+        PATH,
+        {
+            "member[0].check(member[1])": "pass",
+            "order = order[alone:]": "pass",
+            "min(most, memory // _bytes(problem, size))": "most",
+            "if CLIENTS.get(client.algorithm) is not type(client):": "if False:",
+            "if not client.stacks:": "if False:",
+        },
+    ),
+    *of(
+        "clients/learning/choice.py",
+        PATH,
+        {
+            'row["d"] >= d)': 'row["d"] <= d)',
+            "costs[: measured[0]] = costs[measured[0]]": "pass",
+            "best, found = work.sum() / GAIN, clients": "best, found = work.sum() * 99, clients",
+        },
+    ),
+]
