@@ -2,7 +2,7 @@
 
 Mutants tried by hand, each caught by a test here: a notebook with an output, an execution count,
 metadata, a cell without id; one that warns, raises, draws nothing, writes a file, reads one beside
-itself; a strategy in another than the last; one that the README does not name; a dead link.
+itself; a strategy in another than the one about that; one that the README lacks; a dead link.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_a_notebook_is_committed_without_outputs(path: Path) -> None:
         assert (cell.outputs, cell.execution_count, cell.metadata) == ([], None, {}), cell.id
 
 
-def test_only_the_last_notebook_defines_an_algorithm() -> None:
+def test_one_notebook_alone_defines_an_algorithm() -> None:
     source = {path.stem: "\n".join(cell.source for cell in code(path)) for path in NOTEBOOKS}
     defining = [n for n, text in source.items() if re.search(r"^class \w+\(Federated", text, re.M)]
     assert defining == ["8-your-algorithm"]
