@@ -183,7 +183,8 @@ ROUNDS = [
         "clients/learning/oracle.py",
         "tests/test_solvers.py tests/test_problem.py tests/test_fedpd.py"
         " tests/test_fedpd_rules.py tests/test_pfedme.py tests/test_per_fedavg.py"
-        " tests/test_ditto.py tests/test_weight_decay.py tests/test_ceilings.py",
+        " tests/test_ditto.py tests/test_weight_decay.py tests/test_ceilings.py"
+        " tests/test_local.py",
         {
             "self._decayed(new) - before": "self._decayed(new) + before",
             "product + self.training.ridge * v if": "product if",
