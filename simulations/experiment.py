@@ -161,6 +161,7 @@ def _run(
         ],
         checkpoints=checkpoints,
         shared_population=shared,
+        **({"node_wait": config.timeout} if shared else {}),  # hosts make all clients' data first
     )
     if config.resume and before.rpartition("-")[0] == config.algorithm:
         strategy.run.id = before

@@ -58,7 +58,8 @@ def synthetic(
     u_i (1 + sum_j x_j) to all ten scores, so only beta makes devices more or less alike.
 
     ``sizes``: ``"power-law"``, the paper's word without numbers: 50 rows, and a share of 200 rows
-    per device proportional to 1.1^-i; ``"lognormal"``, the authors' code: 50 + lognormal(4, 2).
+    per device proportional to 1.1^-i; ``"lognormal"``, the authors' code: 50 + lognormal(4, 2);
+    ``"uniform"``: 20 to 60, for many devices.
 
     References: Bedi et al., "FedBC: Calibrating Global and Local Models via Federated Learning
     Beyond Consensus", appendix E.1; Li et al., "FedProx", MLSys 2020.
@@ -68,26 +69,27 @@ def synthetic(
     if clients < 1:
         raise ValueError(f"clients must be >= 1, got {clients}")
     if sizes == "power-law":
-        extra = power_law(200 * clients, clients, 1.1)
+        counts = 50 + power_law(200 * clients, clients, 1.1)
     elif sizes == "lognormal":
         extra = stream(seed, "synthetic-sizes").lognormal(4, 2, clients).astype(np.int64)
+        counts = 50 + extra
+    elif sizes == "uniform":
+        counts = stream(seed, "synthetic-sizes").integers(20, 60, clients, endpoint=True)
     else:
-        raise ValueError(f"unknown sizes {sizes!r}, known are power-law, lognormal")
+        raise ValueError(f"unknown sizes {sizes!r}, known are power-law, lognormal, uniform")
     train, test = [], []
-    for i, n in enumerate((50 + extra).tolist()):
+    for i, n in enumerate(counts.tolist()):
         rng = stream(seed, "synthetic", i)
         u, centre = rng.normal(0, alpha), rng.normal(0, beta)
         w, b = rng.normal(u, 1, (60, 10)), rng.normal(u, 1, 10)
         x = rng.normal(centre, 1, 60) + rng.normal(size=(n, 60)) * np.arange(1, 61) ** -0.6
         y, owner = np.argmax(x @ w + b, axis=1), np.full(n, i)
-        cut = round(0.8 * n)
+        x, cut = x.astype(dtype), round(0.8 * n)
         train.append((x[:cut], y[:cut], owner[:cut]))
         test.append((x[cut:], y[cut:], owner[cut:]))
     x, y, owner = map(np.concatenate, zip(*train, strict=True))
     test_x, test_y, test_owner = map(np.concatenate, zip(*test, strict=True))
-    return Dataset(
-        "synthetic", x.astype(dtype), y, test_x.astype(dtype), test_y, 10, owner, test_owner
-    )
+    return Dataset("synthetic", x, y, test_x, test_y, 10, owner, test_owner)
 
 
 def two_classes(

@@ -142,7 +142,7 @@ def shared_population(config: RunConfig, grid: Grid) -> int:
         count = len(nodes)
         if is_simulated(grid):
             what = "nodes"
-            if 0 < count < config.clients and _offers_any(nodes[0], grid):
+            if 0 < count < config.clients and _offers_any(nodes[0], grid, config.timeout):
                 return config.clients
         elif count < config.clients:
             count = len(directory.connected(grid))
@@ -159,9 +159,10 @@ def shared_population(config: RunConfig, grid: Grid) -> int:
     return 0
 
 
-def _offers_any(node: int, grid: Grid) -> bool:
+def _offers_any(node: int, grid: Grid, timeout: float) -> bool:
+    """Return whether a simulated node is a host, which may have to make its data first."""
     query = Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY)
-    replies = grid.send_and_receive([query], timeout=NODES_SECONDS)
+    replies = grid.send_and_receive([query], timeout=timeout)
     return any(
         "any-of" in reply.content.config_records.get("client", {})
         for reply in replies

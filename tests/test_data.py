@@ -264,6 +264,15 @@ def test_the_seed_decides_the_synthetic_data_and_the_type_only_rounds_them() -> 
     assert np.array_equal(generated.synthetic(seed=1).x, first.x)
 
 
+def test_devices_of_uniform_sizes_have_20_to_60_samples() -> None:
+    found = generated.synthetic(clients=200, sizes="uniform", seed=1)
+    assert found.owner is not None
+    assert found.test_owner is not None
+    sizes = np.bincount(found.owner) + np.bincount(found.test_owner)
+    assert (sizes.min(), sizes.max()) == (20, 60)
+    assert abs(sizes.mean() - 40) < 3 * 12 / np.sqrt(200)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from simulations import partitions
 from simulations.partitions import describe, draw, partition, power_law, train_test
 
 # Crooked on purpose: unequal classes, in no order, sizes that nothing divides.
@@ -227,6 +228,16 @@ def test_imbalanced_groups_are_those_of_fedadmm(samples: int, mean: int, stdev: 
     assert np.array_equal(sizes[198:], [50 * shard, 50 * shard])
     assert np.all(describe(parts, labels) % shard == 0)  # each shard is of one class
     assert same(parts, partition("imbalanced", labels, 200, seed=4))
+
+
+def test_natural_clients_are_those_of_flower_datasets() -> None:
+    from flwr_datasets.partitioner import NaturalIdPartitioner
+
+    owner = np.random.default_rng(0).permutation(np.arange(200) % 13 * 7 + 3)
+    labels = np.arange(200)
+    expected = partitions._apply(NaturalIdPartitioner("label"), owner, 13, labels)
+    found = partition("natural", labels, 13, seed=1, owner=owner)
+    assert [rows.tolist() for rows in found] == [np.sort(rows).tolist() for rows in expected]
 
 
 def test_natural_clients_hold_their_own_rows() -> None:
