@@ -85,8 +85,8 @@ def run(
     Raises ``ValueError`` for a folder that another run is writing to, ``StateError`` for a state
     directory that holds another run's states, and ``RuntimeError`` when all rounds were void.
     """
-    shared = shared_population(config, grid)
     model, folder = prepare(config)
+    shared = shared_population(config, grid)
     lock = FolderLock(folder)
     before = lock.take()
     try:
