@@ -238,7 +238,7 @@ ROUNDS = [
             "given = self._first if arrays is None else arrays": "given = self._first",
             "if name in parts.travelling]": "]",
             "return hashlib.sha256(text.encode()).hexdigest()[:16] if own else": "return",
-            "self._shared + [p for": "[p for",
+            "self.shared + [p for": "[p for",
         },
     ),
     *of(

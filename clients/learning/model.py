@@ -61,6 +61,8 @@ class FlatModel:
         Those of them that are not trained: running statistics and counters.
     kept : tuple of str
         The arrays, trained or not, that do not travel and are each client's own.
+    shared : list of torch.nn.Parameter
+        The trained parameters that travel, as they lie in ``vector``.
     layout : fl_strategies.core.layout.Layout
         Names, shapes and types of the arrays that travel, as they do, which names are one tied
         parameter, and digests of the frozen arrays.
@@ -101,11 +103,11 @@ class FlatModel:
                 raise ValueError(f"parameter {name!r} has type {parameter.dtype}, not a float")
         if len(types := {str(parameter.dtype) for parameter in trained.values()}) > 1:
             raise ValueError(f"parameters have types {sorted(types)}: choose one by `dtype`")
-        self._shared = [p for name, p in trained.items() if name in parts.shared]
-        self._parameters = self._shared + [p for n, p in trained.items() if n in parts.local]
+        self.shared = [p for name, p in trained.items() if name in parts.shared]
+        self._parameters = self.shared + [p for n, p in trained.items() if n in parts.local]
         self.trained = torch.cat([p.detach().reshape(-1) for p in self._parameters])
         self.trained_gradient = torch.zeros_like(self.trained)
-        d = sum(parameter.numel() for parameter in self._shared)
+        d = sum(parameter.numel() for parameter in self.shared)
         self.vector, self.gradient = self.trained[:d], self.trained_gradient[:d]
         self._slopes = self.views(self.trained_gradient)
         for parameter, view in zip(self._parameters, self.views(self.trained), strict=True):
@@ -124,7 +126,7 @@ class FlatModel:
             frozenset(self.buffers),
             tuple(
                 group
-                for parameter in self._shared
+                for parameter in self.shared
                 if len(group := tuple(n for n, t in tensors.items() if t is parameter)) > 1
             ),
             digests(self._all, parts.frozen),
@@ -261,11 +263,11 @@ class FlatModel:
 
     def hessian_product(self, value: Tensor, v: Tensor) -> Tensor:
         """Return ``v`` [d] times the second derivative of ``value``, a scalar that has a graph."""
-        slopes = torch.autograd.grad(value, self._shared, create_graph=True, materialize_grads=True)
+        slopes = torch.autograd.grad(value, self.shared, create_graph=True, materialize_grads=True)
         along = torch.stack(
             [(slope * u).sum() for slope, u in zip(slopes, self.views(v), strict=True)]
         ).sum()
-        pieces = torch.autograd.grad(along, self._shared, materialize_grads=True)
+        pieces = torch.autograd.grad(along, self.shared, materialize_grads=True)
         product = torch.zeros_like(self.vector)
         for view, piece in zip(self.views(product), pieces, strict=True):
             view.copy_(piece)
@@ -299,7 +301,7 @@ class FlatModel:
         Filters lie channels-last in them.
         """
         whole, lead = vectors.shape[-1] != len(self.vector), vectors.shape[:-1]
-        of = self._parameters if whole else self._shared
+        of = self._parameters if whole else self.shared
         views = []
         pieces = torch.split(vectors, [parameter.numel() for parameter in of], -1)
         for piece, parameter in zip(pieces, of, strict=True):

@@ -21,6 +21,7 @@ from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
+from clients.learning.layers import chain
 from clients.learning.model import FlatModel
 from clients.learning.objective import CHUNK, Loss, Objective, called
 from clients.learning.problem import Problem, gathered
@@ -106,11 +107,14 @@ class Stack:
 
     # ---- the functions ------------------------------------------------------------------------
 
-    def gradient(self, w: Tensor, batches: Batches) -> tuple[Tensor, Found]:
-        """Return the gradients [k, d] at ``w`` [k, d] on the mini-batches, and what was found."""
+    def gradient(self, w: Tensor, batches: Batches, *, judged: bool = True) -> tuple[Tensor, Found]:
+        """Return the gradients [k, d] at ``w`` [k, d] on the mini-batches, and what was found.
+
+        Right answers are counted if ``judged``.
+        """
         leaves = [piece.detach().requires_grad_() for piece in self.model.views(w)]
         with torch.enable_grad():
-            losses, right = self._forward(leaves, batches)
+            losses, right = self._forward(leaves, batches, judged and self.classifies)
             slopes = torch.autograd.grad(losses.sum(), leaves, materialize_grads=True)
         gradient, losses = self.model.stacked(slopes), losses.detach()
         if self._penalty is not None:
@@ -159,13 +163,15 @@ class Stack:
             parts.append(precise(vmap(self._penalty)(w)[:, None]))
         return sum(parts[1:], parts[0])
 
-    def _forward(self, leaves: Sequence[Tensor], batches: Batches) -> tuple[Tensor, Tensor | None]:
+    def _forward(
+        self, leaves: Sequence[Tensor], batches: Batches, judged: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the mean losses [k], without penalty, and the numbers of right answers [k]."""
         shape, flat = batches.samples.shape, batches.samples.reshape(-1)
         inputs, targets = gathered(self._inputs, flat), self._targets.index_select(0, flat)
         outputs = self._outputs(leaves, inputs.view(*shape, *inputs.shape[1:])).flatten(0, 1)
         losses = (of_each(self._loss, outputs, targets).view(shape) * batches.weights).sum(1)
-        if not self.classifies:
+        if not judged:
             return losses, None
         right = (outputs.detach().argmax(1) == targets).view(*shape, -1)
         return losses, (right & (batches.weights > 0.0)[..., None]).sum((1, 2))
@@ -174,6 +180,11 @@ class Stack:
     def _outputs(self) -> Callable[..., Tensor]:
         """The module's outputs [k, b, ...] for parameters [k, ...] and inputs [k, b, ...]."""
         names, module = self.model.layout.trainable, self.model.module
+        of_vectors = self._inputs.dim() == 2 or isinstance(
+            next(module.children(), None), nn.Flatten
+        )
+        if of_vectors and (forward := chain(module, self.model.shared)):
+            return forward
 
         def one(values: Sequence[Tensor], inputs: Tensor) -> Any:
             parameters = dict(zip(names, values, strict=True))

@@ -237,13 +237,22 @@ def solve(
     losses = w.new_zeros(len(left), len(stack))
     rights = torch.zeros(losses.shape, dtype=torch.int64, device=device)
     stopping = Stopping(task, training, work, numbers) if training.residual is not None else None
+    last_epochs = int(((epochs - 1) * per_epoch).min())
     for step, k in enumerate(left):
         place = step if len(samples) > 1 else 0
         batches = Batches(samples[place, :k], weights[place, :k])
         first: list[Found] = []
 
-        def closure(at: Tensor, batches: Batches = batches, k: int = k, first: Any = first) -> Any:
-            gradient, found = stack.gradient(at, batches)
+        judged = stopping is not None or step >= last_epochs
+
+        def closure(
+            at: Tensor,
+            batches: Batches = batches,
+            k: int = k,
+            first: Any = first,
+            judged: bool = judged,
+        ) -> Any:
+            gradient, found = stack.gradient(at, batches, judged=judged)
             first.append(found)
             return task.bent(gradient, at, k), found.loss
 
