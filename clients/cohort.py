@@ -28,6 +28,7 @@ from clients.learning.choice import Setting, check_setting, kind_of, stacked_at
 from clients.learning.cohort import CohortOracle
 from clients.learning.plans import batch_size, column
 from clients.learning.problem import Problem
+from clients.learning.room import client_bytes
 from clients.learning.stack import activations, obstacle
 from clients.learning.stacked import STACKED
 from clients.request import Arrays, Config, Received
@@ -164,18 +165,11 @@ def _grouped(
     order = order[alone:]
     while order:
         size = min(batch_size(training) or sizes[order[0]], sizes[order[0]])
-        count = max(1, min(most, memory // _bytes(problem, size)))
+        count = max(1, min(most, memory // sum(client_bytes(problem, int(size)))))
         numbers, order = order[:count], order[count:]
         some = [members[number] for number in numbers]
         outcomes |= zip(numbers, _stacked(some, parameters, memory), strict=True)
     return [outcomes[number] for number in range(len(members))]
-
-
-def _bytes(problem: Any, samples: int) -> int:
-    """Return about how much memory a client of a stack takes: vectors, and activations twice."""
-    vector = problem.model.vector
-    numbers = 12 * len(vector) + 2 * samples * activations(problem)
-    return int(numbers * vector.element_size())
 
 
 def _stacked(members: Sequence[Member], parameters: Arrays, memory: int) -> list[Outcome]:

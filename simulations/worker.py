@@ -25,8 +25,10 @@ from clients import (
     client_app,
     client_id,
 )
+from clients.cohort import MEMORY
 from clients.learning.choice import Setting, setting_of
 from clients.learning.problem import laid_out
+from clients.learning.room import Room, check_room, client_bytes
 from fl_strategies.core.params import parse_params
 from simulations import data, generated, models, partitions
 from simulations.config import RunConfig
@@ -160,6 +162,28 @@ def worker_model(config: RunConfig) -> FlatModel:
     return fresh_model(config, config.torch_device)
 
 
+@functools.lru_cache(maxsize=1)
+def check_memory(config: RunConfig) -> None:
+    """Raise ``ValueError`` where a GPU has not the memory for the run's data, model and clients.
+
+    Nothing is placed there for that. What other processes will take is not known.
+    """
+    device = config.torch_device
+    if device.type != "cuda":
+        return
+    found, model = dataset(config), fresh_model(config)
+    first = Problem(model, cross_entropy, *(torch.as_tensor(v[:1]) for v in (found.x, found.y)))
+    samples = max(len(rows) for rows, _ in parts(config))
+    vectors, batch = client_bytes(first, min(samples, config.batch_size or samples))
+    d, size = model.vector.numel(), model.vector.element_size()
+    numbers = found.x.size + found.test_x.size
+    each = size if first.inputs.is_floating_point() else found.x.itemsize
+    clients = max(1, round(config.fraction * config.clients))
+    at_once = 0 if config.cohort == "off" else min(clients * (vectors + batch), MEMORY)
+    room = Room(numbers * each, 2 * d * size, vectors, batch, at_once)
+    check_room(room, device, torch.cuda.mem_get_info(device)[0])
+
+
 @functools.lru_cache(maxsize=4)
 def penalty(weight: float) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the term that is added to every client's loss, the same function for all."""
@@ -203,6 +227,7 @@ def client_fn(context: Context) -> AnyAlgorithmClient:
             " many SuperNodes as clients"
         )
     compute_repeatably(config.torch_device)
+    check_memory(config)
     train, held_out = parts(config)[me]
     states = worker_states(config, context)
     durable = bool(config.state_dir)  # else the folder goes with its run

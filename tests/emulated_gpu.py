@@ -56,6 +56,7 @@ class EmulatedGPU(TorchDispatchMode):
         super().__init__()
         self.device = torch.device(kind, 0)
         self.state = torch.Generator().manual_seed(0).get_state()
+        self.free = 1 << 36
         self.launches = self.to_host = self.to_device = self.reads = 0
         self.by_name: Counter[str] = Counter()
         self._patches = ExitStack()
@@ -205,6 +206,7 @@ class EmulatedGPU(TorchDispatchMode):
         of_module: dict[str, Any] = {
             "is_available": lambda: True,
             "device_count": lambda: 1,
+            "mem_get_info": lambda device=None: (self.free, self.free),
             "current_device": lambda: 0,
             "is_current_stream_capturing": lambda: False,
             "_lazy_init": lambda: None,

@@ -61,7 +61,7 @@ COHORTS = [
         {
             "member[0].check(member[1])": "pass",
             "order = order[alone:]": "pass",
-            "min(most, memory // _bytes(problem, size))": "most",
+            "min(most, memory // sum(client_bytes(problem, int(size))))": "most",
             "if CLIENTS.get(client.algorithm) is not type(client):": "if False:",
             "if not client.stacks:": "if False:",
         },

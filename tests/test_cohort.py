@@ -483,7 +483,7 @@ def test_several_stacks_make_what_one_makes(most: int, memory: int) -> None:
 def test_the_memory_that_is_stated_bounds_the_vectors_of_a_stack() -> None:
     problems = classified(smooth(), sizes=(4,) * 40)
     vector = problems[0].model.vector
-    each = cohort._bytes(problems[0], 4)
+    each = sum(cohort.client_bytes(problems[0], 4))
     assert each >= 12 * vector.numel() * vector.element_size()
     seen: list[int] = []
     with mock.patch(

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -301,3 +302,29 @@ class Last(torch.nn.Module):
     def forward(self, outputs: Any) -> Tensor:
         last: Tensor = outputs[0][:, -1]
         return last
+
+
+def test_a_run_that_does_not_fit_its_gpu_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    """Logistic regression on digits: 1,797 samples of 64 numbers, 650 parameters, batches of 8."""
+    config = RunConfig.parse(
+        {"device": "cuda", "model": "logistic", "partition": "iid", "clients": 3, "batch-size": 8,
+         "output": str(tmp_path)}
+    )  # fmt: skip
+    with EmulatedGPU() as gpu:
+        worker.check_memory.cache_clear()
+        gpu.free = 460_000
+        with pytest.raises(
+            ValueError, match=r"some 0\.5 MB on cuda, where 0\.5 are free"
+        ) as caught:
+            worker.check_memory(config)
+        for part in ("data 0.5", "parameters 0.0", "state 0.0", "batch 0.0", "smaller model"):
+            assert part in str(caught.value)
+        gpu.free = 600_000
+        worker.check_memory(config)
+        worker.check_memory.cache_clear()
+        at_once = replace(config, cohort="auto", fraction=1.0)
+        gpu.free = 550_000
+        with pytest.raises(ValueError, match=r"cohort 0\.1"):
+            worker.check_memory(at_once)
+    worker.check_memory.cache_clear()
+    worker.check_memory(replace(config, device="cpu"))
