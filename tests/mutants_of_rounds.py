@@ -181,7 +181,7 @@ ROUNDS = [
     ),
     *of(
         "clients/learning/oracle.py",
-        "tests/test_solvers.py tests/test_problem.py tests/test_fedpd.py"
+        "tests/test_oracle.py tests/test_solvers.py tests/test_problem.py tests/test_fedpd.py"
         " tests/test_fedpd_rules.py tests/test_pfedme.py tests/test_per_fedavg.py"
         " tests/test_ditto.py tests/test_weight_decay.py tests/test_ceilings.py"
         " tests/test_local.py",
