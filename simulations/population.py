@@ -135,8 +135,8 @@ def shared_population(config: RunConfig, grid: Grid) -> int:
 
     Raises ``ValueError`` unless all clients are connected, or soon will be.
     """
+    directory, what, most = Nodes(config.timeout), "clients", 0
     deadline = time.monotonic() + NODES_SECONDS
-    directory, what = Nodes(NODES_SECONDS), "clients"
     while True:
         nodes = list(grid.get_node_ids())
         count = len(nodes)
@@ -146,6 +146,8 @@ def shared_population(config: RunConfig, grid: Grid) -> int:
                 return config.clients
         elif count < config.clients:
             count = len(directory.connected(grid))
+            if count > most:  # each query starts a process, which may take long
+                most, deadline = count, time.monotonic() + NODES_SECONDS
         if count >= config.clients or time.monotonic() > deadline:
             break
         time.sleep(0.2)
