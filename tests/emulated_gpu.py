@@ -202,6 +202,7 @@ class EmulatedGPU(TorchDispatchMode):
             kind: lambda t, *a, **k: t.to(self.device),
             "numpy": to_numpy,
             "tolist": to_list,
+            "new_tensor": lambda t, data: torch.tensor(data, dtype=t.dtype).to(t.device),
         }
         of_module: dict[str, Any] = {
             "is_available": lambda: True,
