@@ -202,6 +202,23 @@ def test_killed_restarted_and_replaced_clients_are_named_and_leave_the_state_as_
 
 
 @pytest.mark.slow
+def test_supernodes_that_host_clients_give_the_in_process_model_to_the_bit(
+    federation: Federation, tmp_path: Path
+) -> None:
+    """Two hosts and a SuperNode of one client, each with the states of its own clients."""
+    for name, hosts in (("gateway", "0-2 4"), ("alone", ""), ("other", "5")):
+        federation.register(name)
+        federation.supernode(name, 3, 6, hosts)
+    keys = {"clients": 6, "rounds": 2, "fraction": 1.0, "epochs": 1}
+    places = {"state-dir": str(tmp_path / "state"), "output": str(tmp_path / "run")}
+    config = RunConfig.parse({**keys, **places})
+    federation.run(ROOT, config.to_run_config())
+    alone = replace(config, output=str(tmp_path / "in-process"), state_dir="")
+    model = experiment.run_in_process(alone).model_sha256
+    assert json.loads((tmp_path / "run/summary.json").read_text())["model_sha256"] == model
+
+
+@pytest.mark.slow
 def test_many_clients_in_one_process_do_the_work_of_as_many_supernodes(
     proc: None, tmp_path: Path
 ) -> None:

@@ -65,12 +65,18 @@ class Federation(SuperLink):
         except (ValueError, KeyError):
             raise RuntimeError(f"SuperNode {name} could not be registered:\n{said}") from None
 
-    def supernode(self, name: str, partition: int, partitions: int) -> subprocess.Popen[str]:
-        """Start the registered SuperNode ``name`` as client ``partition`` of ``partitions``."""
+    def supernode(
+        self, name: str, partition: int, partitions: int, hosts: str = ""
+    ) -> subprocess.Popen[str]:
+        """Start the registered SuperNode ``name`` as client ``partition`` of ``partitions``.
+
+        ``hosts`` names the clients that it hosts instead (``"0-49 77"``).
+        """
         command = ["flower-supernode", "--superlink", self.address]
         command += ["--root-certificates", f"{self.home}/ca.pem"]
         command += ["--auth-supernode-private-key", str(self.home / name)]
-        command += ["--node-config", f"partition-id={partition} num-partitions={partitions}"]
+        who = f'hosts="{hosts}"' if hosts else f"partition-id={partition}"
+        command += ["--node-config", f"{who} num-partitions={partitions}"]
         # the port at which the SuperNode's own processes, which run the ClientApp, find it
         command += ["--host", LOOPBACK, "--port", str(free_port()), *self._certificates()]
         return self.start(command)
