@@ -60,7 +60,7 @@ def test_nobody_owns_a_client_of_a_shared_population(caplog: pytest.LogCaptureFi
     assert "hosts 3 clients [0, 1, 2], of the population that hosts share" in caplog.text
 
 
-@pytest.mark.parametrize("ids", [[0, 0], [-1], [7], [True], ["0"], []])
+@pytest.mark.parametrize("ids", [[0, 0], [-1], [True], ["0"], []])
 def test_a_host_with_ids_that_are_none_is_refused(
     ids: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -74,6 +74,13 @@ def test_a_host_with_ids_that_are_none_is_refused(
     grid.fault = lie
     assert FedAvg().nodes.connected(grid) == {}
     assert "it is not asked" in caplog.text
+
+
+def test_hosts_may_list_ids_beyond_the_number_of_nodes() -> None:
+    listed = [[0, 1, 7], [2, 2**63 + 5]]
+    app = make_client_app([], hosts=lambda context: listed[context.node_config["partition-id"]])
+    grid = InProcessGrid(app, 5, hosts=2)
+    assert FedAvg().nodes.connected(grid).keys() == {*listed[0], *listed[1]}
 
 
 def test_a_large_population_is_met_by_one_query_of_each_host() -> None:

@@ -13,7 +13,7 @@ from laws import START, Row, every_algorithm, local, train
 from problems import make_client_app, quadratics, to_record, to_vector
 
 from clients import AnyAlgorithmClient, DirectoryStore, InProcessGrid, client_id
-from fl_strategies import Checkpoints, RoundInfo
+from fl_strategies import Checkpoints, FedAvg, RoundInfo
 from fl_strategies.server import hosting
 
 # ---- however clients are spread -----------------------------------------------------------------
@@ -241,3 +241,13 @@ def test_the_order_of_clients_in_a_message_does_not_matter() -> None:
     grid = federation("1 host")
     grid.__class__ = Reversed
     np.testing.assert_array_equal(train(admm(), grid, 4), train(admm(), federation(), 4))
+
+
+def test_the_bytes_down_of_a_round_do_not_depend_on_a_shared_populations_hosts() -> None:
+    def bytes_of(hosts: int) -> float:
+        app = make_client_app(quadratics(6), hosts=6 if hosts else None)
+        one = FedAvg(fraction_evaluate=0.0, shared_population=6 if hosts else 0)
+        result = one.start(InProcessGrid(app, 6, hosts=hosts), to_record(START), 1)
+        return float(result.train_metrics_clientapp[1]["bytes-down"])  # type: ignore[arg-type]
+
+    assert bytes_of(1) == bytes_of(2) == bytes_of(0)

@@ -165,7 +165,7 @@ class Nodes:
             return
         self._expected = max(self._expected, partitions)
         if "client-ids" in about:
-            self._introduce_host(node, about, partitions)
+            self._introduce_host(node, about)
             return
         client = about.get("client-id", node)
         if not _natural(client) or (client != node and 0 < partitions <= client):
@@ -180,12 +180,15 @@ class Nodes:
         self._clients_of[node] = (client,)
         self._claim(node, (client,), "calls itself")
 
-    def _introduce_host(self, node: int, about: Mapping[str, Any], partitions: int) -> None:
-        """Take a node that hosts clients of its own, if these are ids, each once."""
+    def _introduce_host(self, node: int, about: Mapping[str, Any]) -> None:
+        """Take a node that hosts clients of its own, if these are ids, each once.
+
+        ``num-partitions`` bounds no ids: Flower's simulation counts nodes by it.
+        """
         clients = about["client-ids"]
         ids = clients if isinstance(clients, list) and all(map(_natural, clients)) else []
-        if not ids or len({*ids}) < len(ids) or 0 < partitions <= max(ids):
-            self._refuse(node, f"says that it hosts {clients!r:.100} of {partitions} clients")
+        if not ids or len({*ids}) < len(ids):
+            self._refuse(node, f"says that it hosts {one_line(repr(clients))[:100]}")
             return
         self._clients_of[node] = ids
         self.hosts[node] = False

@@ -195,7 +195,9 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
             messages.append(message)
             folds = hosted and terms is not None
             found.append(Request(node, tuple(clients), message.metadata, hosted, folds))
-        self._asked = replace(self._asked, bytes_down=size * len(messages), requests=found)
+        # a shared population's hosts stand for as many nodes as clients
+        copies = sum(len(r.clients) if nodes[r.clients[0]] == ANY_HOST else 1 for r in found)
+        self._asked = replace(self._asked, bytes_down=size * copies, requests=found)
         return messages
 
     def _terms(
