@@ -147,7 +147,9 @@ def _find(name: str) -> Path | None:
 def _stored(
     name: str, folder: Path | None, normalise: str, options: tuple[tuple[str, Any], ...]
 ) -> Dataset:
-    return _read(name, folder, normalise, **dict(options))
+    found = _read(name, folder, normalise, **dict(options))
+    pa.default_memory_pool().release_unused()  # what the images were decoded from
+    return found
 
 
 def _read(
