@@ -184,6 +184,12 @@ def test_pfedme_measures_its_residual_on_a_stack() -> None:
     assert_alike(ROWS["pfedme"], classified(smooth()), local=settings)
 
 
+def test_variants_of_pfedmes_inner_solver_take_a_mini_batch_for_all_there_is() -> None:
+    """SPS lets a step size grow by the share of the samples that a mini-batch is: here all."""
+    settings = local(solver="sps", lr=0.01, **{"batch-size": 5})
+    assert_alike(ROWS["pfedme"], classified(smooth()), local=settings)
+
+
 # ---- data and models ----------------------------------------------------------------------------
 
 
@@ -532,6 +538,21 @@ def test_auto_trains_those_one_by_one_that_work_much_longer_than_the_rest() -> N
             assert totals[found] <= 1.05 * min(totals.values())
         assert choice.stacked_at("auto", model, [1000, 900] + [4] * 50)[0] == 2
     choice._costs.cache_clear()
+
+
+def test_who_works_much_longer_is_in_no_stack() -> None:
+    problems = classified(smooth(), sizes=(640, *(5,) * 12))
+    clients = [FedAvgClient(p, client_id=i) for i, p in enumerate(problems)]
+    table = mock.patch.object(choice, "table", return_value=rows(("cpu", "dense", 100, 5, 4.0)))
+    choice._costs.cache_clear()
+    stacks = mock.patch("clients.cohort._stacked", side_effect=lambda some, *_: some)
+    with table, stacks as stacked, mock.patch("clients.cohort._alone") as alone:
+        fit_cohort(clients, start(problems), [{}] * 13, cohort="auto")
+    choice._costs.cache_clear()
+    assert [call.args[0].client_id for call in alone.call_args_list] == [0]
+    assert [[c.client_id for c, _ in call.args[0]] for call in stacked.call_args_list] == [
+        [*range(1, 13)]
+    ]
 
 
 def cost_of(steps: list[int], alone: int) -> float:
