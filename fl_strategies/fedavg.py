@@ -25,7 +25,7 @@ from fl_strategies.server.algorithm import Card, State
 from fl_strategies.server.identity import FREE
 from fl_strategies.server.strategy import FederatedStrategy
 
-Weights: TypeAlias = Literal["examples", "uniform"]
+Weights: TypeAlias = Literal["samples", "uniform"]
 
 
 def client_rule(theta: Vector, oracle: Oracle) -> Step:
@@ -36,7 +36,7 @@ def client_rule(theta: Vector, oracle: Oracle) -> Step:
 
 def server_rule(uploads: Iterable[Upload], *, weights: Weights) -> Vector:
     """Return the mean of the uploads, by (2)."""
-    by_size = weights == "examples"
+    by_size = weights == "samples"
     return weighted_mean((up.vector, up.num_examples if by_size else 1.0) for up in uploads)
 
 
@@ -45,17 +45,17 @@ class Averaging(FederatedStrategy):
 
     averages = "models"
     weights: Weights = choice(
-        default="examples",
-        choices=("examples", "uniform"),
+        default="samples",
+        choices=("samples", "uniform"),
         about="Whether p_i is the number of samples, or 1.",
     )
 
     def weight(self, upload: Upload) -> float:
-        return upload.num_examples if self.weights == "examples" else 1.0
+        return upload.num_examples if self.weights == "samples" else 1.0
 
     @property
     def folds_by(self) -> str:
-        return "num-examples" if self.weights == "examples" else "1"
+        return "num-examples" if self.weights == "samples" else "1"
 
     def aggregate(self, state: State, theta: Vector, uploads: Uploads) -> tuple[Vector, State]:
         return server_rule(uploads, weights=self.weights), state

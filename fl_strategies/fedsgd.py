@@ -71,4 +71,4 @@ class FedSGD(FederatedStrategy):
         return "num-examples"
 
     def aggregate(self, state: State, theta: Vector, uploads: Uploads) -> tuple[Vector, State]:
-        return server_rule(uploads, weights="examples"), state
+        return server_rule(uploads, weights="samples"), state

@@ -14,7 +14,7 @@ K       outer steps (the paper's tau): the ``steps`` or ``epochs`` of ``local``,
 b       outer rate: the ``lr`` of ``local``
 a       inner rate, also that of the step by which the model is adapted
 g, H    gradient and Hessian of f_i; H is only ever multiplied with a vector
-p_i     1 as published ("uniform"), or the client's number of training samples ("examples")
+p_i     1 as published ("uniform"), or the client's number of training samples ("samples")
 
 Clients keep nothing. A client's personalized model is theta after one step (1): evaluation reports
 it as ``tuned-accuracy``, with the step on a mini-batch of training data and of rate a unless
@@ -96,7 +96,7 @@ class PerFedAvg(Averaging):
     )
     weights: Weights = choice(
         default="uniform",
-        choices=("examples", "uniform"),
+        choices=("samples", "uniform"),
         about="Whether p_i is the number of samples, or 1.",
     )
 

@@ -19,7 +19,7 @@ K       ``inner_steps`` of the solver of ``local``, all on the same mini-batch; 
 lambda  pull, > 0; a gradient step of rate lr on (1) wants lr (lambda + curvature) < 2
 eta     rate of (2), > 0; up to 1/lambda, w_{r+1} lies between w_r and theta
 beta    server rate, > 0; 1 is the plain mean, above 1 goes beyond it (paper: 1 ... 4)
-p_i     1 as published ("uniform"), or the client's number of training samples ("examples")
+p_i     1 as published ("uniform"), or the client's number of training samples ("samples")
 
 Facts. With (1) solved exactly on full batches, (2) is gradient descent on F_i; with R = 1 as well,
 and all clients in S, the fixed point is the minimiser of the mean of the envelopes, whatever eta
@@ -27,7 +27,7 @@ and beta. With R > 1 it is off it as FedAvg's is off the minimiser of the mean l
 with eta lambda fixed, theta_i comes near w and (2) is gradient descent on f_i itself.
 
 Deviations of the authors' published code. (1) starts a round from w (``local_start="global"``), and
-uploads weigh by samples (``weights="examples"``): together ``PFedMe.authors_rule``. All clients
+uploads weigh by samples (``weights="samples"``): together ``PFedMe.authors_rule``. All clients
 train in every round there, of which some are averaged. Its personalized models are aliases of the
 live parameters; theta is kept by value here.
 
@@ -105,7 +105,7 @@ class PFedMe(Averaging):
         keeps="personalized model",
         paper="Dinh, Tran, Nguyen, NeurIPS 2020",
     )
-    authors_rule: ClassVar[Mapping[str, str]] = {"local_start": "global", "weights": "examples"}
+    authors_rule: ClassVar[Mapping[str, str]] = {"local_start": "global", "weights": "samples"}
 
     lam: Schedule = number(
         default=15.0, about="Pull; the paper's.", above=0.0, scheduled=True, sent="lam"
@@ -125,7 +125,7 @@ class PFedMe(Averaging):
     )
     weights: Weights = choice(
         default="uniform",
-        choices=("examples", "uniform"),
+        choices=("samples", "uniform"),
         about="Whether p_i is the number of samples, or 1.",
     )
 

@@ -138,7 +138,7 @@ def _parts(
 
 
 def draw_partition(config: RunConfig, path: Path) -> None:
-    """Draw how many examples of each class each client trains on."""
+    """Draw how many samples of each class each client trains on."""
     partitions.draw([train for train, _ in parts(config)], dataset(config).y, path)
 
 

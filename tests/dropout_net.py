@@ -69,7 +69,7 @@ def nets(
     rounds: int,
     module: Callable[[], nn.Module] = net,
     sizes: Sequence[int] = (9, 5, 6),
-    **knobs: Any,
+    **hyperparameters: Any,
 ) -> list[np.ndarray]:
     """Return the model after ``rounds`` of mini-batches, two of three clients in each."""
     problems = [
@@ -84,8 +84,8 @@ def nets(
         fraction_train=0.7,
         fraction_evaluate=0.0,
         buffers=FlatModel(module()).buffers,
-        local={"batch-size": 4, "epochs": 2, "lr": 0.05, **knobs.pop("local", {})},
-        **knobs,
+        local={"batch-size": 4, "epochs": 2, "lr": 0.05, **hyperparameters.pop("local", {})},
+        **hyperparameters,
     )
     initial = ArrayRecord({n: Array(t.numpy()) for n, t in module().state_dict().items()})
     federation = InProcessGrid(client_app(client_fn), len(sizes))

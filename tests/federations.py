@@ -80,8 +80,8 @@ class Troubled(InProcessGrid):
             self.counts.append([info.metrics[f"clients-{name}"] for name in names])
             self.acked.append(dict(strategy.ledger.acked))
 
-        knobs = KNOBS.get(row.name, {}) | options
-        strategy = row.strategy(local=local(), callbacks=[ended], node_wait=0.01, **knobs)
+        hyperparameters = KNOBS.get(row.name, {}) | options
+        strategy = row.strategy(local=local(), callbacks=[ended], node_wait=0.01, **hyperparameters)
         return train(strategy, self, rounds)
 
 

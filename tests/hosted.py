@@ -62,10 +62,10 @@ def shared(shape: str) -> dict[str, int]:
     return {"shared_population": CLIENTS} if "share" in shape else {}
 
 
-def admm(shape: str = "2 hosts", **knobs: Any) -> FedADMM:
+def admm(shape: str = "2 hosts", **hyperparameters: Any) -> FedADMM:
     usual: dict[str, Any] = {"rho": 1.5, "eta": "fraction", "fraction_train": 0.5}
     usual |= {"fraction_evaluate": 0.0, "local": local(lr=0.4), "node_wait": 0.01}
-    return FedADMM(**{**usual, **shared(shape), **knobs})
+    return FedADMM(**{**usual, **shared(shape), **hyperparameters})
 
 
 def state_of(grid: InProcessGrid, client: int, acked: int) -> dict[str, np.ndarray]:

@@ -55,17 +55,17 @@ def another(name: str, declared: Hyperparameter, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Row:
-    """One algorithm: its strategy's arguments, its limit, and other values for each knob."""
+    """An algorithm: its strategy's arguments, its limit, another value of each hyperparameter."""
 
     name: str
     limit: Callable[[list[Quadratic]], np.ndarray] = optimum
-    knobs: dict[str, Any] = field(default_factory=dict)
+    hyperparameters: dict[str, Any] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)
     """Another value of each; those that are not given are ``another``'s."""
     beside: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What else must be set for a knob to matter."""
+    """What else must be set for a hyperparameter to matter."""
     policies: frozenset[str] = frozenset()
-    """Knobs that matter only when something fails, tested in the algorithm's own file."""
+    """Hyperparameters that matter only when something fails, tested in the algorithm's own file."""
     partial: bool = True
     """Whether a round can do with some of the clients."""
     updates: int = 2
@@ -78,7 +78,7 @@ class Row:
     def __post_init__(self) -> None:
         declared = STRATEGIES[self.name].declarations
         found = {
-            name: another(name, declared[name], self.knobs.get(name, default))
+            name: another(name, declared[name], self.hyperparameters.get(name, default))
             for name, default in STRATEGIES[self.name].hyperparameters().items()
             if name not in self.policies and name not in self.others
         }
@@ -92,7 +92,9 @@ class Row:
             options.pop("fraction_train", None)
         own_steps = options.get("oracle") == "II"
         options["local"] = {} if own_steps else options["local"] | self.local
-        return STRATEGIES[self.name](**{"fraction_evaluate": 0.0, **self.knobs, **options})
+        return STRATEGIES[self.name](
+            **{"fraction_evaluate": 0.0, **self.hyperparameters, **options}
+        )
 
 
 CLOUDS: dict[str, Any] = {
@@ -156,7 +158,7 @@ ROWS = [
         beside={"newcomer": {"fraction_train": 0.5}, "num_clients": {"eta": "fraction"}},
         rounds=240,
     ),
-    Row("feddyn", knobs={"alpha": 1.0}),
+    Row("feddyn", hyperparameters={"alpha": 1.0}),
     Row(
         "fedpd",
         optimum,
@@ -169,7 +171,10 @@ ROWS = [
         },
         beside={
             "gamma": {"oracle": "II", "gamma": 1.0},
-            **{knob: {"oracle": "II"} for knob in ("inner_steps", "inner_batch", "full_every")},
+            **{
+                hyperparameter: {"oracle": "II"}
+                for hyperparameter in ("inner_steps", "inner_batch", "full_every")
+            },
         },
         policies=frozenset({"missing", "num_clients"}),
         partial=False,

@@ -43,13 +43,13 @@ class Members(Troubled):
         return {c: f["w"] + f["y"] / f["rho"] for c, f in found.items()}
 
 
-def admm(federation: Members | None = None, **knobs: Any) -> FedADMM:
+def admm(federation: Members | None = None, **hyperparameters: Any) -> FedADMM:
     """FedADMM as in Theorem 1, two of four clients a round."""
-    also = knobs.pop("callbacks", [])
+    also = hyperparameters.pop("callbacks", [])
     usual = {"rho": RHO, "eta": "fraction", "fraction_train": 0.5, "fraction_evaluate": 0.0}
     usual |= {"local": local(lr=0.4), "node_wait": 0.01}
     watch = [] if federation is None else [federation.watch]
-    return FedADMM(**{**usual, **knobs, "callbacks": [*also, *watch]})
+    return FedADMM(**{**usual, **hyperparameters, "callbacks": [*also, *watch]})
 
 
 def before_round(first: int, *clients: int) -> Trouble:

@@ -14,7 +14,7 @@ ROUNDS = [
     ),
     *of(
         "fl_strategies/core/vectors.py",
-        "tests/test_vectors.py tests/test_knobs.py tests/test_strategy.py",
+        "tests/test_vectors.py tests/test_hyperparameters.py tests/test_strategy.py",
         {
             "return total / weights": "return total",
             "total = total + weight * vector": "total = total + vector",
@@ -42,7 +42,7 @@ ROUNDS = [
     ),
     *of(
         "fl_strategies/core/schedules.py",
-        "tests/test_knobs.py tests/test_laws.py",
+        "tests/test_hyperparameters.py tests/test_laws.py",
         {
             "if first <= server_round": "if first < server_round",
             "low <= one <= high": "low < one <= high",
@@ -51,7 +51,7 @@ ROUNDS = [
     ),
     *of(
         "fl_strategies/core/randomness.py",
-        "tests/test_strategy.py tests/test_knobs.py tests/test_laws.py",
+        "tests/test_strategy.py tests/test_hyperparameters.py tests/test_laws.py",
         {
             "words = (seed, zlib.crc32(purpose.encode()), *indices)": "words = (seed, *indices)",
             "*indices)\n    if min": ")\n    if min",

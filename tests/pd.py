@@ -15,9 +15,9 @@ SGD = local(solver="sgd", epochs=2, **{"batch-size": 3})
 VR = {"oracle": "II", "gamma": 0.3, "inner_steps": 3, "inner_batch": 2, "full_every": 3}
 
 
-def strategy(**knobs: Any) -> FedPD:
-    settings = {} if knobs.get("oracle") == "II" else SGD
-    return FedPD(**{"eta": 0.5, "fraction_evaluate": 0.0, "local": settings, **knobs})
+def strategy(**hyperparameters: Any) -> FedPD:
+    settings = {} if hyperparameters.get("oracle") == "II" else SGD
+    return FedPD(**{"eta": 0.5, "fraction_evaluate": 0.0, "local": settings, **hyperparameters})
 
 
 def states(federation: InProcessGrid, acked: dict[int, int]) -> list[fedpd.State]:

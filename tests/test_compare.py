@@ -230,7 +230,7 @@ def test_seeds_and_rates_are_those_of_single_runs_and_all_tables_agree(tmp_path:
     assert labels == {f"{s['algorithm']}-seed{s['seed']}" for s in several}
 
 
-def test_compare_gives_each_knob_to_the_algorithms_that_have_it(tmp_path: Path) -> None:
+def test_compare_gives_each_hyperparameter_to_the_algorithms_that_have_it(tmp_path: Path) -> None:
     params = ["mu=0.3", "fedadmm.rho=0.2", "weights=uniform"]
     avg, prox, admm = configs_for(["fedavg", "fedprox", "fedadmm"], params, {}, tmp_path)
     assert parse_params(avg.params) == {"weights": "uniform"}

@@ -32,7 +32,7 @@ def descended(q: Quadratic, v: np.ndarray, theta: np.ndarray, lam: float) -> np.
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.5, 50.0])
-@pytest.mark.parametrize("weights", ["examples", "uniform"])
+@pytest.mark.parametrize("weights", ["samples", "uniform"])
 def test_the_global_model_is_fedavgs_whatever_lambda(lam: float, weights: str) -> None:
     problems = quadratics(4)
     settings = local(solver="sgd", **{"batch-size": 3}, lr=0.01)

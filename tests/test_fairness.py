@@ -47,9 +47,9 @@ def test_a_naturally_partitioned_clients_own_test_rows_make_up_the_whole_test_se
     config, rows = run(tmp_path, algorithm="fedbc")
     found = dataset(config)
     last = [row for row in rows if row["round"] == 3]
-    assert [row["eval-examples"] for row in last] == np.bincount(found.test_owner).tolist()
+    assert [row["eval-samples"] for row in last] == np.bincount(found.test_owner).tolist()
     pooled = np.average(
-        [row["eval-accuracy"] for row in last], weights=[row["eval-examples"] for row in last]
+        [row["eval-accuracy"] for row in last], weights=[row["eval-samples"] for row in last]
     )
     history = (tmp_path / "run/history.jsonl").read_text().splitlines()
     assert json.loads(history[-1])["test-accuracy"] == pytest.approx(pooled)
@@ -65,7 +65,7 @@ def test_the_tables_are_those_of_the_runs_and_the_figure_is_drawn(tmp_path: Path
         mine = [row for row in rows if row["round"] == server_round]
         spread = np.var([row["eval-accuracy"] for row in mine])
         assert float(line["accuracy-variance"]) == pytest.approx(spread)
-        trained = sorted((r for r in mine if "examples" in r), key=lambda row: row["examples"])
+        trained = sorted((r for r in mine if "samples" in r), key=lambda row: row["samples"])
         assert sum(row["weight-share"] for row in trained) == pytest.approx(1.0)
         total = sum(row["lambda"] for row in trained)
         assert float(line["weight-smallest"]) == pytest.approx(trained[0]["lambda"] / total)

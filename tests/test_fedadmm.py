@@ -66,9 +66,15 @@ class FullFirst(FedADMM):
         return super().aggregate(state, theta, uploads)
 
 
-def full_first(**knobs: Any) -> FullFirst:
+def full_first(**hyperparameters: Any) -> FullFirst:
     return FullFirst(
-        **{"rho": 0.5, "fraction_evaluate": 0.0, "local": local(), "fraction_train": 0.4, **knobs}
+        **{
+            "rho": 0.5,
+            "fraction_evaluate": 0.0,
+            "local": local(),
+            "fraction_train": 0.4,
+            **hyperparameters,
+        }
     )
 
 
@@ -248,7 +254,7 @@ def test_the_clients_own_model_is_measured_beside_the_global_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("hyperparameters", "message"),
     [
         ({"rho": 0.0}, r"rho must be > 0, got 0.0"),
         ({"rho": {0: 0.1, 5: -1.0}}, r"rho must be > 0, got -1.0"),
@@ -260,9 +266,11 @@ def test_the_clients_own_model_is_measured_beside_the_global_one() -> None:
         ({"fraction_train": 0.0}, r"fraction_train must be > 0 and <= 1, got 0.0"),
     ],
 )
-def test_bad_knobs_are_refused_with_bound_and_value(knobs: dict[str, Any], message: str) -> None:
+def test_bad_hyperparameters_are_refused_with_bound_and_value(
+    hyperparameters: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        FedADMM(**knobs)
+        FedADMM(**hyperparameters)
 
 
 def test_eta_follows_its_schedule() -> None:

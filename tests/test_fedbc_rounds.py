@@ -73,7 +73,7 @@ def test_where_all_lambda_are_zero_the_mean_is_plain_and_is_announced_once(
 
 
 @pytest.mark.parametrize(
-    ("value", "knobs", "reason"),
+    ("value", "hyperparameters", "reason"),
     [
         (-1.0, {}, "metric 'lambda' must be in [0, 1e+12], got -1.0"),
         (1e300, {}, "metric 'lambda' must be in [0, 1e+12], got 1e+300"),
@@ -84,11 +84,14 @@ def test_where_all_lambda_are_zero_the_mean_is_plain_and_is_announced_once(
     ],
 )
 def test_a_lambda_out_of_range_is_left_out_with_one_line(
-    value: float | None, knobs: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+    value: float | None,
+    hyperparameters: dict[str, Any],
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     problems = quadratics(3)
-    found = train(strategy(**knobs), tampered(problems, 1, measured("lambda", value)), 1)
-    others = strategy(**knobs)
+    found = train(strategy(**hyperparameters), tampered(problems, 1, measured("lambda", value)), 1)
+    others = strategy(**hyperparameters)
     without = train(others, grid([problems[0], problems[2]]), 1)
     np.testing.assert_allclose(found, without, rtol=1e-12)
     assert [r.getMessage() for r in caplog.records if "left out" in r.getMessage()] == [
@@ -98,7 +101,7 @@ def test_a_lambda_out_of_range_is_left_out_with_one_line(
 
 @pytest.mark.parametrize("make", [FedBC, PerFedBC])
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("hyperparameters", "message"),
     [
         ({"alpha": -0.1}, r"alpha must be >= 0, got -0.1"),
         ({"alpha": {0: 0.1, 5: -1.0}}, r"alpha must be >= 0, got -1.0"),
@@ -116,11 +119,11 @@ def test_a_lambda_out_of_range_is_left_out_with_one_line(
         ({"dual_momentum": -0.5}, r"dual_momentum must be >= 0 and < 1, got -0.5"),
     ],
 )
-def test_bad_knobs_are_refused_with_bound_and_value(
-    make: Any, knobs: dict[str, Any], message: str
+def test_bad_hyperparameters_are_refused_with_bound_and_value(
+    make: Any, hyperparameters: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        make(**knobs)
+        make(**hyperparameters)
 
 
 def test_an_unknown_start_is_refused() -> None:
@@ -148,9 +151,9 @@ def by_the_pure_rule(problems: list[Quadratic], asked: list[dict[int, Turn]], on
     return z
 
 
-@pytest.mark.parametrize("knobs", [{}, {**FedBC.authors_rule}, {"gamma": 8.0}], ids=str)
+@pytest.mark.parametrize("hyperparameters", [{}, {**FedBC.authors_rule}, {"gamma": 8.0}], ids=str)
 def test_newcomers_and_returning_clients_follow_the_pure_rule_to_the_bit(
-    knobs: dict[str, Any],
+    hyperparameters: dict[str, Any],
 ) -> None:
     asked: list[dict[int, Turn]] = [{} for _ in range(6)]
 
@@ -162,7 +165,7 @@ def test_newcomers_and_returning_clients_follow_the_pure_rule_to_the_bit(
         return reply
 
     problems = quadratics(6)
-    one = strategy(**knobs, fraction_train=0.5)
+    one = strategy(**hyperparameters, fraction_train=0.5)
     found = train(one, grid(problems, fault=watch), 6)
     members = [set(turns) for turns in asked]
     assert members[0] != set(range(6))  # someone comes later
@@ -181,10 +184,10 @@ class Without(FedBC):
 
 def test_lost_replies_leave_the_state_of_a_run_without_them() -> None:
     problems = quadratics(3)
-    knobs = {"alpha": 0.01, "fraction_evaluate": 0.0, "local": local()}
+    hyperparameters = {"alpha": 0.01, "fraction_evaluate": 0.0, "local": local()}
     fault = lose((3, 1), (4, 1))
     losing, sparing = grid(problems, fault=fault), grid(problems)
-    one, other = FedBC(**knobs), Without(**knobs)
+    one, other = FedBC(**hyperparameters), Without(**hyperparameters)
     np.testing.assert_array_equal(train(one, losing, 6), train(other, sparing, 6))
     for a, b in zip(
         states(losing, one.ledger.acked), states(sparing, other.ledger.acked), strict=True
@@ -192,7 +195,7 @@ def test_lost_replies_leave_the_state_of_a_run_without_them() -> None:
         np.testing.assert_array_equal(a.x, b.x)
         assert (a.lam, a.gamma) == (b.lam, b.gamma)
     deaf = grid(problems, fault=fault)
-    assert np.abs(train(FedBC(**knobs, acknowledge=False), deaf, 6)
+    assert np.abs(train(FedBC(**hyperparameters, acknowledge=False), deaf, 6)
                   - train(other, grid(problems), 6)).max() > 1e-6  # fmt: skip
 
 
@@ -250,10 +253,10 @@ def test_a_round_whose_model_its_type_cannot_hold_takes_no_dual_steps() -> None:
 def test_state_in_a_directory_gives_the_same_model_as_in_the_context(tmp_path: Any) -> None:
     problems = quadratics(4)
     app = make_client_app(problems, store=lambda c: DirectoryStore(tmp_path, client_id(c)))
-    knobs = {"fraction_train": 0.5, "dual_momentum": 0.5}
+    hyperparameters = {"fraction_train": 0.5, "dual_momentum": 0.5}
     np.testing.assert_array_equal(
-        train(strategy(**knobs), InProcessGrid(app, 4), 5),
-        train(strategy(**knobs), grid(problems), 5),
+        train(strategy(**hyperparameters), InProcessGrid(app, 4), 5),
+        train(strategy(**hyperparameters), grid(problems), 5),
     )
 
 
@@ -273,7 +276,7 @@ def test_history_has_each_clients_weight_and_the_smallest_and_largest_clients_fi
     for i, row in info.clients.items():
         assert row["weight-share"] == pytest.approx(lam[i] / lam.sum(), rel=1e-12)
         assert row["data-share"] == pytest.approx((7 + 2 * i) / 40, rel=1e-12)
-        assert row["examples"] == row["eval-examples"] == 7 + 2 * i
+        assert row["samples"] == row["eval-samples"] == 7 + 2 * i
         assert row["eval-loss"] == pytest.approx(problems[i].value(z), rel=1e-12)
         assert row["own-loss"] == pytest.approx(problems[i].value(kept[i].x), rel=1e-12)
     assert info.metrics["weight-share-smallest"] == pytest.approx(lam[0] / lam.sum())

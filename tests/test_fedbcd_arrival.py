@@ -215,7 +215,7 @@ def test_by_arrival_a_request_that_could_not_be_sent_is_not_waited_for() -> None
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("hyperparameters", "message"),
     [
         ({"servers": 4, "first": 5}, r"first must be an integer >= 1 and <= 4, got 5"),
         ({"servers": 4, "first": 0}, r"first must be an integer >= 1, got 0"),
@@ -225,6 +225,8 @@ def test_by_arrival_a_request_that_could_not_be_sent_is_not_waited_for() -> None
         ({"rigorous": True, "order": "arrival"}, r'rigorous needs order="virtual"'),
     ],
 )
-def test_bad_knobs_are_refused_with_bound_and_value(knobs: dict[str, Any], message: str) -> None:
+def test_bad_hyperparameters_are_refused_with_bound_and_value(
+    hyperparameters: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        FedBCDAsync(**knobs)
+        FedBCDAsync(**hyperparameters)

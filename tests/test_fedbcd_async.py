@@ -25,9 +25,10 @@ from simulations import models
 
 def test_one_cloud_server_is_sync_cloud_to_the_bit() -> None:
     problems = quadratics(4)
-    for knobs in ({}, {"fraction_train": 0.5, "repeats": 2, "eta_z": 0.3, "gamma": 0.6}):
+    for hyperparameters in ({}, {"fraction_train": 0.5, "repeats": 2, "eta_z": 0.3, "gamma": 0.6}):
         np.testing.assert_array_equal(
-            train(async_(**knobs), grid(problems), 5), train(fedbcd_(**knobs), grid(problems), 5)
+            train(async_(**hyperparameters), grid(problems), 5),
+            train(fedbcd_(**hyperparameters), grid(problems), 5),
         )
 
 
@@ -202,8 +203,11 @@ def test_a_newcomers_update_is_bounded_from_its_own_cloud_servers_model() -> Non
 
 @pytest.mark.parametrize("options", [{}, {"rigorous": True}, {"staleness": 2}], ids=str)
 def test_two_starts_are_one_that_is_as_long(options: dict[str, Any]) -> None:
-    problems, knobs = quadratics(6), {"servers": 3, "first": 1, "fraction_train": 0.5, **options}
-    one, two = async_(**knobs), async_(**knobs)
+    problems, hyperparameters = (
+        quadratics(6),
+        {"servers": 3, "first": 1, "fraction_train": 0.5, **options},
+    )
+    one, two = async_(**hyperparameters), async_(**hyperparameters)
     whole = one.start(grid(problems), to_record(START), 7)
     federation = grid(problems)
     half = two.start(federation, to_record(START), 4)
@@ -276,7 +280,7 @@ def test_killed_with_work_under_way_and_running_statistics_it_ends_as_if_never(
 
 
 def test_the_bound_of_a_summed_step_is_on_one_cloud_servers_devices() -> None:
-    knobs: dict[str, Any] = {"reduce": "sum", "eta_z": 0.3, "gamma": 1.5}
-    async_(servers=2, min_available_nodes=4, **knobs)
+    hyperparameters: dict[str, Any] = {"reduce": "sum", "eta_z": 0.3, "gamma": 1.5}
+    async_(servers=2, min_available_nodes=4, **hyperparameters)
     with pytest.raises(ValueError, match=r"got 1.8 for \|Q\| = 4 devices"):
-        fedbcd_(servers=2, min_available_nodes=4, **knobs)
+        fedbcd_(servers=2, min_available_nodes=4, **hyperparameters)

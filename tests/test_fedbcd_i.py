@@ -109,8 +109,13 @@ def test_the_server_of_fedbcd_i_weighs_its_devices_by_gamma() -> None:
 
 
 def test_who_is_available_is_drawn_anew_in_each_round_and_by_each_cloud_server() -> None:
-    knobs = {"box": None, "fraction_train": 0.02, "fraction_available": 0.58, "servers": 2}
-    one = Watched(fraction_evaluate=0.0, local=local(), **knobs)
+    hyperparameters = {
+        "box": None,
+        "fraction_train": 0.02,
+        "fraction_available": 0.58,
+        "servers": 2,
+    }
+    one = Watched(fraction_evaluate=0.0, local=local(), **hyperparameters)
     train(one, grid(quadratics(100)), 8)
     ranks = [
         {i // 2 for i in available if i % 2 == cloud}

@@ -132,7 +132,7 @@ def test_the_devices_own_models_are_measured_beside_the_common_one() -> None:
 
 @pytest.mark.parametrize("name", ["fedbcd", "fedbcd-i", "fedbcd-async"])
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("hyperparameters", "message"),
     [
         ({"gamma": 0.0}, r"gamma must be > 0, got 0.0"),
         ({"gamma": [0.5, -1.0]}, r"gamma must be > 0, got -1.0"),
@@ -151,30 +151,36 @@ def test_the_devices_own_models_are_measured_beside_the_common_one() -> None:
         ),
     ],
 )
-def test_bad_knobs_are_refused_with_bound_and_value(
-    name: str, knobs: dict[str, Any], message: str
+def test_bad_hyperparameters_are_refused_with_bound_and_value(
+    name: str, hyperparameters: dict[str, Any], message: str
 ) -> None:
-    extra = {"eta_z": 2.0} if "reduce" in knobs and "min_available_nodes" in knobs else {}
+    extra = (
+        {"eta_z": 2.0}
+        if "reduce" in hyperparameters and "min_available_nodes" in hyperparameters
+        else {}
+    )
     with pytest.raises(ValueError, match=message):
-        STRATEGIES[name](**knobs, **extra)
+        STRATEGIES[name](**hyperparameters, **extra)
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("hyperparameters", "message"),
     [
         ({"gamma": 1.1}, r"gamma must be > 0 and <= 1, got 1.1"),
         ({"offline_rounds": 0}, r"offline_rounds must be an integer >= 1, got 0"),
         ({"fraction_available": 0.0}, r"fraction_available must be > 0 and <= 1, got 0.0"),
     ],
 )
-def test_bad_knobs_of_fedbcd_i_are_refused(knobs: dict[str, Any], message: str) -> None:
+def test_bad_hyperparameters_of_fedbcd_i_are_refused(
+    hyperparameters: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        FedBCDI(**knobs)
+        FedBCDI(**hyperparameters)
 
 
 @pytest.mark.parametrize("name", ["fedbcd", "fedbcd-i", "fedbcd-async"])
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("hyperparameters", "message"),
     [
         ({"box": 2.5}, r"box must hold the initial model, whose largest entry is 3, got 2.5"),
         ({"servers": 3}, r"servers must divide the number of clients, 4, got 3"),
@@ -186,7 +192,7 @@ def test_bad_knobs_of_fedbcd_i_are_refused(knobs: dict[str, Any], message: str) 
     ],
 )
 def test_what_clients_or_the_model_rule_out_is_refused_before_any_training(
-    name: str, knobs: dict[str, Any], message: str
+    name: str, hyperparameters: dict[str, Any], message: str
 ) -> None:
     asked: list[str] = []
 
@@ -194,7 +200,7 @@ def test_what_clients_or_the_model_rule_out_is_refused_before_any_training(
         asked.append(request.metadata.message_type)
         return reply
 
-    one = STRATEGIES[name](**{"box": None, "local": local(), **knobs})
+    one = STRATEGIES[name](**{"box": None, "local": local(), **hyperparameters})
     with pytest.raises(ValueError, match=message):
         train(one, grid(quadratics(4), fault=watch), 1)
     assert "train" not in asked

@@ -113,7 +113,7 @@ def test_unequal_steps_leave_fedavg_biased_and_fednova_at_the_optimum() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("hyperparameters", "message"),
     [
         ({"mu": -1.0}, "mu must be >= 0, got -1"),
         ({"local": {"solver": "adam"}}, "solver must be one of.*what its steps add up to"),
@@ -121,9 +121,11 @@ def test_unequal_steps_leave_fedavg_biased_and_fednova_at_the_optimum() -> None:
         ({"mu": 0.1, "local": {"momentum": 0.9}}, r"mu must be 0 with momentum \(0.9\)"),
     ],
 )
-def test_steps_whose_sum_is_not_known_are_refused(knobs: dict[str, Any], message: str) -> None:
+def test_steps_whose_sum_is_not_known_are_refused(
+    hyperparameters: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        FedNova(**knobs)
+        FedNova(**hyperparameters)
 
 
 def _alone(problems: list[Quadratic], client: int) -> Any:

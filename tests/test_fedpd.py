@@ -92,31 +92,31 @@ def close(
             np.testing.assert_allclose(value, wanted, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("knobs", [{}, VR], ids=["I", "II"])
+@pytest.mark.parametrize("hyperparameters", [{}, VR], ids=["I", "II"])
 @pytest.mark.parametrize("p", [0.0, 0.5])
-def test_a_run_is_algorithm_2(p: float, knobs: dict[str, Any]) -> None:
-    problems, one = quadratics(3), strategy(p=p, **knobs)
+def test_a_run_is_algorithm_2(p: float, hyperparameters: dict[str, Any]) -> None:
+    problems, one = quadratics(3), strategy(p=p, **hyperparameters)
     federation = grid(problems)
     found = train(one, federation, 9)
     done = one.state.done
     assert (done == 9) if p == 0 else (5 < done <= 9)
-    expected = by_hand(problems, done, p=p, oracle=knobs.get("oracle", "I"))
+    expected = by_hand(problems, done, p=p, oracle=hyperparameters.get("oracle", "I"))
     close((found, states(federation, one.ledger.acked)), expected)
 
 
 # ---- missing clients ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("knobs", [{}, VR], ids=["I", "II"])
+@pytest.mark.parametrize("hyperparameters", [{}, VR], ids=["I", "II"])
 def test_void_rounds_leave_states_equal_to_those_of_an_uninterrupted_run(
-    knobs: dict[str, Any], caplog: pytest.LogCaptureFixture
+    hyperparameters: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     problems = quadratics(3)
-    one = strategy(p=0.4, **knobs)
+    one = strategy(p=0.4, **hyperparameters)
     federation = grid(problems, fault=lose((1, 0), (3, 1), (4, 1), (4, 2)))
     model = train(one, federation, 14)
     assert "round 3 is void: 2 usable replies, at least 3 needed" in caplog.text
-    plain, calm = strategy(p=0.4, **knobs), grid(problems)
+    plain, calm = strategy(p=0.4, **hyperparameters), grid(problems)
     np.testing.assert_array_equal(train(plain, calm, one.state.done), model)
     assert one.state.exchanges == plain.state.exchanges > 2
     same(states(federation, one.ledger.acked), states(calm, plain.ledger.acked))
@@ -131,29 +131,29 @@ def test_a_void_round_reports_no_progress_and_no_savings() -> None:
     assert void["bytes-saved"] == 0
 
 
-@pytest.mark.parametrize("knobs", [{}, VR], ids=["I", "II"])
+@pytest.mark.parametrize("hyperparameters", [{}, VR], ids=["I", "II"])
 def test_with_proceed_newcomers_and_returning_clients_go_on_as_algorithm_2(
-    knobs: dict[str, Any], caplog: pytest.LogCaptureFixture
+    hyperparameters: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Client 1 first takes part in the second round; client 2 misses the third and fourth."""
-    problems, one = quadratics(3), strategy(missing="proceed", **knobs)
+    problems, one = quadratics(3), strategy(missing="proceed", **hyperparameters)
     federation = grid(problems, fault=lose((1, 1), (3, 2), (4, 2)))
     found = train(one, federation, 6)
     assert "round 4 goes on with 2 of 3 clients" in caplog.text
     assert "round 5 goes on" not in caplog.text
     absent = ((0, 1), (2, 2), (3, 2))
-    expected = by_hand(problems, 6, oracle=knobs.get("oracle", "I"), absent=absent)
+    expected = by_hand(problems, 6, oracle=hyperparameters.get("oracle", "I"), absent=absent)
     close((found, states(federation, one.ledger.acked)), expected)
 
 
-@pytest.mark.parametrize("knobs", [{}, VR], ids=["I", "II"])
-def test_a_client_whose_state_is_lost_starts_as_a_newcomer(knobs: dict[str, Any]) -> None:
-    problems, one = quadratics(3), strategy(**knobs)
+@pytest.mark.parametrize("hyperparameters", [{}, VR], ids=["I", "II"])
+def test_a_client_whose_state_is_lost_starts_as_a_newcomer(hyperparameters: dict[str, Any]) -> None:
+    problems, one = quadratics(3), strategy(**hyperparameters)
     federation = grid(problems)
     half = one.start(federation, to_record(START), 4).arrays
     forget(federation, 1)
     found = to_vector(one.start(federation, half, 3).arrays)
-    expected = by_hand(problems, 7, oracle=knobs.get("oracle", "I"), forget=((4, 1),))
+    expected = by_hand(problems, 7, oracle=hyperparameters.get("oracle", "I"), forget=((4, 1),))
     close((found, states(federation, one.ledger.acked)), expected)
 
 
@@ -169,18 +169,20 @@ def test_more_replies_can_be_asked_for_than_proceed_needs(
 # ---- the client --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("knobs", [{}, VR], ids=["I", "II"])
-def test_a_round_reports_loss_steps_and_consensus(knobs: dict[str, Any]) -> None:
+@pytest.mark.parametrize("hyperparameters", [{}, VR], ids=["I", "II"])
+def test_a_round_reports_loss_steps_and_consensus(hyperparameters: dict[str, Any]) -> None:
     problems = quadratics(2)
-    steps = [VR["inner_steps"]] * 2 if knobs else [2 * -(-q.n // 3) for q in problems]
-    result = strategy(**knobs).start(grid(problems), to_record(START), 1)
+    steps = [VR["inner_steps"]] * 2 if hyperparameters else [2 * -(-q.n // 3) for q in problems]
+    result = strategy(**hyperparameters).start(grid(problems), to_record(START), 1)
     metrics = result.train_metrics_clientapp[1]
     assert (metrics["steps-min"], metrics["steps-max"]) == (min(steps), max(steps))
-    _, kept = by_hand(problems, 1, oracle=knobs.get("oracle", "I"))
+    _, kept = by_hand(problems, 1, oracle=hyperparameters.get("oracle", "I"))
     apart = [float(((state.x - START) ** 2).sum()) for state in kept]
     assert metrics["consensus-mean"] == pytest.approx(np.mean(apart), rel=1e-9)
     skipping = next(s for s in range(99) if fedpd.rounds_from(0, p=0.5, seed=s) == range(3))
-    result = strategy(p=0.5, seed=skipping, **knobs).start(grid(problems), to_record(START), 3)
+    result = strategy(p=0.5, seed=skipping, **hyperparameters).start(
+        grid(problems), to_record(START), 3
+    )
     assert result.train_metrics_clientapp[1]["steps-max"] == 3 * max(steps)
     assert result.train_metrics_clientapp[1]["train-loss"] > 0
 

@@ -208,11 +208,11 @@ def test_oracle_two_is_refused_without_access_to_full_gradients() -> None:
         stepped(client, fedpd.first_state(model.vector), model.vector)
 
 
-# ---- knobs -------------------------------------------------------------------------------------
+# ---- hyperparameters ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("hyperparameters", "message"),
     [
         ({"eta": 0.0}, r"eta must be > 0, got 0.0"),
         ({"p": -0.1}, r"p must be >= 0 and < 1, got -0.1"),
@@ -228,9 +228,11 @@ def test_oracle_two_is_refused_without_access_to_full_gradients() -> None:
         ({"fraction_train": 0.5}, r"fraction_train must be 1: FedPD asks all clients, got 0.5"),
     ],
 )
-def test_bad_knobs_are_refused_with_bound_and_value(knobs: dict[str, Any], message: str) -> None:
+def test_bad_hyperparameters_are_refused_with_bound_and_value(
+    hyperparameters: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        FedPD(**knobs)
+        FedPD(**hyperparameters)
 
 
 # ---- the benchmark of Fig. 2 -------------------------------------------------------------------

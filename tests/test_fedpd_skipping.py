@@ -45,17 +45,17 @@ class OneMessageARound(FedPD):
         return theta, after
 
 
-@pytest.mark.parametrize("knobs", [{}, VR], ids=["I", "II"])
+@pytest.mark.parametrize("hyperparameters", [{}, VR], ids=["I", "II"])
 def test_skipped_rounds_inside_one_message_are_those_of_one_message_each(
-    knobs: dict[str, Any],
+    hyperparameters: dict[str, Any],
 ) -> None:
     problems = quadratics(3)
-    one, federation = strategy(p=0.6, seed=3, **knobs), grid(problems)
+    one, federation = strategy(p=0.6, seed=3, **hyperparameters), grid(problems)
     model = train(one, federation, 12)
     done = one.state.done
     assert one.state.exchanges < done - 2
     options = {"eta": 0.5, "fraction_evaluate": 0.0, "local": one.local}
-    twin, apart = OneMessageARound(p=0.6, seed=3, **options, **knobs), grid(problems)
+    twin, apart = OneMessageARound(p=0.6, seed=3, **options, **hyperparameters), grid(problems)
     np.testing.assert_array_equal(train(twin, apart, done), model)
     same(states(federation, one.ledger.acked), states(apart, twin.ledger.acked))
 

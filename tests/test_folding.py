@@ -83,9 +83,9 @@ def test_the_first_round_tells_every_clients_numbers_exactly(row: Row) -> None:
 
 def test_weights_that_are_all_zero_are_folded_to_the_plain_mean() -> None:
     (row,) = (row for row in TABLE if row.name == "fedbc")
-    knobs: dict[str, Any] = {"local": local(), "alpha": 0.0, "alpha_gamma": None}
-    model = train(row.strategy(**knobs, fold="off"), federation(), 2)
-    folded = train(row.strategy(**knobs, fold="on"), federation(), 2)
+    hyperparameters: dict[str, Any] = {"local": local(), "alpha": 0.0, "alpha_gamma": None}
+    model = train(row.strategy(**hyperparameters, fold="off"), federation(), 2)
+    folded = train(row.strategy(**hyperparameters, fold="on"), federation(), 2)
     np.testing.assert_allclose(folded, model, rtol=1e-12)
 
 

@@ -163,7 +163,7 @@ def test_no_value_that_a_client_reports_reaches_a_number_that_is_not_its_own(val
 def test_in_a_void_round_no_clients_name_reaches_a_number_that_is_not_its_own(name: str) -> None:
     """Where the server has no shares, nor a test."""
     row = next(row for row in TABLE if row.name == name)
-    knobs: dict[str, Any] = {"missing": "proceed"} if name == "fedpd" else {}
+    hyperparameters: dict[str, Any] = {"missing": "proceed"} if name == "fedpd" else {}
     sent = 0
 
     def first_of_all(request: Message) -> bool:
@@ -172,7 +172,7 @@ def test_in_a_void_round_no_clients_name_reaches_a_number_that_is_not_its_own(na
         sent += trains
         return trains and sent <= 1
 
-    options = {**knobs, "lost": first_of_all, "min_replies": CLIENTS}
+    options = {**hyperparameters, "lost": first_of_all, "min_replies": CLIENTS}
     honest = outcome(row.strategy, {}, **options)
     assert "weight-share-largest" not in honest.infos[0].metrics
     assert "weight-share-largest" in honest.infos[1].metrics
@@ -206,7 +206,7 @@ def test_numbers_of_the_clients_own_are_found_under_their_names_or_client_names(
 ) -> None:
     names = {
         "train": {"reward", "eval-reward", "seconds", "loss-mean", "client-seconds", "accuracy"},
-        "evaluate": {"accuracy", "own-reward", "train-loss", "clients-used", "eval-examples"},
+        "evaluate": {"accuracy", "own-reward", "train-loss", "clients-used", "eval-samples"},
     }
     forged = outcome(FedAvg, names, 7.0)
     row, metrics = forged.infos[0].clients[HOSTILE], forged.infos[0].metrics
@@ -328,7 +328,7 @@ def simulated(folder: Path, algorithm: str, names: Names) -> tuple[Forger, dict[
             for name in ("fairness.csv", "clients.csv")
         ],
         "clients": [
-            [row["round"], row["client"], row["examples"], row["eval-examples"]]
+            [row["round"], row["client"], row["samples"], row["eval-samples"]]
             for row in read_history(folder / "clients.jsonl")
         ],
     }

@@ -45,16 +45,16 @@ def test_an_algorithm_converges_to_its_known_limit_and_stays_there(row: Row) -> 
 
 
 @cache
-def model_after(rounds: int, algorithm: str, **knobs: Any) -> np.ndarray:
+def model_after(rounds: int, algorithm: str, **hyperparameters: Any) -> np.ndarray:
     """Return what four clients come to."""
     row = next(row for row in TABLE if row.name == algorithm)
-    return train(row.strategy(local=local(), **knobs), grid(quadratics(4)), rounds)
+    return train(row.strategy(local=local(), **hyperparameters), grid(quadratics(4)), rounds)
 
 
 @pytest.mark.parametrize(
     ("row", "name"), [(row, name) for row in TABLE for name in row.others], ids=str
 )
-def test_every_knob_matters(row: Row, name: str) -> None:
+def test_every_hyperparameter_matters(row: Row, name: str) -> None:
     beside = row.beside.get(name, {})
     usual = model_after(3, row.name, **beside)
     changed = model_after(3, row.name, **beside | {name: row.others[name]})
@@ -71,13 +71,15 @@ def scheduled(row: Row, name: str) -> bool:
     [(row, name) for row in TABLE for name in row.others if scheduled(row, name)],
     ids=str,
 )
-def test_a_scheduled_knob_has_its_next_value_from_that_round_on(row: Row, name: str) -> None:
+def test_a_scheduled_hyperparameter_has_its_next_value_from_that_round_on(
+    row: Row, name: str
+) -> None:
     beside = row.beside.get(name, {})
-    usual = {**hyperparameter_defaults(row.name), **row.knobs, **beside}[name]
-    knobs = beside | {name: {0: usual, 3: row.others[name]}}
+    usual = {**hyperparameter_defaults(row.name), **row.hyperparameters, **beside}[name]
+    hyperparameters = beside | {name: {0: usual, 3: row.others[name]}}
     for rounds, same in ((2, True), (6, False)):
         constant = model_after(rounds, row.name, **beside)
-        changed = train(row.strategy(local=local(), **knobs), grid(quadratics(4)), rounds)
+        changed = train(row.strategy(local=local(), **hyperparameters), grid(quadratics(4)), rounds)
         assert np.array_equal(changed, constant) == same
 
 
@@ -92,13 +94,13 @@ def test_a_scheduled_knob_has_its_next_value_from_that_round_on(row: Row, name: 
     ids=str,
 )
 def test_every_other_number_refuses_to_be_scheduled(row: Row, name: str) -> None:
-    knobs = row.beside.get(name, {}) | {name: {0: row.others[name]}}
+    hyperparameters = row.beside.get(name, {}) | {name: {0: row.others[name]}}
     with pytest.raises(ValueError, match=f"{name} must be"):
-        row.strategy(local=local(), **knobs)
+        row.strategy(local=local(), **hyperparameters)
 
 
 @every_algorithm
-def test_every_knob_is_in_the_table(row: Row) -> None:
+def test_every_hyperparameter_is_in_the_table(row: Row) -> None:
     assert set(hyperparameter_defaults(row.name)) == set(row.others) | row.policies
 
 

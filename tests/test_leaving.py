@@ -20,9 +20,9 @@ from problems import DIM, NODES, Quadratic, forget, optimum, quadratics, to_reco
 from fl_strategies import SCAFFOLD, FederatedStrategy, FedPD
 
 
-def scaffold_(federation: Members, **knobs: Any) -> SCAFFOLD:
+def scaffold_(federation: Members, **hyperparameters: Any) -> SCAFFOLD:
     usual = {"local": local(lr=0.2), "fraction_evaluate": 0.0, "node_wait": 0.01}
-    return SCAFFOLD(**{**usual, **knobs, "callbacks": [federation.watch]})
+    return SCAFFOLD(**{**usual, **hyperparameters, "callbacks": [federation.watch]})
 
 
 def limit(
@@ -84,7 +84,7 @@ def test_a_state_lost_by_fedadmm_leaves_its_u_in_the_sum_for_good(share: float) 
 
 
 MAKE: dict[str, Callable[..., FederatedStrategy]] = {
-    "fedadmm": lambda on, **knobs: admm(on, fraction_train=1.0, **knobs),
+    "fedadmm": lambda on, **hyperparameters: admm(on, fraction_train=1.0, **hyperparameters),
     "scaffold": scaffold_,
 }
 

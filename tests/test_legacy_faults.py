@@ -163,9 +163,9 @@ def run_unreliable(
 
 def quick(name: str, **options: Any) -> FederatedStrategy:
     row = next(row for row in TABLE if row.name == name)
-    knobs: dict[str, Any] = {"missing": "proceed"} if name == "fedpd" else {}
+    hyperparameters: dict[str, Any] = {"missing": "proceed"} if name == "fedpd" else {}
     return row.strategy(
-        **knobs, min_available_nodes=CLIENTS, local=local(), node_wait=5.0, **options
+        **hyperparameters, min_available_nodes=CLIENTS, local=local(), node_wait=5.0, **options
     )
 
 

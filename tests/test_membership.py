@@ -178,11 +178,11 @@ def test_two_of_four_clients_on_a_legacy_server_give_the_models_message_by_messa
     np.testing.assert_array_equal(legacy, usual)
 
 
-# ---- knobs --------------------------------------------------------------------------------------
+# ---- hyperparameters ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("hyperparameters", "message"),
     [
         ({"newcomer": "zero"}, r"newcomer must be one of \['received', 'origin'\], got"),
         ({"newcomer": "origin", "tracking": "global"}, 'newcomer must be "received" with tracking'),
@@ -190,13 +190,15 @@ def test_two_of_four_clients_on_a_legacy_server_give_the_models_message_by_messa
         ({"num_clients": 2.5}, r"num_clients must be an integer >= 0, got 2.5"),
     ],
 )
-def test_bad_knobs_are_refused_with_bound_and_value(knobs: dict[str, Any], message: str) -> None:
+def test_bad_hyperparameters_are_refused_with_bound_and_value(
+    hyperparameters: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        FedADMM(**knobs)
-    if set(knobs) == {"num_clients"}:
+        FedADMM(**hyperparameters)
+    if set(hyperparameters) == {"num_clients"}:
         for name in ("scaffold", "fedpd"):
             with pytest.raises(ValueError, match=message):
-                STRATEGIES[name](**knobs)
+                STRATEGIES[name](**hyperparameters)
 
 
 def test_newcomers_begin_at_the_origin_where_theorem_1_has_them() -> None:

@@ -272,15 +272,17 @@ def test_mu_and_tau_follow_their_schedules() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("hyperparameters", "message"),
     [
         ({"mu": -0.1}, r"mu must be >= 0, got -0.1"),
         ({"mu": "much"}, r"mu must be >= 0, got 'much'"),
         ({"tau": 0.0}, r"tau must be > 0, got 0.0"),
         ({"tau": {0: 0.5, 4: -1.0}}, r"tau must be > 0, got -1.0"),
-        ({"weights": "size"}, r"weights must be one of \['examples', 'uniform'\], got 'size'"),
+        ({"weights": "size"}, r"weights must be one of \['samples', 'uniform'\], got 'size'"),
     ],
 )
-def test_bad_knobs_are_refused_with_bound_and_value(knobs: dict[str, Any], message: str) -> None:
+def test_bad_hyperparameters_are_refused_with_bound_and_value(
+    hyperparameters: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        MOON(**knobs)
+        MOON(**hyperparameters)

@@ -23,7 +23,7 @@ from fl_strategies.server.replies import one_line
 def test_what_a_client_reports_under_the_servers_names_is_not_heard(row: Row) -> None:
     """Examples of 0 in all would divide by zero."""
     before = world(made(row))
-    names = ["examples", "data-share", "weight-share", "clients-used", "seconds"]
+    names = ["samples", "data-share", "weight-share", "clients-used", "seconds"]
 
     def tamper(content: RecordDict) -> RecordDict:
         metrics = dict(content["metrics"])
@@ -33,7 +33,7 @@ def test_what_a_client_reports_under_the_servers_names_is_not_heard(row: Row) ->
     found, plain = the_round(before, {LAST: tamper}), the_round(before, {})
     assert same(found.theta, plain.theta)
     assert {name: found.metrics[0][name] for name in plain.metrics[0]} == plain.metrics[0]
-    assert same(found.state["clients"][LAST]["examples"], plain.state["clients"][LAST]["examples"])
+    assert same(found.state["clients"][LAST]["samples"], plain.state["clients"][LAST]["samples"])
 
 
 @pytest.mark.parametrize("extreme", [1.7e308, -1.7e308])

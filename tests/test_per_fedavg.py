@@ -121,7 +121,7 @@ def test_on_a_network_the_direction_is_the_derivative_of_the_loss_after_adaptati
 
 def test_without_an_inner_step_it_is_fedavg() -> None:
     problems, options = quadratics(3), {"fraction_evaluate": 0.0, "local": local()}
-    for weights in ("uniform", "examples"):
+    for weights in ("uniform", "samples"):
         averaged = train(FedAvg(weights=weights, **options), grid(problems), 3)
         for form in ("exact", "first-order"):
             one = strategy(inner_rate=0.0, meta_gradient=form, weights=weights)
@@ -179,13 +179,13 @@ def test_a_run_equals_the_pure_rule_on_fresh_mini_batches_whatever_gets_lost(for
     np.testing.assert_allclose(theta, expected, rtol=1e-11)
 
 
-@pytest.mark.parametrize(("knobs", "rate"), [({}, A_RATE), ({"fine-tune-lr": 0.2}, 0.2)])
+@pytest.mark.parametrize(("hyperparameters", "rate"), [({}, A_RATE), ({"fine-tune-lr": 0.2}, 0.2)])
 def test_the_model_after_one_step_of_the_inner_rate_is_measured(
-    knobs: dict[str, float], rate: float
+    hyperparameters: dict[str, float], rate: float
 ) -> None:
     problems = quadratics(3)
     seen: list[Any] = []
-    one = strategy(fraction_evaluate=1.0, local=local(**knobs), callbacks=[seen.append])
+    one = strategy(fraction_evaluate=1.0, local=local(**hyperparameters), callbacks=[seen.append])
     theta = to_vector(one.start(grid(problems), to_record(START), 1).arrays)
     for q, row in zip(problems, seen[-1].clients.values(), strict=True):
         assert row["eval-loss"] == pytest.approx(q.value(theta), rel=1e-12)
@@ -235,11 +235,11 @@ def test_a_client_set_up_for_more_than_plain_steps_says_so(
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("hyperparameters", "message"),
     [
         ({"inner_rate": -0.1}, r"inner_rate must be >= 0, got -0.1"),
         ({"meta_gradient": "hf"}, r"meta_gradient must be one of \['exact', 'first-order'\], got"),
-        ({"weights": "equal"}, r"weights must be one of \['examples', 'uniform'\], got 'equal'"),
+        ({"weights": "equal"}, r"weights must be one of \['samples', 'uniform'\], got 'equal'"),
         (
             {"local": {"solver": "adam"}},
             r"solver .*'gd'\], got 'adam': per-fedavg takes plain",
@@ -247,6 +247,8 @@ def test_a_client_set_up_for_more_than_plain_steps_says_so(
         ({"local": {"momentum": 0.5}}, r"momentum must be one of \[0.0\], got 0.5"),
     ],
 )
-def test_bad_knobs_are_refused_with_bound_and_value(knobs: dict[str, Any], message: str) -> None:
+def test_bad_hyperparameters_are_refused_with_bound_and_value(
+    hyperparameters: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        PerFedAvg(**knobs)
+        PerFedAvg(**hyperparameters)

@@ -161,7 +161,7 @@ def test_the_training_loss_is_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("hyperparameters", "message"),
     [
         ({"inner_rate": -0.1}, r"inner_rate must be >= 0, got -0.1"),
         ({"inner_steps": 0}, r"inner_steps must be an integer >= 1, got 0"),
@@ -172,9 +172,11 @@ def test_the_training_loss_is_reported() -> None:
         ({"local": {"residual": 0.0}}, r"residual must not be set, got 0.0"),
     ],
 )
-def test_what_is_no_plain_gradient_step_is_refused(knobs: dict[str, Any], message: str) -> None:
+def test_what_is_no_plain_gradient_step_is_refused(
+    hyperparameters: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        PerFedBC(**knobs)
+        PerFedBC(**hyperparameters)
 
 
 # ---- measuring after one gradient step ----------------------------------------------------------

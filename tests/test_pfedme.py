@@ -23,9 +23,9 @@ LAM, ETA = 2.0, 0.2
 strategy = partial(quiet, PFedMe, lam=LAM, eta=ETA)
 
 
-def inner(oracle: Any, state: pfedme.State, w: Any, **knobs: Any) -> Any:
+def inner(oracle: Any, state: pfedme.State, w: Any, **hyperparameters: Any) -> Any:
     """Return the next theta and the upload of the rule."""
-    made = pfedme.client_rule(state, w, oracle, **{"inner_steps": 1, **knobs})
+    made = pfedme.client_rule(state, w, oracle, **{"inner_steps": 1, **hyperparameters})
     return made.state.theta, made.upload
 
 
@@ -39,9 +39,9 @@ def envelopes_minimiser(problems: list[Quadratic]) -> np.ndarray:
     return np.linalg.solve(sum(E), sum(e @ q.b for e, q in zip(E, problems, strict=True)))
 
 
-def mean(vectors: list[np.ndarray], w: np.ndarray, **knobs: Any) -> np.ndarray:
+def mean(vectors: list[np.ndarray], w: np.ndarray, **hyperparameters: Any) -> np.ndarray:
     uploads = [Upload(i, v, 1 + i, {}) for i, v in enumerate(vectors)]
-    return pfedme.server_rule(w, uploads, **{"beta": 1.0, "weights": "uniform", **knobs})
+    return pfedme.server_rule(w, uploads, **{"beta": 1.0, "weights": "uniform", **hyperparameters})
 
 
 def test_with_the_inner_problem_solved_a_step_is_gradient_descent_on_the_envelope() -> None:
@@ -99,7 +99,7 @@ def test_the_server_moves_by_beta_towards_the_mean_and_beyond() -> None:
     w, uploads = START, [START + 1.0, START - 4.0]
     np.testing.assert_allclose(mean(uploads, w, beta=0.5), START - 0.75)
     np.testing.assert_allclose(mean(uploads, w, beta=2.0), START - 3.0)
-    np.testing.assert_allclose(mean(uploads, w, weights="examples"), START - 7 / 3)
+    np.testing.assert_allclose(mean(uploads, w, weights="samples"), START - 7 / 3)
 
 
 # ---- through Flower -----------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_the_training_loss_is_thetas_before_its_last_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("hyperparameters", "message"),
     [
         ({"lam": 0.0}, r"lam must be > 0, got 0.0"),
         ({"eta": -1.0}, r"eta must be > 0, got -1.0"),
@@ -227,9 +227,11 @@ def test_the_training_loss_is_thetas_before_its_last_step() -> None:
         ({"inner_steps": 0}, r"inner_steps must be an integer >= 1, got 0"),
         ({"inner_steps": 1.5}, r"inner_steps must be an integer >= 1, got 1.5"),
         ({"local_start": "w"}, r"local_start must be one of \['client', 'global'\], got 'w'"),
-        ({"weights": "equal"}, r"weights must be one of \['examples', 'uniform'\], got 'equal'"),
+        ({"weights": "equal"}, r"weights must be one of \['samples', 'uniform'\], got 'equal'"),
     ],
 )
-def test_bad_knobs_are_refused_with_bound_and_value(knobs: dict[str, Any], message: str) -> None:
+def test_bad_hyperparameters_are_refused_with_bound_and_value(
+    hyperparameters: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        PFedMe(**knobs)
+        PFedMe(**hyperparameters)

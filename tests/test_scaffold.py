@@ -69,7 +69,7 @@ def recursion(
 
 
 @pytest.mark.parametrize(
-    "knobs",
+    "hyperparameters",
     [
         {},
         {"eta_g": 1.4},
@@ -81,10 +81,12 @@ def recursion(
     ids=str,
 )
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_rounds_are_the_matrix_recursion(knobs: dict[str, Any], share: float) -> None:
+def test_rounds_are_the_matrix_recursion(hyperparameters: dict[str, Any], share: float) -> None:
     problems, who = quadratics(4), []
-    mine = {name: value for name, value in knobs.items() if name in ("eta_g", "option")}
-    settings = local(lr=knobs.get("lr", RATE), **{"weight-decay": knobs.get("decay", 0.0)})
+    mine = {name: value for name, value in hyperparameters.items() if name in ("eta_g", "option")}
+    settings = local(
+        lr=hyperparameters.get("lr", RATE), **{"weight-decay": hyperparameters.get("decay", 0.0)}
+    )
     strategy = one(
         **mine,
         local=settings,
@@ -93,7 +95,7 @@ def test_rounds_are_the_matrix_recursion(knobs: dict[str, Any], share: float) ->
     )
     found = train(strategy, grid(problems), 5)
     assert [len(chosen) for chosen in who] == [int(4 * share)] * 5
-    np.testing.assert_allclose(found, recursion(problems, who, **knobs), rtol=1e-12)
+    np.testing.assert_allclose(found, recursion(problems, who, **hyperparameters), rtol=1e-12)
 
 
 def test_with_lost_replies_it_still_converges_to_the_optimum_and_fedavg_does_not() -> None:

@@ -176,13 +176,15 @@ def test_momentum_would_make_c_too_large() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("hyperparameters", "message"),
     [
         ({"eta_g": 0.0}, r"eta_g must be > 0, got 0.0"),
         ({"eta_g": {0: 1.0, 5: -1.0}}, r"eta_g must be > 0, got -1.0"),
         ({"option": "III"}, r"option must be one of \['I', 'II'\], got 'III'"),
     ],
 )
-def test_bad_knobs_are_refused_with_bound_and_value(knobs: dict[str, Any], message: str) -> None:
+def test_bad_hyperparameters_are_refused_with_bound_and_value(
+    hyperparameters: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        SCAFFOLD(**knobs)
+        SCAFFOLD(**hyperparameters)

@@ -200,8 +200,8 @@ RULES: dict[str, Callable[[Clients], Step]] = {
         local_start="global",
     ),
     "fedbc, newcomers": lambda of: fedbc.client_rule(
-        proximity.first_state(z := of.vector(), knobs := dual(of, of.number(0.1, 2.0))),
-        z, of.oracle(), dual=knobs, turn=turn(of),
+        proximity.first_state(z := of.vector(), hyperparameters := dual(of, of.number(0.1, 2.0))),
+        z, of.oracle(), dual=hyperparameters, turn=turn(of),
     ),
     "per-fedbc": lambda of: per_fedbc.client_rule(
         near(of), of.vector(), of.oracle(), dual=dual(of), turn=turn(of), steps=of.count(1, 3, 2),

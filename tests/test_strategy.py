@@ -338,7 +338,7 @@ def test_a_config_may_not_set_what_the_strategy_sends(one: FederatedStrategy, na
         ({"seed": -1}, "seed must be an integer >= 0, got -1"),
         ({"seed": 1.5}, "seed must be an integer >= 0, got 1.5"),
         ({"lost_state": "ignore"}, "lost_state must be one of"),
-        ({"weights": "size"}, r"weights must be one of \['examples', 'uniform'\], got 'size'"),
+        ({"weights": "size"}, r"weights must be one of \['samples', 'uniform'\], got 'size'"),
     ],
 )
 def test_bad_options_are_refused_with_bound_and_value(

@@ -105,11 +105,11 @@ class _BridgedApp(ClientApp):
                 return Message(host.train(message, context), reply_to=message)
             client = client_fn(context)
             names, arrays, config = _request(message, client)
-            trained, examples, metrics = client.fit(arrays, config)
+            trained, samples, metrics = client.fit(arrays, config)
             if len(trained) != len(names):
                 raise ValueError(f"fit returned {len(trained)} arrays, {len(names)} were received")
             record = ArrayRecord({n: encoded(a) for n, a in zip(names, trained, strict=True)})
-            return _reply(message, examples, metrics, record)
+            return _reply(message, samples, metrics, record)
 
         @self.evaluate(mods=mods)
         def evaluate(message: Message, context: Context) -> Message:
@@ -117,8 +117,8 @@ class _BridgedApp(ClientApp):
                 return Message(host.evaluate(message, context), reply_to=message)
             client = client_fn(context)
             _, arrays, config = _request(message, client)
-            loss, examples, metrics = client.evaluate(arrays, config)
-            return _reply(message, examples, {"eval-loss": loss, **metrics})
+            loss, samples, metrics = client.evaluate(arrays, config)
+            return _reply(message, samples, {"eval-loss": loss, **metrics})
 
         @self.query()
         def query(message: Message, context: Context) -> Message:
@@ -219,9 +219,9 @@ def _request(message: Message, client: NumPyClient) -> tuple[list[str], list[Any
 
 
 def _reply(
-    message: Message, examples: int, metrics: Mapping[str, Any], arrays: ArrayRecord | None = None
+    message: Message, samples: int, metrics: Mapping[str, Any], arrays: ArrayRecord | None = None
 ) -> Message:
-    numbers, words = divided(examples, metrics)
+    numbers, words = divided(samples, metrics)
     content = RecordDict({METRICS: MetricRecord(numbers)})
     if arrays is not None:
         content[ARRAYS] = arrays

@@ -52,9 +52,9 @@ def check_names(client: NumPyClient, received: list[str]) -> None:
         )
 
 
-def divided(examples: int, metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def divided(samples: int, metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return numbers and texts of what ``fit`` or ``evaluate`` reports, as records hold them."""
-    numbers: dict[str, Any] = {"num-examples": examples}
+    numbers: dict[str, Any] = {"num-examples": samples}
     words: dict[str, Any] = {}
     for name, value in metrics.items():
         plain = value.item() if isinstance(value, np.generic) else value

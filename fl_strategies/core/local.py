@@ -183,15 +183,15 @@ class LocalTraining:
         found = {name: value for name in HANDED_ON if (value := getattr(self, name))}
         return found | parse_params(self.solver_params)
 
-    def batches(self, examples: int) -> int:
+    def batches(self, samples: int) -> int:
         """Return the number of mini-batches in an epoch of so many samples."""
-        return 1 if self.full_batch else math.ceil(examples / self.batch_size)
+        return 1 if self.full_batch else math.ceil(samples / self.batch_size)
 
-    def most_steps(self, examples: int) -> float:
+    def most_steps(self, samples: int) -> float:
         """Return the most steps that this may take; one of ``max_iter`` iterations is so many."""
         iterations = parse_params(self.solver_params).get("max_iter", 1)
         each = iterations if isinstance(iterations, int | float) else 1
-        return (self.steps or self.epochs * self.batches(examples)) * max(each, 1)
+        return (self.steps or self.epochs * self.batches(samples)) * max(each, 1)
 
     def updated(self, config: Mapping[str, Any]) -> LocalTraining:
         """Return these settings with those that ``config`` (kebab-case keys) sets."""

@@ -41,7 +41,7 @@ SERVER = frozenset(
         "bytes-saved",
         "virtual-seconds",
         "gradient-norm2",
-        *(f"{phase}{name}" for name in ("examples", *COUNTS) for phase in ("", "eval-")),
+        *(f"{phase}{name}" for name in ("samples", *COUNTS) for phase in ("", "eval-")),
         *(f"{share}{end}" for share in SHARES for end in ("", "-smallest", "-largest")),
     }
 )

@@ -30,8 +30,8 @@ class RoundInfo:
     ``metrics`` holds the round's numbers: training (``train-loss`` ...), clients' evaluation
     (``eval-accuracy`` ...), the server's (``test-accuracy`` ...), bytes, clients and seconds. What
     clients report under a name that is not theirs is called ``client-...`` (``names``).
-    ``clients`` holds, by client id, the numbers of each reply that was used: ``examples``,
-    ``data-share`` and ``weight-share`` (of the round's examples, and in the next model) of those
+    ``clients`` holds, by client id, the numbers of each reply that was used: ``samples``,
+    ``data-share`` and ``weight-share`` (of the round's samples, and in the next model) of those
     that trained, and what they measured.
     """
 

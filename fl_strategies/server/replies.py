@@ -301,16 +301,16 @@ def _bytes(message: Message) -> int:
 
 def by_client(
     replies: Iterable[Reply],
-    examples: str,
+    samples: str,
     called: Naming,
     known: Mapping[int, Mapping[str, float]],
 ) -> dict[int, dict[str, float]]:
-    """Return ``known`` with each reply's numbers added, and its samples as ``examples``."""
+    """Return ``known`` with each reply's numbers added, and its samples as ``samples``."""
     rows = {client: dict(row) for client, row in known.items()}
     for reply in replies:
         row = rows.setdefault(reply.client, {})
         row |= _numbers(reply, called)
-        row[examples] = reply.num_examples
+        row[samples] = reply.num_examples
     return rows
 
 

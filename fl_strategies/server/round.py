@@ -116,7 +116,7 @@ class Round(Requests):
         metrics = self._phase(sifted, good, self.train_metrics_aggr_fn, in_training)
         self.patience.settle(len(good), sifted.unusable, len(self.nodes.known))
         self.identity.warn(good, self.local)
-        run.clients = by_client(good, "examples", in_training, {})
+        run.clients = by_client(good, "samples", in_training, {})
         run.devices |= {reply.client: kind for reply in good if (kind := device_of(reply))}
         taken = [upload for _, upload in sifted.good.values()]
         uploads = Uploads(taken, number, self.population, self.asked)
@@ -225,11 +225,11 @@ class Round(Requests):
         """Note each client's share of the samples and of the next model."""
         weights = {upload.client: self.weight(upload) for upload in uploads}
         rows = self.run.clients
-        total, examples = sum(weights.values()), sum(row["examples"] for row in rows.values())
+        total, samples = sum(weights.values()), sum(row["samples"] for row in rows.values())
         for client, row in rows.items():
             row["weight-share"] = weights[client] / total if total else 1 / len(uploads)
-            row["data-share"] = row["examples"] / examples
-        by_size = sorted(rows.values(), key=lambda row: row["examples"])
+            row["data-share"] = row["samples"] / samples
+        by_size = sorted(rows.values(), key=lambda row: row["samples"])
         if unequal := self.composition.unequal([row["weight-share"] for row in by_size]):
             self.say(server_round, unequal)
         for name in ("weight-share", "data-share"):
@@ -271,7 +271,7 @@ class Round(Requests):
         good = list(sifted.good.values())
         aggregation = self.evaluate_metrics_aggr_fn
         metrics = self._phase(sifted, good, aggregation, in_evaluation, "eval-")
-        self.run.clients = by_client(good, "eval-examples", in_evaluation, self.run.clients)
+        self.run.clients = by_client(good, "eval-samples", in_evaluation, self.run.clients)
         self.result.evaluate_metrics_clientapp[server_round] = metrics
         return metrics
 

@@ -178,8 +178,8 @@ def opened(
         raise BadReply(f"{len(records)} MetricRecords, expected one")
     numbers = dict(records[0])
     check_scalars(numbers, {weighted_by: (1, 2**53), **bounds})
-    examples: Any = numbers.pop(weighted_by)
-    return Reply(client, server_round, examples, numbers, words, content=content)
+    samples: Any = numbers.pop(weighted_by)
+    return Reply(client, server_round, samples, numbers, words, content=content)
 
 
 def check_scalars(scalars: Mapping[str, Any], bounds: Mapping[str, tuple[float, float]]) -> None:

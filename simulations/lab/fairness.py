@@ -60,7 +60,7 @@ def fairness(runs: Mapping[str, Path], folder: Path) -> None:
             if "weight-share" in row:
                 last[int(row["client"])] = row
         for client, row in sorted(last.items()):
-            names = ("examples", "weight-share", "data-share")
+            names = ("samples", "weight-share", "data-share")
             clients.append({"run": label, "client": client} | {n: row[n] for n in names})
     write_csv(folder / "fairness.csv", rounds)
     write_csv(folder / "clients.csv", clients)
@@ -97,7 +97,7 @@ def draw(
         )
         dots = [row for row in clients if row["run"] == label]
         by_size.scatter(
-            [row["examples"] for row in dots], [row["weight-share"] for row in dots], s=10
+            [row["samples"] for row in dots], [row["weight-share"] for row in dots], s=10
         )
     loss.set(xlabel="round", ylabel="training loss", yscale="log")
     weights.set(xlabel="round", ylabel="weight of smallest (-) and largest (--)", yscale="log")

@@ -37,7 +37,7 @@ def test_rates_fall_tenfold_at_half_and_at_three_quarters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knob", "bounds", "message"),
+    ("hyperparameter", "bounds", "message"),
     [
         (0.0, {"above": 0.0}, r"rho must be > 0, got 0\.0"),
         (-0.1, {"low": 0.0}, r"rho must be >= 0, got -0\.1"),
@@ -53,16 +53,16 @@ def test_rates_fall_tenfold_at_half_and_at_three_quarters() -> None:
         ({}, {}, r"got rounds \[\]"),
     ],
 )
-def test_a_knob_outside_its_range_is_named_with_bound_and_value(
-    knob: Any, bounds: dict[str, float], message: str
+def test_a_hyperparameter_outside_its_range_is_named_with_bound_and_value(
+    hyperparameter: Any, bounds: dict[str, float], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        check("rho", knob, scheduled=True, **bounds)
+        check("rho", hyperparameter, scheduled=True, **bounds)
 
 
-def test_a_knob_on_its_closed_bounds_passes() -> None:
-    for knob in (0, 2, 0.5, {0: 0.0, 3: 2.0}, np.float64(1.0)):
-        check("rho", knob, low=0.0, high=2.0, scheduled=True)
+def test_a_hyperparameter_on_its_closed_bounds_passes() -> None:
+    for hyperparameter in (0, 2, 0.5, {0: 0.0, 3: 2.0}, np.float64(1.0)):
+        check("rho", hyperparameter, low=0.0, high=2.0, scheduled=True)
 
 
 # ---- random streams -----------------------------------------------------------------------------
