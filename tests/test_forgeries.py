@@ -222,7 +222,7 @@ def test_numbers_of_the_clients_own_are_found_under_their_names_or_client_names(
         "own-reward",
         "eval-train-loss",
         "eval-client-clients-used",
-        "eval-client-examples",
+        "eval-client-samples",
     }
     for name in trained | evaluated:
         assert row[name] == 7.0, name
