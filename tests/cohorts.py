@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import pytest
 import torch
-from flwr.app import Context
+from flwr.app import Array, ArrayRecord, Context
 from flwr.client import NumPyClient
+from flwr.serverapp.strategy import Result
+from laws import TABLE, Row
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from clients import AnyAlgorithmClient, ContextStore, FlatModel, LocalTraining, Problem, client_app
+from clients import (
+    AnyAlgorithmClient,
+    ContextStore,
+    FlatModel,
+    LocalTraining,
+    Problem,
+    client_app,
+    cohort,
+)
 from clients.node.in_process import InProcessGrid
 
 Made = Callable[[Context], NumPyClient]
@@ -88,3 +100,75 @@ def relative(found: Any, expected: Any) -> float:
         for arrays in (found, expected)
     )
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+ROWS = {row.name: row for row in TABLE}
+EXACT = 1e-12
+PASSING = {"seconds", "bytes-down", "bytes-up", "bytes-saved"}
+"""Metrics of a round that are not its clients'."""
+SINGLE = 2e-5
+"""In float32: 20 steps, each with roundings of 1.2e-7 over sums of up to 16 samples."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_said() -> Iterator[None]:
+    cohort.say_once.cache_clear()
+    yield
+    cohort.say_once.cache_clear()
+
+
+def run(row: Row, federation: InProcessGrid, problems: Sequence[Problem], **options: Any) -> Result:
+    """Return what three rounds come to."""
+    model = problems[0].model
+    pairs = zip(model.names, start(problems), strict=True)
+    arrays = ArrayRecord({name: Array(array) for name, array in pairs})
+    strategy = row.strategy(seed=3, **model.layout_options, **options)
+    return strategy.start(federation, arrays, 3)
+
+
+def start(problems: Sequence[Problem]) -> list[np.ndarray]:
+    """Return the first arrays, the same whatever the model has been used for."""
+    rng, layout = np.random.default_rng(1), problems[0].model.layout
+    made = {
+        name: np.asarray(rng.normal(0.0, 0.5, shape), layout.dtypes[name])
+        for name, shape in layout.shapes.items()
+    }
+    made |= {copy: made[first] for copy, first in layout.copies.items()}
+    return (
+        [np.asarray(abs(array)) for array in made.values()] if layout.buffers else [*made.values()]
+    )
+
+
+def assert_alike(
+    row: Row,
+    problems: Sequence[Problem],
+    *,
+    within: float = EXACT,
+    training: Mapping[str, Any] | None = None,
+    cohort: int = 1000,
+    **options: Any,
+) -> None:
+    """Models, metrics and states of both are the same, and no client was trained alone."""
+    made = clients_of(problems, **(training or {}))
+    alone = one_by_one(made, len(problems))
+    at_once = stacked(made, len(problems), cohort)
+    expected = run(row, alone, problems, **options)
+    with mock.patch("clients.cohort._alone", side_effect=AssertionError("trained alone")):
+        found = run(row, at_once, problems, **options)
+    assert relative(*(r.arrays.to_numpy_ndarrays() for r in (found, expected))) < within
+    for turn, metrics in expected.train_metrics_clientapp.items():
+        mine = found.train_metrics_clientapp[turn]
+        for name in metrics.keys() - PASSING:
+            assert mine[name] == pytest.approx(metrics[name], rel=10 * within, nan_ok=True), name
+    for number, context in enumerate(alone.contexts.values()):
+        if number not in at_once.clients:  # it was never asked
+            assert not context.state
+            continue
+        kept, records = at_once.clients[number].state.array_records, context.state.array_records
+        assert kept.keys() == records.keys()
+        for key, record in records.items():
+            assert kept[key].keys() == record.keys()
+            for name in record.keys() - {"nonce"}:
+                mine, theirs = kept[key][name].numpy(), record[name].numpy()
+                assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype), name
+                np.testing.assert_allclose(mine, theirs, rtol=1e3 * within, atol=10 * within)

@@ -4,7 +4,10 @@ from trials import of
 
 SOLVERS = "tests/test_cohort.py -x -k 'every_solver or pfedme_measures'"
 ALGORITHMS = "tests/test_cohort.py -x -k 'every_algorithm_on or variants or penalty or chunk'"
-PATH = "tests/test_cohort.py -x -k 'not every_algorithm and not every_solver'"
+PATH = (
+    "tests/test_cohort.py tests/test_cohort_alone.py tests/test_cohort_choice.py"
+    " -x -k 'not every_algorithm and not every_solver'"
+)
 
 COHORTS = [
     *of(

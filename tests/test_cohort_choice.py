@@ -1,0 +1,129 @@
+"""How many clients are trained at once: by the committed table, the memory, and their work."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+from cohorts import (
+    ROWS,
+    assert_alike,
+    classified,
+    clients_of,
+    smooth,
+    start,
+)
+from cohorts import nothing_was_said as nothing_was_said
+from laws import local
+
+from clients import (
+    FedAvgClient,
+    FlatModel,
+    client_app,
+    cohort,
+)
+from clients.cohort import fit_cohort
+from clients.learning import choice
+
+# ---- how many at once ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("most", "memory"), [(2, 1 << 28), (1000, 11_000)])
+def test_several_stacks_make_what_one_makes(most: int, memory: int) -> None:
+    settings = local(solver="sgd", **{"batch-size": 5})
+    problems = classified(smooth(), sizes=(7, 12, 3, 16))
+    steps = mock.patch("clients.cohort._steps", wraps=cohort._steps)
+    with mock.patch.object(cohort, "MEMORY", memory), steps as stacks:
+        assert_alike(ROWS["fedadmm"], problems, local=settings, cohort=most)
+    assert {len(call.args[0]) for call in stacks.call_args_list} == {2}
+
+
+def test_the_memory_that_is_stated_bounds_the_vectors_of_a_stack() -> None:
+    problems = classified(smooth(), sizes=(4,) * 40)
+    vector = problems[0].model.vector
+    each = sum(cohort.client_bytes(problems[0], 4))
+    assert each >= 12 * vector.numel() * vector.element_size()
+    seen: list[int] = []
+    with mock.patch(
+        "clients.cohort._stacked", lambda some, *_: seen.append(len(some)) or [0] * len(some)
+    ):
+        clients = [FedAvgClient(p, client_id=i) for i, p in enumerate(problems)]
+        fit_cohort(clients, start(problems), [{}] * 40, cohort=1000, memory=13 * each)
+    assert seen == [13, 13, 13, 1]
+
+
+def rows(*gains: tuple[str, str, int, int, float]) -> list[dict[str, Any]]:
+    names = ("device", "kind", "d", "clients", "gain")
+    return [dict(zip(names, row, strict=True)) for row in gains]
+
+
+def test_auto_stacks_where_the_table_has_a_gain_for_as_large_a_model_and_as_few_clients() -> None:
+    table = rows(
+        ("cpu", "dense", 100, 10, 4.0), ("cpu", "dense", 100, 50, 6.0),
+        ("cpu", "dense", 900, 10, 0.9), ("cpu", "dense", 900, 50, 1.2),
+        ("cpu", "conv", 900, 50, 9.0),
+    )  # fmt: skip
+    model = FlatModel(smooth())  # 43 parameters
+    with mock.patch.object(choice, "table", return_value=table):
+        assert choice.measured_gain("cpu", "dense", 43, 49) == 4.0
+        assert choice.measured_gain("cpu", "dense", 101, 49) == 0.9
+        assert choice.measured_gain("cpu", "dense", 101, 70) == 1.2
+        for device, d, clients in (("cpu", 43, 9), ("cpu", 901, 99), ("cuda", 43, 99)):
+            assert choice.measured_gain(device, "dense", d, clients) == 0.0
+        assert choice.stacked_at("auto", model, [4] * 30) == (0, 30)
+        assert choice.stacked_at("auto", model, [4] * 2) == (2, 2)
+        assert choice.stacked_at(7, model, [4] * 9) == (0, 7)
+        assert choice.stacked_at("off", model, [4] * 30) == (30, 1)
+        choice._costs.cache_clear()
+
+
+def test_auto_trains_those_one_by_one_that_work_much_longer_than_the_rest() -> None:
+    """A step of ten or fewer takes 2.5 steps of one, one of fifty takes 8."""
+    table = rows(("cpu", "dense", 100, 10, 4.0), ("cpu", "dense", 100, 50, 6.25))
+    model = FlatModel(smooth())
+    choice._costs.cache_clear()
+    with mock.patch.object(choice, "table", return_value=table):
+        for steps in ([4] * 60, [4] * 10, [1000, 900] + [4] * 50, [30, 20, 10, 5, 4, 3, 2, 1]):
+            found, most = choice.stacked_at("auto", model, steps)
+            totals = {alone: cost_of(steps, alone) for alone in range(len(steps) + 1)}
+            assert most == len(steps)
+            assert totals[found] <= 1.05 * min(totals.values())
+        assert choice.stacked_at("auto", model, [1000, 900] + [4] * 50)[0] == 2
+    choice._costs.cache_clear()
+
+
+def test_who_works_much_longer_is_in_no_stack() -> None:
+    problems = classified(smooth(), sizes=(640, *(5,) * 12))
+    clients = [FedAvgClient(p, client_id=i) for i, p in enumerate(problems)]
+    table = mock.patch.object(choice, "table", return_value=rows(("cpu", "dense", 100, 5, 4.0)))
+    choice._costs.cache_clear()
+    stacks = mock.patch("clients.cohort._stacked", side_effect=lambda some, *_: some)
+    with table, stacks as stacked, mock.patch("clients.cohort._alone") as alone:
+        fit_cohort(clients, start(problems), [{}] * 13, cohort="auto")
+    choice._costs.cache_clear()
+    assert [call.args[0].client_id for call in alone.call_args_list] == [0]
+    assert [[c.client_id for c, _ in call.args[0]] for call in stacked.call_args_list] == [
+        [*range(1, 13)]
+    ]
+
+
+def cost_of(steps: list[int], alone: int) -> float:
+    """Return what the steps cost, the first clients one by one, step by step."""
+    rest = steps[alone:]
+    left = [sum(own > step for own in rest) for step in range(max(rest, default=0))]
+    return sum(steps[:alone]) + sum(max(2.5, n / 4.0 if n < 50 else n / 6.25) for n in left)
+
+
+@pytest.mark.parametrize("setting", ["on", 1, 0, -3, 2.5, True, None])
+def test_an_unknown_setting_is_refused(setting: Any) -> None:
+    with pytest.raises(ValueError, match="cohort must be"):
+        fit_cohort([], [], [], cohort=setting)
+    with pytest.raises(ValueError, match="cohort must be"):
+        client_app(clients_of([]), hosts=3, cohort=setting)
+
+
+def test_the_committed_table_has_the_readme_settings() -> None:
+    """Logistic regression pays from ten clients on; the papers' CNN never does on a CPU."""
+    assert choice.measured_gain("cpu", "dense", 610, 100) > 2.0
+    assert choice.measured_gain("cpu", "conv", 1_663_370, 100) < choice.GAIN
