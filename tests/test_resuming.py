@@ -19,7 +19,12 @@ from simulations.experiment import run_in_process
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) | {"seconds": 0} for line in path.read_text().splitlines()]
+    """The rows of a history, but for what a clock measured."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [
+        {name: value for name, value in row.items() if not name.startswith(("seconds", "busy-"))}
+        for row in rows
+    ]
 
 
 # ---- what goes on beside ----------------------------------------------------------------------
