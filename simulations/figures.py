@@ -129,7 +129,8 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Sequence[Mapping[str, Any]]) -> 
 
 def title(algorithm: str) -> str:
     """Return an algorithm's proper name; another label as it is."""
-    return STRATEGIES[algorithm].card.title if algorithm in STRATEGIES else algorithm
+    card = getattr(STRATEGIES.get(algorithm), "card", None)  # an algorithm of one's own needs none
+    return algorithm if card is None else card.title
 
 
 def _tells(rows: Sequence[Mapping[str, Any]], panel: Panel) -> bool:

@@ -52,7 +52,7 @@ class Algorithm(Options):
     algorithm: ClassVar[str]
     """Name by which clients know the algorithm."""
     card: ClassVar[Card]
-    """What a table of algorithms says of it."""
+    """What a table of algorithms says of it; one that is in none needs no card."""
     client_module: ClassVar[str] = ""
     """Module of its client half, by default that of the same name in ``clients``."""
     beside: ClassVar[tuple[str, ...]] = ()
