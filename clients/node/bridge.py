@@ -30,8 +30,9 @@ from flwr.common.constant import ErrorCode
 
 from clients.learning.choice import Setting, check_setting
 from clients.node.host import Host, Hosted, Hosts
-from clients.node.records import check_names, divided, encoded
+from clients.node.records import check_names, divided
 from fl_strategies.core.reasons import of_exception
+from fl_strategies.server.encoding import encoded
 from fl_strategies.server.hosting import is_hosted
 from fl_strategies.server.wire import decode
 

@@ -22,9 +22,10 @@ from flwr.common import log
 
 from clients.cohort import fit_cohort
 from clients.learning.choice import Setting
-from clients.node.records import check_names, divided, encoded, stacked
+from clients.node.records import check_names, divided
 from fl_strategies.core.reasons import of_exception
 from fl_strategies.core.records import BadReply
+from fl_strategies.server.encoding import encoded, stacked
 from fl_strategies.server.folding import Folder, Terms
 from fl_strategies.server.hosting import Said, fold_of, pack_reply, unpack_request
 from fl_strategies.server.wire import decode

@@ -19,8 +19,8 @@ from typing import Any, Protocol, TypeAlias
 import numpy.typing as npt
 from flwr.app import ArrayRecord, ConfigRecord, Context
 
-from clients.node.records import encoded
 from fl_strategies.core.files import DamagedFile, load_arrays, save_arrays, write_atomically
+from fl_strategies.server.encoding import encoded
 from fl_strategies.server.wire import decode
 
 Fields: TypeAlias = Mapping[str, npt.NDArray[Any]]

@@ -20,7 +20,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 Vector: TypeAlias = Any
 """``numpy.ndarray`` or ``torch.Tensor``, ``[d]`` or ``[clients, d]``."""
 
-BLOCK = 1 << 15
+BLOCK = 1 << 16
 """Numbers of a block: in float64 two of them fit a core's cache."""
 AT_ONCE = 32
 """Vectors of a sum that are held at a time."""

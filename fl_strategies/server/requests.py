@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import numpy as np
 from flwr.app import (
-    Array,
     ArrayRecord,
     ConfigRecord,
     Message,
@@ -35,6 +34,7 @@ from fl_strategies.core.vectors import Vector
 from fl_strategies.server.algorithm import Algorithm
 from fl_strategies.server.bounds import NormBound
 from fl_strategies.server.composition import Composition
+from fl_strategies.server.encoding import encoded
 from fl_strategies.server.folding import Terms
 from fl_strategies.server.hosting import pack_request, per_message
 from fl_strategies.server.identity import Identity
@@ -123,7 +123,7 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
         """Return the model with its trainable arrays out of ``vector`` [d], and its ``buffers``."""
         assert self.layout is not None
         model = self.layout.unpack(vector, {**self._model, **buffers})
-        return ArrayRecord({name: Array(array) for name, array in model.items()})
+        return ArrayRecord({name: encoded(array) for name, array in model.items()})
 
     def choose(self, server_round: int, nodes: Mapping[int, int]) -> list[int]:
         """Return which of the connected clients train in the round, ascending."""
@@ -276,7 +276,7 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
         vectors = self.vectors(self.state)
         all_of_them = [self.theta, *(vectors[name] for name in self.beside)]
         found = self._wire.unpack(np.concatenate(all_of_them), self._model)
-        return ArrayRecord({name: Array(array) for name, array in found.items()} | dict(arrays))
+        return ArrayRecord({name: encoded(array) for name, array in found.items()} | dict(arrays))
 
 
 def _at(values: Mapping[str, Any], server_round: int) -> dict[str, Scalar]:

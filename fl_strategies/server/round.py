@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 from flwr.app import (
-    Array,
     ArrayRecord,
     ConfigRecord,
     Message,
@@ -37,6 +36,7 @@ from fl_strategies.core.records import BadReply, Reply, Upload, Uploads
 from fl_strategies.core.vectors import finite
 from fl_strategies.server.algorithm import State
 from fl_strategies.server.bounds import NormBound
+from fl_strategies.server.encoding import encoded
 from fl_strategies.server.folding import ROUNDING, Fold, decode_fold, upload_of
 from fl_strategies.server.options import MetricsAggregation
 from fl_strategies.server.replies import (
@@ -219,7 +219,7 @@ class Round(Requests):
             model = self.layout.unpack(np.asarray(vector), merged.value())
         if not all(finite(array) for array in model.values()):
             return None, self.state
-        return ArrayRecord({name: Array(array) for name, array in model.items()}), state
+        return ArrayRecord({name: encoded(array) for name, array in model.items()}), state
 
     def _tell_shares(self, server_round: int, uploads: Uploads, metrics: MetricRecord) -> None:
         """Note each client's share of the samples and of the next model."""
