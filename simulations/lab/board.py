@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -204,10 +204,10 @@ def trials(setting: Setting, folder: Path) -> dict[tuple[str, float], RunConfig]
     }  # fmt: skip
 
 
-def chosen(setting: Setting, folder: Path) -> dict[str, float] | None:
-    """Return each rule's learning rate; None as long as a trial is missing."""
+def chosen(tried: Mapping[tuple[str, float], RunConfig]) -> dict[str, float] | None:
+    """Return each rule's learning rate, by its :func:`trials`; None as long as one is missing."""
     scores: dict[str, dict[float, float]] = {}
-    for (rule, rate), config in trials(setting, folder).items():
+    for (rule, rate), config in tried.items():
         if not finished(config):
             return None
         scores.setdefault(rule, {})[rate] = score(config)
@@ -215,9 +215,10 @@ def chosen(setting: Setting, folder: Path) -> dict[str, float] | None:
     return {row["algorithm"]: row["lr"] for row in rows if row["chosen"]}
 
 
-def runs(setting: Setting, folder: Path) -> dict[tuple[str, int], RunConfig]:
-    """Return the runs that are compared; none as long as rates are not chosen."""
-    rates = chosen(setting, folder)
+def runs(
+    setting: Setting, folder: Path, rates: Mapping[str, float] | None
+) -> dict[tuple[str, int], RunConfig]:
+    """Return the runs that are compared; none as long as ``rates`` are not :func:`chosen`."""
     if rates is None:
         return {}
     return {
@@ -236,17 +237,23 @@ def run(
     *,
     jobs: int = 1,
     quiet: bool = False,
-    on_done: Callable[[], object] = lambda: None,
+    on_done: Callable[[Setting], object] = lambda setting: None,
 ) -> None:
-    """Run what is not finished of the settings, ``jobs`` runs at a time."""
+    """Run what is not finished of the settings, ``jobs`` runs at a time.
+
+    ``on_done`` is called after each run, with its setting.
+    """
+
+    def run_all(setting: Setting, configs: Collection[RunConfig]) -> None:
+        if configs:
+            work = {config: partial(run_one, config, quiet=quiet) for config in configs}
+            run_cells(work, jobs=jobs, on_done=partial(on_done, setting))
+
     for setting in settings:
-        if setting.impossible:
-            continue
-        for phase in (trials, runs):
-            configs = phase(setting, folder).values()
-            if configs:
-                work = {config: partial(run_one, config, quiet=quiet) for config in configs}
-                run_cells(work, jobs=jobs, on_done=on_done)
+        if not setting.impossible:
+            tried = trials(setting, folder)
+            run_all(setting, tried.values())
+            run_all(setting, runs(setting, folder, chosen(tried)).values())
 
 
 def run_one(config: RunConfig, *, quiet: bool = False) -> None:
@@ -257,8 +264,12 @@ def run_one(config: RunConfig, *, quiet: bool = False) -> None:
 
 def found(setting: Setting, folder: Path) -> Judged:
     """Return the verdict on the runs of a setting that are finished."""
-    made = {} if setting.impossible else runs(setting, folder)
-    tried = {} if setting.impossible else trials(setting, folder)
+    if setting.impossible:
+        return judge(
+            setting, [Row(r, setting.published.get(r), (), None, 0.0) for r in setting.rules]
+        )
+    tried = trials(setting, folder)
+    made = runs(setting, folder, chosen(tried))
     rows = []
     for rule in setting.rules:
         mine = [config for (name, _), config in made.items() if name == rule and finished(config)]

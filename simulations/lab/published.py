@@ -11,6 +11,7 @@ from typing import Any
 
 from fl_strategies import FedADMM, FedBC
 from simulations.lab.board import Rule, Setting
+from simulations.lab.studies import DELTA_SGD_SOLVERS, FEDBC_RATES
 
 BEYOND = 101.0
 """More rounds than FedADMM's horizon of 100: "100+" in its tables."""
@@ -134,29 +135,18 @@ def fedbc_table_1(data: int, epochs: int) -> Setting:
             "momentum": 0.5,
             "epochs": epochs,
         },
-        rates=(0.001, 0.01, 0.1, 0.5, 1.0),
+        rates=FEDBC_RATES,
     )
 
 
 # ---- Delta-SGD: Kim et al., Table 1 -------------------------------------------------------------
 
 SOLVERS: dict[str, dict[str, Any]] = {
-    "sgd": {"solver": "sgd", "lr": 0.1, "momentum": 0.0},
-    "sgd-decay": {"solver": "sgd", "lr": 0.1, "momentum": 0.0, "lr-decay": True},
-    "sgdm": {"solver": "sgd", "lr": 0.1, "momentum": 0.9},
-    "sgdm-decay": {"solver": "sgd", "lr": 0.1, "momentum": 0.9, "lr-decay": True},
-    "adam": {"solver": "adam", "lr": 0.001, "momentum": 0.0},
-    "adagrad": {"solver": "adagrad", "lr": 0.01, "momentum": 0.0},
-    "sps": {"solver": "sps", "lr": 1.0, "momentum": 0.0, "solver-params": "c=0.5 growth=0"},
-    "delta-sgd": {
-        "solver": "delta-sgd",
-        "lr": 0.2,
-        "momentum": 0.0,
-        "solver-params": "gamma=2 delta=0.1 theta_0=1",
-    },
+    "sps" if name == "sps-uncapped" else name: {k: v for k, v in solver.items() if k != "rounds"}
+    for name, solver in DELTA_SGD_SOLVERS.items()
+    if name != "sps"  # the paper's is the uncapped one
 }
-"""One setting for all data, which is the paper's point: its own of Delta-SGD, elsewhere the rates
-of its authors' ``run.sh``, as the paper states grids alone. Its SPS is the uncapped one."""
+"""One setting for all data, which is the paper's point."""
 
 DELTA_SGD_TABLE_1: dict[tuple[str, float], dict[str, float]] = {
     key: dict(zip(SOLVERS, accuracies, strict=True))
@@ -191,6 +181,7 @@ def delta_sgd_table_1(dataset: str, alpha: float, rounds: int, rules: tuple[str,
             "epochs": 1,
             "random-epochs": "false",
             "batch-size": 64,
+            "momentum": 0.0,
             "evaluate-every": 5,
         },
     )

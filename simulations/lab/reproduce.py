@@ -250,15 +250,21 @@ def run_settings(args: argparse.Namespace, folder: Path) -> str:
         settings = [board.shrunk(setting) for setting in settings[:2]]
     command = f"python -m simulations.lab.reproduce {args.study}{' --quick' * args.quick}"
 
+    judged = {setting.name: board.found(setting, folder) for setting in settings}
+
     def write_board() -> str:
-        found = [board.found(setting, folder) for setting in settings]
+        found = [*judged.values()]
         text = board.markdown(found, command)
         write_atomically(folder / "board.md", text.encode())
         write_atomically(folder / "board.json", json.dumps(board.records(found), indent=2).encode())
         return text
 
+    def note(setting: board.Setting) -> None:
+        judged[setting.name] = board.found(setting, folder)
+        write_board()
+
     wanted = chosen(settings, args.only)
-    board.run(wanted, folder, jobs=args.jobs, quiet=args.quiet, on_done=write_board)
+    board.run(wanted, folder, jobs=args.jobs, quiet=args.quiet, on_done=note)
     return write_board()
 
 
