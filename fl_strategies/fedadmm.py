@@ -63,7 +63,7 @@ from fl_strategies.core.records import Upload, Uploads
 from fl_strategies.core.schedules import at
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector, weighted_mean, weighted_sum
-from fl_strategies.server.algorithm import Card
+from fl_strategies.server.algorithm import NUM_CLIENTS, Card
 from fl_strategies.server.strategy import FederatedStrategy
 
 Side: TypeAlias = Literal["client", "global"]
@@ -176,12 +176,7 @@ class FedADMM(FederatedStrategy):
         ' default the latter where eta is "fraction" and tracking "client". "origin" needs'
         ' tracking "client".',
     )
-    num_clients: int = number(
-        default=0,
-        about="m, where known (0: not); counts if it is more than the clients ever connected.",
-        integer=True,
-        low=0,
-    )
+    num_clients: int = NUM_CLIENTS
 
     def __post_init__(self) -> None:
         super().__post_init__()

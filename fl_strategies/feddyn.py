@@ -39,7 +39,7 @@ from fl_strategies.core.records import Uploads
 from fl_strategies.core.schedules import at
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector, weighted_sum
-from fl_strategies.server.algorithm import Card
+from fl_strategies.server.algorithm import NUM_CLIENTS, Card
 from fl_strategies.server.strategy import FederatedStrategy
 
 
@@ -97,12 +97,7 @@ class FedDyn(FederatedStrategy):
         scheduled=True,
         sent="alpha",
     )
-    num_clients: int = number(
-        default=0,
-        about="m, where known (0: not); counts if it is more than the clients ever connected.",
-        integer=True,
-        low=0,
-    )
+    num_clients: int = NUM_CLIENTS
 
     @property
     def folds_by(self) -> str:

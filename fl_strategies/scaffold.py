@@ -49,7 +49,7 @@ from fl_strategies.core.records import Uploads
 from fl_strategies.core.schedules import at
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector, weighted_sum
-from fl_strategies.server.algorithm import Card
+from fl_strategies.server.algorithm import NUM_CLIENTS, Card
 from fl_strategies.server.strategy import FederatedStrategy
 
 Option: TypeAlias = Literal["I", "II"]
@@ -138,12 +138,7 @@ class SCAFFOLD(FederatedStrategy):
         about="Which c_i+ clients take, (3) or (2).",
         sent="option",
     )
-    num_clients: int = number(
-        default=0,
-        about="m, where known (0: not); counts if it is more than the clients ever connected.",
-        integer=True,
-        low=0,
-    )
+    num_clients: int = NUM_CLIENTS
 
     def __post_init__(self) -> None:
         super().__post_init__()

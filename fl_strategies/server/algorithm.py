@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 
+from fl_strategies.core.hyperparameters import number
 from fl_strategies.core.ledger import Ledger
 from fl_strategies.core.records import NOTHING, Upload, Uploads
 from fl_strategies.core.vectors import Vector
@@ -18,6 +19,15 @@ from fl_strategies.server.run import Run
 State: TypeAlias = Any
 """What an algorithm's server keeps: an immutable record of named fields (a named tuple or a frozen
 dataclass of numbers, texts, arrays, lists and dicts of them), None if it keeps nothing."""
+
+
+NUM_CLIENTS: Any = number(
+    default=0,
+    about="m, where known (0: not); counts if it is more than the clients ever connected.",
+    integer=True,
+    low=0,
+)
+"""The hyperparameter ``num_clients`` of algorithms whose rule divides by :attr:`population`."""
 
 
 class Card(NamedTuple):
