@@ -1,4 +1,4 @@
-"""Tensors as arrays, as they travel and are kept."""
+"""Tensors as NumPy arrays, the form in which they travel and are stored."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import Tensor
 
 
 def to_numpy(tensor: Tensor) -> npt.NDArray[Any]:
-    """Return ``tensor`` as an array on the host, of the type by which it travels.
+    """Return ``tensor`` as an array on the host, of the type in which it travels.
 
-    That is its own, but float32 for bfloat16, which NumPy lacks: it holds every bfloat16 exactly.
+    A tensor travels in its own type, except that bfloat16, which NumPy lacks, travels as float32.
+    A float32 holds every bfloat16 exactly.
     """
     host = tensor.detach().cpu()
     array: npt.NDArray[Any] = (host.float() if host.dtype == torch.bfloat16 else host).numpy()
@@ -22,12 +23,12 @@ def to_numpy(tensor: Tensor) -> npt.NDArray[Any]:
 
 
 def numpy_type(dtype: torch.dtype) -> np.dtype[Any]:
-    """Return the type by which tensors of ``dtype`` travel."""
+    """Return the type in which tensors of ``dtype`` travel."""
     return to_numpy(torch.empty(0, dtype=dtype)).dtype
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
-    """Return copies of ``tensors`` as :func:`to_numpy`, by one copy from the device per type."""
+    """Return copies of ``tensors`` as :func:`to_numpy` does; the device copies once per type."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return [to_numpy(tensor).copy() for tensor in tensors]
     found: dict[int, npt.NDArray[Any]] = {}
@@ -40,8 +41,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
 
 
 def copy_into(tensors: Sequence[Tensor], arrays: Sequence[npt.NDArray[Any]]) -> None:
-    """Write ``arrays``, which may be read-only, into ``tensors``, by one copy to the device per
-    type."""
+    """Write ``arrays`` (may be read-only) into ``tensors``; the device copies once per type."""
     for places in _by_type(tensors):
         into = [tensors[place] for place in places]
         given = [arrays[place] for place in places]
@@ -57,7 +57,7 @@ def copy_into(tensors: Sequence[Tensor], arrays: Sequence[npt.NDArray[Any]]) -> 
 
 
 def _by_type(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the places of tensors of one type each."""
+    """Return the positions of the tensors, grouped by type."""
     places: dict[torch.dtype, list[int]] = {}
     for place, tensor in enumerate(tensors):
         places.setdefault(tensor.dtype, []).append(place)

@@ -1,9 +1,9 @@
-"""Which clients are trained as a stack: by a table of what was measured, never by the moment.
+"""Which clients are trained as a stack. A committed table decides, never a timing of the moment.
 
-``cohort.json`` holds how many times faster than one by one stacks were, by the kind of device and
-of model, its number d of parameters and the number of clients; ``python -m
-simulations.lab.benchmark cohort`` writes it. So a run's settings fix which clients are stacked, on
-any machine.
+``cohort.json`` says how many times faster a stack was than clients trained one by one. Its rows
+name the kind of device, the kind of model, the number d of parameters and the number of clients;
+``python -m simulations.lab.benchmark cohort`` writes the file. So a run's settings fix which
+clients are stacked, on any machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from clients.learning.model import FlatModel
 Setting: TypeAlias = Literal["auto", "off"] | int
 
 GAIN = 1.05
-"""From which a stack is preferred."""
+"""A stack is preferred where it is this many times faster."""
 
 
 def kind_of(module: nn.Module) -> str:
@@ -44,7 +44,7 @@ def table() -> list[dict[str, Any]]:
 
 
 def measured_gain(device: str, kind: str, d: int, clients: int) -> float:
-    """Return the gain of the next larger model and the next smaller stack; 0 where none was."""
+    """Return the gain of the next larger model and next smaller stack; 0 if none was measured."""
     rows = [row for row in table() if (row["device"], row["kind"]) == (device, kind)]
     larger = min((row["d"] for row in rows if row["d"] >= d), default=None)
     fewer = [row for row in rows if row["d"] == larger and row["clients"] <= clients]
@@ -52,14 +52,14 @@ def measured_gain(device: str, kind: str, d: int, clients: int) -> float:
 
 
 def check_setting(cohort: Any) -> None:
-    """Raise ``ValueError`` unless this is a setting."""
+    """Raise ``ValueError`` unless ``cohort`` is a valid setting."""
     number = isinstance(cohort, int) and not isinstance(cohort, bool) and cohort >= 2
     if cohort not in ("auto", "off") and not number:
         raise ValueError(f'cohort must be "auto", "off" or a whole number >= 2, got {cohort!r}')
 
 
 def setting_of(text: str) -> Setting:
-    """Return the setting that ``text`` spells; ``ValueError`` if it spells none."""
+    """Return the setting that ``text`` stands for; ``ValueError`` if it stands for none."""
     setting: Any = int(text) if text.isdecimal() else text
     check_setting(setting)
     found: Setting = setting
@@ -69,9 +69,9 @@ def setting_of(text: str) -> Setting:
 def stacked_at(setting: Setting, model: FlatModel, steps: Sequence[float]) -> tuple[int, int]:
     """Return how many clients to train one by one, and how many of the rest to stack at most.
 
-    ``steps`` are the clients' local steps, most first. Where some have many more than the others,
-    a stack of few clients would be left for long: "auto" trains those one by one whose steps a
-    stack would not shorten.
+    ``steps`` are the clients' local steps, in descending order. Where a few clients have many more
+    steps than the others, only these few would remain in the stack for a long time. So "auto"
+    trains such clients one by one.
     """
     clients = len(steps)
     if setting == "off":
@@ -83,7 +83,7 @@ def stacked_at(setting: Setting, model: FlatModel, steps: Sequence[float]) -> tu
     costs = _costs(device, kind, d, clients)
     best, found = work.sum() / GAIN, clients
     for alone in (0, *(1 << power for power in range(clients.bit_length())), clients):
-        # from its longest client's last step on, a stack of j clients takes costs[j] a step
+        # while j clients remain in the stack, a step of it costs costs[j]
         rest = work[alone:]
         total = work[:alone].sum() + (costs[: len(rest) - 1] * -np.diff(rest)).sum()
         if len(rest) > 2 and total < best:
@@ -93,10 +93,10 @@ def stacked_at(setting: Setting, model: FlatModel, steps: Sequence[float]) -> tu
 
 @functools.lru_cache(maxsize=64)
 def _costs(device: str, kind: str, d: int, clients: int) -> npt.NDArray[np.float64]:
-    """Return what a step of 1, ..., ``clients`` stacked clients costs, in steps of one alone.
+    """Return the cost of a step of 1, ..., ``clients`` stacked clients, in steps of one client.
 
-    Stacks that are smaller than any that was measured cost as much as the smallest; where none
-    was, a stack gains nothing.
+    A stack smaller than every measured one costs as much as the smallest measured one. Where no
+    stack was measured, stacking gains nothing.
     """
     gains = np.array([measured_gain(device, kind, d, n) for n in range(1, clients + 1)])
     costs = np.arange(1.0, clients + 1) / np.where(gains > 0.0, gains, 1.0)

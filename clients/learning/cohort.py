@@ -1,7 +1,8 @@
-"""The oracle of a stack of clients (``fl_strategies.core.oracle``): each gets what it would alone.
+"""The oracle of a stack of clients (``fl_strategies.core.oracle``).
 
-Vectors are [clients, d] and numbers that differ are columns [clients, 1]. Every client's
-mini-batches are drawn from its own streams, in the order in which it would draw them alone.
+Every client gets what it would get if it trained alone: its mini-batches are drawn from its own
+streams, in the same order. Vectors are [clients, d], and numbers that differ between clients are
+columns [clients, 1].
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ class CohortOracle:
     Parameters
     ----------
     problems : sequence of Problem
-        Alike: of one model, loss and penalty, and without an :func:`.stack.obstacle`.
+        All have one model, loss and penalty, and none has an :func:`.stack.obstacle`.
     training : LocalTraining
-        How all solve their subproblems; its solver is one of ``stacked.STACKED``.
+        How all clients solve their subproblems; its solver is one of ``stacked.STACKED``.
     rngs : sequence of numpy.random.Generator
-        What each client's ``solve`` draws from.
+        The generator of each client's ``solve``.
     streams : callable
         ``streams(purpose)`` returns each client's generator of that purpose.
     samples_at_once : int
-        Samples of all clients that may go through the model in one pass, where these are all that
-        clients have: mini-batches are not cut.
+        The most samples, of all clients together, in one forward pass over whole data sets.
+        Mini-batches are never cut.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class CohortOracle:
         return solve(self.stack, start, subproblem, self.training, self._rngs, previous=previous)
 
     def solve_aside(self, start: Tensor, subproblem: Subproblem) -> Solved:
-        """As :meth:`.Oracle.solve_aside`: such models have no running statistics."""
+        """As :meth:`.Oracle.solve_aside`: stacked models have no running statistics."""
         return self.solve(start, subproblem)
 
     def solve_on_next(self, start: Tensor, subproblem: Subproblem, *, steps: Any) -> Solved:
@@ -117,7 +118,7 @@ class CohortOracle:
         return self.stack.loss(w.to(self.stack.model.vector))
 
     def _gradient(self, w: Tensor, pieces: Iterable[tuple[Batches, Any]]) -> Gradient:
-        """Return the gradient, loss and accuracy on mini-batches whose shares of all are given."""
+        """Return the gradient, loss and accuracy on mini-batches, each weighted by its share."""
         self.stack.model.module.train()
         w = w.to(self.stack.model.vector)
         vector: Any = 0.0
@@ -144,7 +145,7 @@ class CohortOracle:
         return self._draws
 
     def _draw(self, samples: int) -> Iterator[Batches]:
-        """Yield mini-batches drawn with replacement, by one copy to the device of several."""
+        """Yield mini-batches drawn with replacement; several are copied to the device at once."""
         pairs = zip(self.problems, self._streams("oracle"), strict=True)
         blocks = zip(*(problem.drawn(rng, samples) for problem, rng in pairs), strict=True)
         for block in blocks:
@@ -154,7 +155,7 @@ class CohortOracle:
 
 
 class Feed:
-    """Mini-batches of every client without end, of one epoch after another."""
+    """Endless mini-batches of every client, one epoch after another."""
 
     def __init__(self, stack: Stack, training: LocalTraining, rngs: Generators) -> None:
         self._stack, self._rngs = stack, rngs
@@ -172,7 +173,7 @@ class Feed:
         return next(self._all)
 
     def _endless(self) -> Iterator[tuple[Batches, Numbers]]:
-        """Draw and copy to the device as many batches at a time as the longest epoch has."""
+        """Draw as many batches at a time as the longest epoch has, and copy them to the device."""
         sizes, per_epoch = self._stack.sizes, self._per_epoch
         orders: list[list[Numbers]] = [[] for _ in sizes]
         used, turns = np.zeros_like(sizes), np.arange(int(per_epoch.max()))[:, None]

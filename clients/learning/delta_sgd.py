@@ -20,9 +20,10 @@ Values = dict[Tensor, Tensor]
 class DeltaSGD(Optimizer):
     """Delta-SGD; see ``fl_strategies.delta_sgd`` for the rule and every symbol.
 
-    Each parameter group has a step size of its own, from norms over the whole group. ``step`` calls
-    the closure twice (once in the first step): at the present point, then at the previous one. The
-    second call sees the dropout masks of the first, and torch's generators go on as after one call.
+    Each parameter group has its own step size, from norms over the whole group. The first ``step``
+    calls the closure once; every later one calls it twice, at the current point and then at the
+    previous one. The second call sees the dropout masks of the first, and leaves torch's generators
+    as the first call left them.
 
     Parameters
     ----------
@@ -30,25 +31,26 @@ class DeltaSGD(Optimizer):
         As any torch optimizer's; a group may have its own ``lr``, ``gamma``, ``delta``,
         ``theta_0``, ``epsilon``, ``amplify_first``.
     lr : float > 0 (default 0.2, the paper's)
-        eta_0, the size of the first step; it has no say in later ones but through (2).
+        eta_0, the size of the first step; it limits later steps by (2) only.
     gamma : float > 0 (default 2, the paper's)
         Share of the inverse curvature that a step takes.
     delta : float >= 0 (default 0.1, the paper's)
         How fast the step size may grow.
     theta_0 : float > 0 (default 1, the paper's)
+        The ratio of step sizes before the first step.
     epsilon : float >= 0 (default 0)
-        Added to each step size but a first one that is not amplified.
+        Added to each step size, except to a first one that is not amplified.
     amplify_first : bool (default False)
         Whether eta_0 is grown by (2) before the first step.
     same_batch : bool (default True)
-        Whether both gradients of (1) are on the batch at hand. If not, the previous one is that of
-        the previous step, and the closure is called once.
+        Whether both gradients of (1) are on the current mini-batch. If not, the gradient of the
+        previous step is used again, and each step calls the closure once.
     same_masks : bool (default True)
-        Whether the second call sees the dropout masks of the first. In the authors' code it draws
-        new ones.
+        Whether the second call sees the dropout masks of the first. In the authors' code the
+        second call draws new masks.
     module : torch.nn.Module, optional
-        What the closure evaluates: its buffers (BatchNorm's running statistics) then change by the
-        first call only. Without it they are updated twice a step.
+        The module that the closure evaluates. If it is given, only the first call changes its
+        buffers (BatchNorm's running statistics); else both calls do.
 
     Raises
     ------
@@ -89,16 +91,16 @@ class DeltaSGD(Optimizer):
         return super().__getstate__() | {"module": self.module}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; raises ``ValueError`` for an option outside its range."""
+        """As torch's method; raises ``ValueError`` for an option outside its range."""
         group = self.defaults | param_group
         delta_sgd.Options(**{name: group[name] for name in asdict(PAPER)})
         super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; return the loss at the point it started from.
+        """Take a step; return the loss at the step's start.
 
-        ``closure`` computes the loss and its gradients on the step's batch, and returns the loss.
+        ``closure`` computes the loss and its gradients on a mini-batch, and returns the loss.
         """
         if closure is None:
             raise ValueError("DeltaSGD.step needs a closure that computes loss and gradients")
@@ -151,7 +153,7 @@ def _gradients(parameters: list[Tensor]) -> Values:
 
 
 def _norm(pieces: list[Tensor]) -> Tensor:
-    """Return the norm of the vector that the pieces make up, a scalar in double precision."""
+    """Return the norm of the vector that consists of ``pieces``, a scalar in double precision."""
     norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm

@@ -1,6 +1,7 @@
-"""Forward passes of many small networks at once without ``torch.vmap``, which costs more than they.
+"""Forward passes of many small networks at once, without ``torch.vmap``.
 
-For a chain of linear and elementwise layers they are batched products of matrices.
+``torch.vmap`` costs more than a small network does. For a chain of linear and elementwise layers,
+the forward passes are batched matrix products.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.Softplus, nn.ELU, nn.LeakyReLU)
-"""Layers that treat every number by itself."""
+"""Layers that act on every number separately."""
 
 Forward = Callable[[Sequence[Tensor], Tensor], Tensor]
 """Outputs [clients, b, ...] for parameters [clients, ...] and inputs [clients, b, ...]."""
@@ -20,9 +21,9 @@ Forward = Callable[[Sequence[Tensor], Tensor], Tensor]
 def chain(module: nn.Module, parameters: Sequence[nn.Parameter]) -> Forward | None:
     """Return the forward pass of ``module`` for stacks of its ``parameters``, in their order.
 
-    None if it is anything but ``nn.Sequential`` of ``nn.Flatten``, ``nn.Linear`` and elementwise
-    layers without hooks, or has parameters that are not among these. Samples are vectors, unless
-    it begins with ``nn.Flatten``.
+    Returns None unless ``module`` is an ``nn.Sequential`` of ``nn.Flatten``, ``nn.Linear`` and
+    elementwise layers, has no hooks, and has no other parameters. Samples are vectors, unless
+    the module begins with ``nn.Flatten``.
     """
     if type(module) is not nn.Sequential or _hooked(module):
         return None

@@ -28,53 +28,54 @@ class FlatModel:
         Changed in place: its trained parameters become views of ``vector``. Two names of one tied
         parameter stay tied.
     train : str or sequence of str, optional
-        Patterns (:data:`.parts.Patterns`) of the parameters that are trained: "head" for all of the
-        module ``head``, "*lora_*" for adapters; ``requires_grad`` is set accordingly. By default
-        those that have it. The others are frozen: they do not travel, and clients whose frozen
-        arrays differ from the server's are refused.
+        Patterns (:data:`.parts.Patterns`) of the parameters that are trained: "head" for the whole
+        module ``head``, "*lora_*" for adapters. Their ``requires_grad`` is set accordingly; by
+        default the parameters that require gradients are trained. All other parameters are frozen:
+        they do not travel, and clients whose frozen arrays differ from the server's are refused.
     share : str or sequence of str, optional
-        Patterns of the arrays, buffers among them, that travel; by default all but the frozen.
-        Trained parameters and buffers that do not are each client's own: they are trained along,
-        by the local solver, and are part of its state, so that clients need a store. All but the
-        head is FedPer's setting (``share="!head"``), all but batch normalisation FedBN's
-        (``share=all_but(module, nn.BatchNorm2d)``).
+        Patterns of the arrays, buffers included, that travel; by default all except the frozen
+        ones. Trained parameters and buffers that do not travel are each client's own: the local
+        solver trains these parameters too, and the client's state holds both, so that clients need
+        a store. FedPer shares all but the head (``share="!head"``), FedBN all but batch
+        normalisation (``share=all_but(module, nn.BatchNorm2d)``).
     device : torch.device or str, optional
-        Where the module is moved; by default it stays.
+        The device that the module is moved to; by default the module stays where it is.
     dtype : torch.dtype, optional
-        Type its floating-point tensors get; by default they keep theirs. A bfloat16 model travels
-        and is kept as float32, which holds each of its numbers; what comes back is rounded to
-        bfloat16. So clients with bfloat16 and float32 models may share a run, if none is frozen.
+        Type that the floating-point tensors get; by default they keep theirs. A bfloat16 model
+        travels and is stored as float32, which holds each of its numbers; received numbers are
+        rounded to bfloat16. So clients with bfloat16 and float32 models may share a run, if no
+        parameter is frozen.
     head : str, optional
-        Name of the submodule whose input are the model's features, for algorithms that look at
-        them; by default the ``nn.Linear`` that a forward pass runs last.
+        Name of the submodule whose input is the model's features, for algorithms that use
+        features; by default the ``nn.Linear`` that a forward pass runs last.
 
     Attributes
     ----------
     vector, gradient : Tensor [d]
-        All trained parameters that travel; their gradients (zero where a batch reached none).
-        Convolution filters lie channels-last in them, as convolutions run faster on.
+        All trained parameters that travel, and their gradients (zero for a parameter that the loss
+        does not reach). Convolution filters lie channels-last, which is faster.
     trained, trained_gradient : Tensor [d + l]
-        The same followed by the trained parameters that do not travel.
+        The same, followed by the trained parameters that do not travel.
     names : list of str
         The arrays that travel, as in ``module.state_dict()``.
     buffers : tuple of str
-        Those of them that are not trained: running statistics and counters.
+        The arrays that travel and are not trained: running statistics and counters.
     kept : tuple of str
         The arrays, trained or not, that do not travel and are each client's own.
     shared : list of torch.nn.Parameter
-        The trained parameters that travel, as they lie in ``vector``.
+        The trained parameters that travel, in the order of ``vector``.
     layout : fl_strategies.core.layout.Layout
-        Names, shapes and types of the arrays that travel, as they do, which names are one tied
-        parameter, and digests of the frozen arrays.
+        Names, shapes and types of the arrays that travel; which names are one tied parameter;
+        digests of the frozen arrays.
     layout_options : dict
-        ``buffers``, ``ties`` and ``frozen`` as every strategy takes them:
+        The strategy's arguments ``buffers``, ``ties`` and ``frozen``:
         ``FedADMM(**model.layout_options)``.
 
     Raises
     ------
     ValueError
-        If no parameter is trained and shared, a trained one is not of a floating-point type, or
-        their types differ; for a pattern that matches nothing, or an unknown ``head``.
+        If no parameter is trained and shared, if a trained one is not of a floating-point type, if
+        their types differ, if a pattern matches nothing, or if ``head`` is unknown.
     """
 
     def __init__(
@@ -152,14 +153,15 @@ class FlatModel:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the arrays that travel, as tensors on the CPU: for an ``ArrayRecord``.
 
-        As in the module's own ``state_dict``, but bfloat16, which NumPy lacks, is float32.
+        They are those of the module's ``state_dict``, with float32 for bfloat16, which NumPy lacks.
         """
         return {name: torch.from_numpy(to_numpy(t).copy()) for name, t in self._tensors.items()}
 
     def load(self, arrays: Sequence[npt.NDArray[Any]]) -> Tensor:
-        """Copy ``arrays``, in the order of ``names``, into the model; return its vector [d], new.
+        """Copy ``arrays``, in the order of ``names``, into the model; return a copy of its vector.
 
-        Raises ``ValueError`` for a wrong number of arrays, a wrong shape, tied arrays that differ.
+        Raises ``ValueError`` for a wrong number of arrays, a wrong shape, or tied arrays that
+        differ.
         """
         if len(arrays) != len(self.names):
             raise ValueError(
@@ -183,7 +185,7 @@ class FlatModel:
         return self.vector.clone()
 
     def load_kept(self, arrays: Mapping[str, npt.NDArray[Any]] | None) -> None:
-        """Put a client's own arrays into the model; None for those that the module came with."""
+        """Put a client's own arrays into the model; None stands for the module's first values."""
         given = self._first if arrays is None else arrays
         copy_into([self._all[name] for name in self.kept], [given[name] for name in self.kept])
 
@@ -195,10 +197,10 @@ class FlatModel:
     def load_all(
         self, arrays: Sequence[npt.NDArray[Any]], beside: Sequence[str], algorithm: str
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Load the model; return its vector [d], and by name the vectors that follow ``beside`` it.
+        """Load the model; return its vector [d], and by name the vectors ``beside`` it.
 
-        Of these vectors each trained parameter comes once. Raises ``ValueError``, which names the
-        ``algorithm``, for a wrong number of arrays.
+        A vector beside the model has an array for each trained parameter. Raises ``ValueError``,
+        which names the ``algorithm``, for a wrong number of arrays.
         """
         own, trained = len(self.names), self.layout.trainable
         expected = own + len(trained) * len(beside)
@@ -220,13 +222,13 @@ class FlatModel:
         return self.load(arrays[:own]), vectors
 
     def all_arrays(self, vector: Tensor, beside: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
-        """Return the model's arrays, as :meth:`arrays`, and those of the vectors ``beside`` it."""
+        """Return the model's arrays, as :meth:`arrays` does, and those of the vectors beside."""
         return to_host(
             [*self._travelling(vector), *itertools.chain.from_iterable(map(self.views, beside))]
         )
 
     def arrays(self, vector: Tensor) -> list[npt.NDArray[Any]]:
-        """Return the model's arrays with the trainable ones out of ``vector`` [d], as copies."""
+        """Return copies of the model's arrays, the trained ones taken from ``vector`` [d]."""
         return to_host(self._travelling(vector))
 
     def _travelling(self, vector: Tensor) -> list[Tensor]:
@@ -239,8 +241,8 @@ class FlatModel:
     ) -> tuple[T, Tensor]:
         """Return ``forward(x, y)``, which runs the module on x [n, ...], and the features [n, p].
 
-        They come from that very pass, with its dropout masks, and carry its gradients. Raises
-        ``ValueError`` if it ran no head, or one on another number of rows than n.
+        The features come from this same pass: they have its dropout masks and carry gradients.
+        Raises ``ValueError`` if the pass runs no head, or runs a head on other than n rows.
         """
         seen: list[Tensor] = []
 
@@ -279,9 +281,10 @@ class FlatModel:
             parameter.grad = None
 
     def collect_gradients(self) -> None:
-        """Put into the gradients what backward passes made since :meth:`clear_gradients`.
+        """Collect the gradients of the backward passes since :meth:`clear_gradients`.
 
-        A parameter that they did not reach has 0. The parameters' gradients are then its views.
+        A parameter that no pass reached has gradient 0. The parameters' ``grad`` become views of
+        ``gradient``.
         """
         slopes = [parameter.grad for parameter in self._parameters]
         reached = [slope is not None for slope in slopes]
@@ -298,7 +301,7 @@ class FlatModel:
     def views(self, vectors: Tensor) -> list[Tensor]:
         """Return the pieces of ``vectors``, [..., d] or [..., d + l], in the parameters' shapes.
 
-        Filters lie channels-last in them.
+        Convolution filters lie channels-last in the vectors.
         """
         whole, lead = vectors.shape[-1] != len(self.vector), vectors.shape[:-1]
         of = self._parameters if whole else self.shared
@@ -313,6 +316,6 @@ class FlatModel:
         return views
 
     def stacked(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Return the vectors [clients, d] of pieces [clients, ...], as :meth:`views` cuts them."""
+        """Return the vectors [clients, d] of pieces [clients, ...]: inverse of :meth:`views`."""
         flat = [p.movedim(-3, -1) if p.dim() == 5 else p for p in pieces]
         return torch.cat([piece.reshape(len(piece), -1) for piece in flat], 1)

@@ -1,4 +1,4 @@
-"""A client's loss as a function of one vector, whatever kind of data it is a mean over."""
+"""A client's loss as a function of one vector, for any kind of data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from clients.learning.replay import without_trace
 from fl_strategies.core.local import LocalTraining
 
 Inputs: TypeAlias = Any
-"""What the module is called with: a tensor, a tuple of them, or a dict of them by argument."""
+"""What the module is called with: a tensor, a tuple of tensors, or a dict of them by argument."""
 Batch: TypeAlias = tuple[Inputs, Tensor]
 """Inputs and targets of some samples, which are the first dimension of each tensor."""
 Loss: TypeAlias = Callable[[Any, Tensor], Tensor]
@@ -26,15 +26,15 @@ Loss: TypeAlias = Callable[[Any, Tensor], Tensor]
 Penalty: TypeAlias = Callable[[Tensor], Tensor]
 
 CHUNK = 1000
-"""Samples per forward pass where a whole data set is run through the model."""
+"""Samples per forward pass when a whole data set goes through the model."""
 
 
 class NoFixedSamples(ValueError):
-    """What needs the same samples twice was asked of data that are drawn anew each time."""
+    """Raised when something needs the same samples twice, and the data are drawn anew each time."""
 
 
 class Metrics(NamedTuple):
-    """Mean loss and share of right answers (NaN where targets are no classes) over samples."""
+    """Mean loss and accuracy over samples; the accuracy is NaN where targets are no classes."""
 
     loss: float
     accuracy: float
@@ -43,16 +43,16 @@ class Metrics(NamedTuple):
 class Objective(abc.ABC):
     """f(w) = mean loss of a model with parameters w over a client's samples.
 
-    A kind of data says how it is cut into mini-batches. What it cannot do it refuses, with the
-    reason, as a ``ValueError``.
+    A subclass for a kind of data says how the data are cut into mini-batches. What it cannot do
+    raises a ``ValueError`` that gives the reason.
 
     Parameters
     ----------
     model : FlatModel
-        Shared: several problems may use one model, each loads what it needs.
+        Several problems may share one model: each loads the parameters that it needs.
     loss : callable
-        ``loss(outputs, targets)``, the mean over a batch. Of a module that returns a record with
-        ``logits``, as those of transformers do, the outputs are these.
+        ``loss(outputs, targets)``, the mean over a batch. If the module returns a record with
+        ``logits``, as those of transformers do, ``outputs`` are the logits.
     penalty : callable, optional
         ``penalty(vector)``, a scalar added to the loss (a regulariser of w).
     autocast : torch.dtype, optional
@@ -78,7 +78,7 @@ class Objective(abc.ABC):
 
     @abc.abstractmethod
     def __len__(self) -> int:
-        """Return the number of samples, by which the client weighs."""
+        """Return the number of samples, which is the client's weight."""
 
     @property
     @abc.abstractmethod
@@ -87,9 +87,9 @@ class Objective(abc.ABC):
 
     @abc.abstractmethod
     def batches(self, rng: np.random.Generator, batch_size: int) -> Iterator[Batch]:
-        """Yield one epoch of mini-batches in an order drawn from ``rng``; 0 is one full batch.
+        """Yield one epoch of mini-batches in an order drawn from ``rng``; size 0 is the full batch.
 
-        The last batch is as large as what remains, one sample at the least.
+        The last batch holds the remaining samples, at least one.
         """
 
     @abc.abstractmethod
@@ -98,13 +98,13 @@ class Objective(abc.ABC):
 
     @property
     def whole(self) -> Batch:
-        """All samples as one batch; :class:`NoFixedSamples` where there is no such."""
+        """All samples as one batch; raises :class:`NoFixedSamples` where there is none."""
         raise NoFixedSamples(
             f"a {type(self).__name__} has no fixed samples: they are drawn anew each time"
         )
 
     def draws(self, rng: np.random.Generator, samples: int) -> Iterator[Batch]:
-        """Yield without end batches of so many samples, drawn with replacement."""
+        """Yield endless batches of ``samples`` samples, drawn with replacement."""
         raise NoFixedSamples(
             f"a {type(self).__name__} has no fixed samples, from which some could be drawn"
         )
@@ -140,8 +140,8 @@ class Objective(abc.ABC):
     def gradient(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Put f's gradient on a batch into ``model.gradient``; return loss and outputs, detached.
 
-        A batch of one sample runs BatchNorm layers on their running statistics, since it has no
-        variance of its own. Batches above ``CHUNK`` samples go through in pieces. The module must
+        On a batch of one sample, which has no variance, BatchNorm layers use their running
+        statistics. Batches above ``CHUNK`` samples go through the model in pieces. The module must
         be in training mode.
         """
         self.model.clear_gradients()
@@ -171,8 +171,8 @@ class Objective(abc.ABC):
     def hessian_product(self, inputs: Inputs, targets: Tensor, v: Tensor) -> Tensor:
         """Return f's Hessian on a batch times ``v`` [d]: exact, by differentiating the gradient.
 
-        As for :meth:`gradient`, the module must be in training mode; batches above ``CHUNK``
-        samples and those of one are treated as there.
+        As for :meth:`gradient`, the module must be in training mode; batches of one sample and
+        batches above ``CHUNK`` samples are treated alike.
         """
         model, product = self.model, torch.zeros_like(self.model.vector)
         recurrent = any(isinstance(module, nn.RNNBase) for module in model.module.modules())
@@ -194,8 +194,8 @@ class Objective(abc.ABC):
     def full_gradient(self) -> Tensor:
         """Put f's gradient on all samples into ``model.gradient``; return the loss, detached.
 
-        Otherwise without effect: running statistics and torch's generators stay as they were.
-        Raises :class:`NoFixedSamples` where there is no such gradient.
+        Nothing else changes: running statistics and torch's generators stay as they were.
+        Raises :class:`NoFixedSamples` where the samples are drawn anew each time.
         """
         inputs, targets = self.whole
         with without_trace([self.model.vector], self.model.module):
@@ -204,7 +204,7 @@ class Objective(abc.ABC):
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
-        """Return mean loss and accuracy of the present parameters on all samples."""
+        """Return the mean loss and accuracy of the model as it is, on all samples."""
         self.model.module.eval()
         loss, right, samples = 0.0, 0, 0
         for x, y in self.chunks():
@@ -219,14 +219,14 @@ class Objective(abc.ABC):
         return Metrics(mean, right / samples if self.classifies else math.nan)
 
     def _normalising(self, samples: int) -> AbstractContextManager[None]:
-        """Let BatchNorm use its running statistics where a batch has but one sample."""
+        """Let BatchNorm use its running statistics where a batch has a single sample."""
         if samples > 1 or not self._batch_norms:
             return nullcontext()
         return _evaluating(self._batch_norms)
 
 
 class OneBatch(Objective):
-    """The loss of another problem on one batch, which is all there is."""
+    """The loss of another problem on one batch: this batch is the whole data set."""
 
     def __init__(self, of: Objective, inputs: Inputs, targets: Tensor) -> None:
         self.model, self.loss, self.penalty, self.autocast = of.model, of.loss, of.penalty, None
@@ -258,7 +258,7 @@ class OneBatch(Objective):
 
 
 def called(module: Callable[..., Any], inputs: Inputs) -> Any:
-    """Return the outputs of ``module`` on ``inputs``, integers among which it gets as int64."""
+    """Return the outputs of ``module`` on ``inputs``; it gets integer inputs as int64."""
     if isinstance(inputs, Tensor):
         return module(inputs if inputs.is_floating_point() else inputs.long())
     if isinstance(inputs, Mapping):
@@ -274,9 +274,9 @@ def _as_called(value: Any) -> Any:
 
 
 def even_pieces(inputs: Inputs, targets: Tensor) -> Iterator[Batch]:
-    """Yield a batch in even pieces of at most ``CHUNK`` samples.
+    """Yield a batch in pieces of equal size, at most ``CHUNK`` samples each.
 
-    Even, so that none has one sample, which BatchNorm cannot normalise.
+    So no piece has a single sample, which BatchNorm cannot normalise.
     """
     count = math.ceil(len(targets) / CHUNK)
     parts = targets.tensor_split(count)
@@ -291,10 +291,10 @@ def even_pieces(inputs: Inputs, targets: Tensor) -> Iterator[Batch]:
 
 @contextmanager
 def _without_cudnn() -> Iterator[None]:
-    """Do without cuDNN inside.
+    """Switch cuDNN off inside.
 
-    ``torch.backends.cudnn.flags`` would set all its flags, ``deterministic`` too, and fails where
-    the user has set ``fp32_precision``, which it reads by its older name.
+    ``torch.backends.cudnn.flags`` would set all flags, ``deterministic`` too. It fails where the
+    user has set ``fp32_precision``, whose older name it reads.
     """
     before = torch.backends.cudnn.enabled
     torch.backends.cudnn.enabled = False
@@ -306,7 +306,7 @@ def _without_cudnn() -> Iterator[None]:
 
 @contextmanager
 def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Have the modules, which train, in evaluation mode inside."""
+    """Put the modules, which are in training mode, into evaluation mode inside."""
     for module in modules:
         module.eval()
     try:

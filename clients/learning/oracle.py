@@ -21,7 +21,7 @@ from fl_strategies.core.subproblem import Subproblem
 
 
 class MiniBatches(NamedTuple):
-    """Mini-batches without end, of one epoch after another, and how many of them to step on."""
+    """Endless mini-batches, one epoch after another, and the number of steps to take on them."""
 
     steps: int
     batches: Iterator[Batch]
@@ -34,11 +34,11 @@ class ClientOracle:
     Parameters
     ----------
     problem : Objective
-        f, but for weight decay. Its model's parameters are moved about.
+        f without weight decay. Training changes its model's parameters.
     training : LocalTraining
-        How subproblems are solved, and what mini-batches are.
+        How subproblems are solved, and the size of mini-batches.
     rng : numpy.random.Generator
-        What ``solve`` draws from.
+        The generator of ``solve``.
     stream : callable
         ``stream(purpose)`` returns the client's generator of that purpose: "meta" for the
         mini-batches of derivatives, "oracle" for the samples of differences.
@@ -60,7 +60,7 @@ class ClientOracle:
         self._draws: Iterator[Batch] | None = None
 
     def on(self, problem: Objective) -> ClientOracle:
-        """Return this oracle, before its first use, for another problem."""
+        """Return a new oracle like this one for another problem; call it before the first use."""
         other = copy.copy(self)
         other.problem = problem
         return other
@@ -148,7 +148,7 @@ class ClientOracle:
         return self._draws
 
     def _needs_all(self) -> None:
-        """Raise ``ValueError`` where steps of a rule's own would leave trained arrays untrained."""
+        """Raise ``ValueError`` if the rule's own steps would leave trained arrays untrained."""
         model = self.problem.model
         if len(model.trained) > len(model.vector):
             raise ValueError(
@@ -165,14 +165,14 @@ class ClientOracle:
         return self.problem.gradient(inputs, targets)
 
     def _decayed(self, w: Tensor) -> Tensor:
-        """Return the gradient that the problem has left in the model, with weight decay at w."""
+        """Return the gradient that the problem left in the model, plus weight decay at w."""
         gradient = self.problem.model.gradient
         return gradient + self.training.ridge * w if self.training.ridge else gradient.clone()
 
 
 @functools.lru_cache(maxsize=64)
 def on_all(training: LocalTraining, steps: int) -> LocalTraining:
-    """Return the settings for so many steps, each on all that there is."""
+    """Return the settings for ``steps`` steps, each on the full batch."""
     return replace(
         training, epochs=steps, random_epochs=False, steps=0, random_steps=False, batch_size=0
     )

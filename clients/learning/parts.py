@@ -2,11 +2,12 @@
 
 Arrays are what ``module.state_dict()`` names: parameters and buffers (running statistics).
 
-- *shared*: trained parameters that travel; they are the vector [d] of all rules. So do buffers.
-- *local*: trained parameters, and buffers, that stay with their client: local training moves them
-  along with the rest, and they are part of the client's state.
-- *frozen*: parameters that are not trained. They stay at home; a digest tells whether all have the
-  same.
+- *shared*: trained parameters that travel, which are the vector [d] of all rules; and buffers that
+  travel.
+- *local*: trained parameters and buffers that stay with their client. Local training changes them
+  as it does the rest, and the client's state holds them.
+- *frozen*: parameters that are not trained. They do not travel; a digest tells whether all clients
+  have the same.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from torch import Tensor, nn
 from clients.learning.arrays import to_numpy
 
 Patterns: TypeAlias = str | Sequence[str]
-"""Names of arrays: a whole name, that of a module (``"head"`` has all that begins with "head."),
-or either with the shell's wildcards (``"*.lora_*"``). With "!" before it a pattern takes out what
-it matches; where all patterns do, they take it out of everything."""
+"""Patterns of array names: an array's name, a module's name (``"head"`` matches all names that
+begin with "head."), or either with the shell's wildcards (``"*.lora_*"``). A pattern that begins
+with "!" excludes what it matches. If all patterns exclude, all other arrays are meant."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Parts:
 
     @property
     def travelling(self) -> set[str]:
-        """The arrays that requests and replies hold."""
+        """The arrays that are sent in requests and replies."""
         return {*self.shared, *self.buffers}
 
     @property
@@ -74,7 +75,8 @@ def all_but(module: nn.Module, *excluded: type[nn.Module] | str) -> tuple[str, .
 def split(module: nn.Module, train: Patterns | None, share: Patterns | None) -> Parts:
     """Return the parts of ``module``, by patterns; ``train`` is set at its parameters.
 
-    Without ``train`` those are trained that ask for gradients, without ``share`` all is shared.
+    Without ``train``, the parameters that require gradients are trained. Without ``share``, all
+    arrays are shared except the frozen ones.
     """
     tensors = module.state_dict(keep_vars=True)
     parameters = {n for n, _ in module.named_parameters(remove_duplicate=False)}
@@ -105,7 +107,7 @@ def split(module: nn.Module, train: Patterns | None, share: Patterns | None) -> 
 
 
 def matching(patterns: Patterns, names: Sequence[str], what: str) -> list[str]:
-    """Return which of ``names`` the patterns mean; ``ValueError`` for one that matches none."""
+    """Return the ``names`` that match; raise ``ValueError`` for a pattern that matches none."""
     given = [patterns] if isinstance(patterns, str) else list(patterns)
     if not given:
         raise ValueError(f"{what} needs a pattern at least")
@@ -124,7 +126,7 @@ def matching(patterns: Patterns, names: Sequence[str], what: str) -> list[str]:
 
 
 def digests(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, str]:
-    """Return by name a digest of each array's shape, type and values, as they would travel."""
+    """Return, by name, a digest of each array's shape, type and values as they travel."""
     found = {}
     for name in names:
         array = to_numpy(tensors[name])

@@ -1,4 +1,4 @@
-"""Which mini-batches the clients of a stack take, drawn from each one's generator as alone."""
+"""Which mini-batches the clients of a stack take: each draws what it would draw alone."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Generators: TypeAlias = Sequence[np.random.Generator]
 
 
 class Plan(NamedTuple):
-    """What clients are to do in a solve.
+    """The steps that clients take in a solve.
 
-    ``batches`` hold mini-batches [steps, clients, b], or [1, clients, b] where all steps are on the
-    same; ``sizes`` [steps or 1, clients] are their sizes. A client has ``epochs``, each of
-    ``per_epoch`` steps but perhaps for the last, and ``steps`` in all. ``states`` are those of its
-    generator after the order of each epoch was drawn, where it may stop early.
+    ``batches`` hold mini-batches [steps, clients, b], or [1, clients, b] where all steps use the
+    same; ``sizes`` [steps or 1, clients] are their sizes. A client has ``epochs`` of ``per_epoch``
+    steps each (the last may be shorter), and ``steps`` in total. Where a client may stop early,
+    ``states`` are the states of its generator after each epoch's order was drawn.
     """
 
     batches: Batches
@@ -34,7 +34,7 @@ class Plan(NamedTuple):
 
 
 def column(values: npt.ArrayLike, device: torch.device) -> Any:
-    """Return clients' numbers as a column in double precision, or as one if all are alike."""
+    """Return the clients' numbers as a column in double precision, or one number if all agree."""
     found = np.asarray(values)
     first = found.flat[0]
     if (found == first).all():
@@ -55,7 +55,7 @@ def batches_per_epoch(sizes: Numbers, training: LocalTraining) -> Numbers:
 
 
 def drawn_orders(rng: np.random.Generator, samples: int, size: int, epochs: int) -> list[Numbers]:
-    """Return the orders in which a client goes through its samples, drawn as ``batches`` does."""
+    """Return the orders in which a client visits its samples, drawn as ``batches`` draws them."""
     if size == 0 or size >= samples:
         return [np.arange(samples)] * epochs
     return [rng.permutation(samples) for _ in range(epochs)]
@@ -66,7 +66,7 @@ def laid_out(
 ) -> tuple[Numbers, Numbers]:
     """Return mini-batches [steps, clients, b] of the clients' epochs, and how many samples count.
 
-    Clients with fewer steps have empty ones at the end.
+    Clients with fewer steps have empty mini-batches at the end.
     """
     per_epoch = -(-sizes // size)
     epochs = np.array([len(each) for each in orders])
@@ -88,7 +88,7 @@ def laid_out(
 
 
 def plan(stack: Stack, training: LocalTraining, rngs: Generators) -> Plan:
-    """Return what each client is to do, drawn from its generator as it would alone."""
+    """Return each client's plan, drawn from its generator as if it trained alone."""
     size, per_epoch = batch_size(training), batches_per_epoch(stack.sizes, training)
     orders: list[list[Numbers]] = []
     limits: list[int] = []

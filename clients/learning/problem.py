@@ -1,4 +1,4 @@
-"""A model, a loss and tensors as one function of one vector."""
+"""A loss over tensors as a function of the model's vector."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from clients.learning.model import FlatModel
 from clients.learning.objective import CHUNK, Batch, Loss, Objective, Penalty
 
 BLOCK = 1 << 20
-"""Bytes of inputs that are gathered at a time on a CPU: about what its cache holds."""
+"""Bytes of inputs that a CPU gathers at a time: about what its cache holds."""
 AHEAD = 1 << 16
-"""Row numbers that are drawn at a time, if they are of several draws."""
+"""Sample numbers that are drawn at a time, if they belong to several draws."""
 
 
 class Problem(Objective):
@@ -27,18 +27,18 @@ class Problem(Objective):
     model, loss, penalty, autocast
         As of :class:`.Objective`.
     inputs, targets : Tensor
-        Placed on the model's device; floating-point inputs get the model's type. Integer inputs
-        (characters, tokens) are stored as they come and reach the module as int64, which
-        embeddings ask for. Images [n, channels, height, width] are stored channels-last, which
-        convolutions run faster on.
+        Moved to the model's device; floating-point inputs get the model's type. Integer inputs
+        (characters, tokens) are stored in their own type and reach the module as int64, which
+        embeddings need. Images [n, channels, height, width] are stored channels-last, which makes
+        convolutions faster.
     rows : Tensor, optional
-        Numbers of the rows that are the client's samples; by default all are. So many clients may
-        share tensors, of which each mini-batch is gathered.
+        Indices, in the tensors, of the client's samples; by default all. So many clients may share
+        the tensors: each mini-batch is gathered from them.
 
     Raises
     ------
     ValueError
-        If there is no sample, or numbers of inputs and targets differ.
+        If there is no sample, or the numbers of inputs and targets differ.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Problem(Objective):
             yield from map(self._gathered, drawn if self.rows is None else self.rows[drawn])
 
     def drawn(self, rng: np.random.Generator, samples: int) -> Iterator[npt.NDArray[np.int64]]:
-        """Yield without end the numbers of samples of :meth:`draws`, [draws, samples] at a time."""
+        """Yield, without end, sample numbers [draws, samples] for several :meth:`draws` at once."""
         shape = max(1, min(64, AHEAD // samples)), samples
         for _ in itertools.count():
             yield rng.integers(len(self), size=shape)
@@ -110,7 +110,7 @@ class Problem(Objective):
         )
 
     def _at_once(self, batch_size: int) -> int:
-        """Return how many rows to gather at a time: whole batches, all of them on a GPU."""
+        """Return how many samples to gather at a time: whole batches; on a GPU all batches."""
         if self.inputs.device.type != "cpu":
             return len(self)
         each = self.inputs[0].numel() * self.inputs.element_size() * batch_size
@@ -121,14 +121,14 @@ class Problem(Objective):
 
 
 def gathered(inputs: Tensor, rows: Tensor) -> Tensor:
-    """Return these rows of ``inputs`` that a problem stores, images channels-last as they lie."""
+    """Return these rows of a problem's ``inputs``; images stay channels-last."""
     if inputs.dim() == 4 and inputs.shape[1] > 1:
         return inputs.permute(0, 2, 3, 1).index_select(0, rows).permute(0, 3, 1, 2)
     return inputs.index_select(0, rows)
 
 
 def laid_out(inputs: Tensor) -> Tensor:
-    """Return ``inputs`` as a problem stores them: images channels-last."""
+    """Return ``inputs`` in the layout that a problem stores: images channels-last."""
     image = inputs.dim() == 4
     return inputs.contiguous(
         memory_format=torch.channels_last if image else torch.contiguous_format

@@ -1,4 +1,4 @@
-"""Evaluating a batch once more as if it had not happened."""
+"""Evaluate a batch again without a trace: torch's generators and buffers stay as they were."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Generators(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> Generators:
-        """Return the present states: of the CPU's generator and of those of the tensors' devices.
+        """Return the current states of the generators of the CPU and of the tensors' devices.
 
-        A device that is no CPU (``cuda``, ``xpu``, ``mps`` ...) draws from a generator of its own.
+        A device other than a CPU (``cuda``, ``xpu``, ``mps`` ...) has its own generator.
         """
         devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
         drawing = [(device, module) for device in devices if (module := _draws_from(device))]
@@ -41,14 +41,14 @@ def _draws_from(device: torch.device) -> Any:
 
 
 def _which(device: torch.device) -> tuple[torch.device, ...]:
-    """Return the device as an argument, for modules that know more than one."""
+    """Return the device as an argument, for modules that serve several devices."""
     return () if device.type == "mps" else (device,)
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Do as ``torch.manual_seed`` for those who compute on ``device``, a CPU or not.
+    """Seed torch's generators of the CPU and of ``device``, as ``torch.manual_seed`` does for all.
 
-    On a CPU the others are left alone: each that is not yet in use would format the call stack.
+    ``torch.manual_seed`` would format the call stack for each device that is not in use yet.
     """
     if device.type == "cpu":
         torch.default_generator.manual_seed(seed)
@@ -58,7 +58,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 @contextmanager
 def kept_buffers(module: nn.Module | None) -> Iterator[None]:
-    """Undo what is done inside to the module's buffers (running statistics, counters)."""
+    """Undo changes made inside to the module's buffers (running statistics, counters)."""
     buffers = [] if module is None else list(module.buffers())
     before = [buffer.clone() for buffer in buffers]
     try:
@@ -71,7 +71,7 @@ def kept_buffers(module: nn.Module | None) -> Iterator[None]:
 
 @contextmanager
 def kept_generators(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Undo what is done inside to torch's generators: the CPU's and those of the devices."""
+    """Undo changes made inside to torch's generators, of the CPU and of the tensors' devices."""
     generators = Generators.of(tensors)
     try:
         yield
@@ -81,9 +81,9 @@ def kept_generators(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def without_trace(tensors: Iterable[Tensor], module: nn.Module | None) -> Iterator[None]:
-    """Undo what is done inside to torch's generators and to the module's buffers.
+    """Undo changes made inside to torch's generators and to the module's buffers.
 
-    ``tensors`` tell the devices whose generators are meant.
+    The generators are those of the CPU and of the devices of ``tensors``.
     """
     with kept_generators(tensors), kept_buffers(module):
         yield

@@ -1,4 +1,4 @@
-"""What a client's work takes of its device's memory, and whether that is free, before any of it."""
+"""The device memory that a client's work needs, and a check that it is free before the work."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from clients.learning.objective import Objective
 from clients.learning.stack import activations
 
 VECTORS = 12
-"""Vectors [d] of one client, by a generous count: its state, the subproblem's, the solver's."""
+"""Vectors [d] of one client, a generous estimate: its state, its subproblem and its solver."""
 
 
 class Room(NamedTuple):
-    """Bytes, by a rough count."""
+    """Bytes, a rough estimate."""
 
     data: int
     parameters: int
@@ -24,7 +24,7 @@ class Room(NamedTuple):
     batch: int
     """What the layers put out for a mini-batch, and the gradients of that."""
     cohort: int
-    """What clients that are trained at once take in all, in the place of a state and a batch."""
+    """What stacked clients need in total, instead of a state and a batch."""
 
     @property
     def total(self) -> int:
@@ -34,14 +34,14 @@ class Room(NamedTuple):
 
 
 def client_bytes(problem: Objective, samples: int) -> tuple[int, int]:
-    """Return the bytes of a client's vectors, and of a mini-batch of so many samples."""
+    """Return the bytes of a client's vectors, and of a mini-batch of ``samples`` samples."""
     size = problem.model.vector.element_size()
     vectors = VECTORS * len(problem.model.vector) * size
     return vectors, 2 * samples * activations(problem) * size
 
 
 def check_room(room: Room, device: torch.device, free: int) -> None:
-    """Raise ``ValueError``, with the numbers, where fewer than these bytes are ``free``."""
+    """Raise ``ValueError``, with the numbers, if fewer bytes than these are ``free``."""
     if room.total <= free:
         return
     parts = ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in room._asdict().items() if size)

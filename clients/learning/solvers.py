@@ -1,8 +1,8 @@
 """Local solvers, written once on the subproblem of ``fl_strategies.core.subproblem``.
 
-A solver steps along the gradient of the subproblem: f's on a mini-batch, plus slope, plus pull. It
-is a ``torch.optim.Optimizer`` over one parameter, the model's vector, so any optimizer works with
-any algorithm. Plain ``sgd`` and ``gd`` take the same steps directly.
+A solver steps along the gradient of the subproblem: the gradient of f on a mini-batch, plus slope,
+plus pull. It is a ``torch.optim.Optimizer`` over one parameter, the model's vector. So any
+optimizer works with any algorithm. Plain ``sgd`` and ``gd`` take the same steps directly.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fl_strategies.core.oracle import Solved
 from fl_strategies.core.subproblem import Subproblem
 
 MakeOptimizer: TypeAlias = Callable[..., Optimizer]
-"""``make([parameter], lr=...)``: an optimizer class, or a function that builds one. If it has
-arguments ``module`` or ``batch_share``, it gets the torch module and batch size / data set size."""
+"""``make([parameter], lr=...)``: an optimizer class, or a function that builds one. If it takes
+``module`` or ``batch_share``, it gets the torch module or batch size / data set size."""
 
 SOLVERS: dict[str, MakeOptimizer] = {
     **{name: torch_solver(name) for name in TORCH},
@@ -36,10 +36,10 @@ SOLVERS: dict[str, MakeOptimizer] = {
 ``torch.optim`` (``"RMSprop"``)."""
 
 GRADIENT_ONLY = ("gd", "sgd", "adam", "adagrad", "delta-sgd")
-"""Solvers that do not look at the loss, so that the subproblem's need not be worked out."""
+"""Solvers that do not use the loss, so that the subproblem's loss is not computed."""
 
 DESCENT = ("gd", "sgd")
-"""Solvers whose steps are taken directly, where they have no ``solver_params``."""
+"""Solvers whose steps are taken directly if they have no ``solver_params``."""
 
 
 class Descent:
@@ -70,7 +70,7 @@ class Descent:
 def make_optimizer(
     training: LocalTraining, parameters: list[torch.nn.Parameter], **offered: Any
 ) -> Optimizer:
-    """Return the optimizer over ``parameters``, given what it takes of ``offered``."""
+    """Return the optimizer over ``parameters``, called with the ``offered`` arguments it takes."""
     make = training.solver
     if isinstance(make, str):
         make = SOLVERS[make] if make in SOLVERS else torch_solver(make)
@@ -89,10 +89,10 @@ def solve(
 ) -> Solved:
     """Return an approximate minimiser [d] of (0), found from ``start`` [d], and what was done.
 
-    With ``previous``, the iterate before ``start``, the first step has their difference for its
-    momentum, and the last two iterates are returned. Loss and accuracy are scalar tensors, which
-    stay on the device. Trained arrays that do not travel are trained along in the model, where they
-    stay; slope, pull, box and extrapolation leave them alone.
+    With ``previous``, the iterate before ``start``, the difference of the two is the momentum of
+    the first step, and the last two iterates are returned. Loss and accuracy are scalar tensors on
+    the device. Trained arrays that do not travel are trained too, inside the model; slope, pull,
+    box and extrapolation do not apply to them.
     """
     model = problem.model
     model.vector.copy_(start)
@@ -141,10 +141,10 @@ def solve(
 
 
 def planned(training: LocalTraining, per_epoch: int, rng: np.random.Generator) -> tuple[int, int]:
-    """Return how many epochs to run, and the steps at which to end (0: where the epochs end).
+    """Return how many epochs to run, and the number of steps to end at (0: at the epochs' end).
 
-    An epoch has ``per_epoch`` mini-batches.
-    What is random is drawn: first the epochs, then the steps.
+    An epoch has ``per_epoch`` mini-batches. Random numbers are drawn for the epochs first, then
+    for the steps.
     """
     epochs, limit = training.epochs, training.steps
     if training.random_epochs:
@@ -159,7 +159,7 @@ def planned(training: LocalTraining, per_epoch: int, rng: np.random.Generator) -
 def measured(
     problem: Objective, seen: list[tuple[Tensor, Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor | float]:
-    """Return mean loss and accuracy, scalars, over batches of (loss, outputs, targets).
+    """Return the mean loss and accuracy, scalars, over batches of (loss, outputs, targets).
 
     The accuracy is NaN where targets are no classes.
     """
@@ -176,7 +176,7 @@ def measured(
 
 
 def precise(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` in double precision, or in single where the device has no other."""
+    """Return ``tensor`` in double precision, or in single if the device has no double."""
     return tensor.float() if tensor.device.type == "mps" else tensor.double()
 
 
@@ -193,7 +193,7 @@ def _optimizer(problem: Objective, training: LocalTraining, batch_size: int) -> 
 def _bend(
     problem: Objective, subproblem: Subproblem, start: Tensor, needs_loss: bool
 ) -> Callable[[Tensor], Tensor]:
-    """Return what turns f's gradient, in place, and its loss into the subproblem's."""
+    """Return a function that turns f's gradient (in place) and loss into the subproblem's."""
     model = problem.model
     slope, pull, centre = subproblem
     sloped = isinstance(slope, Tensor) or slope != 0.0
@@ -217,8 +217,8 @@ def _bend(
 def _floor(subproblem: Subproblem, start: Tensor) -> Tensor | float:
     """Return the least value of <a, w> + (r/2) ||w - c||^2.
 
-    Taken off the loss, it makes a lower bound of f one of the subproblem's too, as SPS needs.
-    Without a pull there is no least value, and that at ``start`` stands in.
+    With this value subtracted from the loss, a lower bound of f also bounds the subproblem, which
+    SPS needs. Without a pull there is no least value; the value at ``start`` is used instead.
     """
     slope, pull, centre = subproblem
     if not isinstance(slope, Tensor):

@@ -20,17 +20,18 @@ class SPS(Optimizer):
     Parameters
     ----------
     params : iterable
-        As any torch optimizer's, in one group: the loss, and so the step size, is common to all.
+        As any torch optimizer's, in one group: all share the loss, and so the step size.
     lr : float > 0 (default 1, the authors')
         eta_{-1}: the first step is at most growth^batch_share times this. Without ``growth`` it has
         no effect.
     c : float > 0 (default 0.5)
+        Divides the step size.
     f_star : float (default 0)
         A lower bound of the loss on every batch.
     growth : float >= 1, or 0 for no limit (default 2, the authors')
         How much the step size may grow in an epoch.
     batch_share : float in (0, 1] (default 1)
-        Size of a batch / size of the data set.
+        Size of a mini-batch / size of the data set.
     max_step : float >= 0, 0 for no limit (default 0)
         Largest step size.
 
@@ -60,9 +61,9 @@ class SPS(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; return the loss at the point it started from.
+        """Take a step; return the loss at the step's start.
 
-        ``closure`` computes the loss and its gradients on the step's batch, and returns the loss.
+        ``closure`` computes the loss and its gradients on a mini-batch, and returns the loss.
         """
         if closure is None:
             raise ValueError("SPS.step needs a closure that computes loss and gradients")

@@ -1,8 +1,8 @@
 """The losses of several clients that share one model, as one function of their stacked vectors.
 
-Client i has the parameters ``w[i]`` of vectors [clients, d]: one forward pass under ``torch.vmap``
-computes the outputs of all, the losses are added up, and one backward pass gives every client its
-own gradient. Mini-batches may be of different sizes: short ones are filled up with samples of
+Client i has the parameters ``w[i]`` of vectors [clients, d]. One forward pass under ``torch.vmap``
+computes the outputs of all clients, the losses are summed, and one backward pass gives every client
+its own gradient. Mini-batches may have different sizes: short ones are padded with samples of
 weight 0.
 """
 
@@ -33,26 +33,27 @@ Numbers = npt.NDArray[np.int64]
 
 
 class Batches(NamedTuple):
-    """A mini-batch of each client: numbers of samples [clients, b], and their weights [clients, b],
-    1 / the batch's size, or 0 where a batch is filled up."""
+    """A mini-batch of each client: sample numbers [clients, b], and weights [clients, b], which are
+    1 / the batch's size, or 0 for padding."""
 
     samples: Tensor
     weights: Tensor
 
 
 class Found(NamedTuple):
-    """What was found on a mini-batch of each client: mean losses [clients, 1], and numbers of right
-    answers [clients, 1], None where targets are no classes."""
+    """Results on a mini-batch of each client: mean losses [clients, 1], and numbers of right
+    answers [clients, 1] (None where targets are no classes)."""
 
     loss: Tensor
     right: Tensor | None
 
 
 class Stack:
-    """f_1, ..., f_k of ``problems``, which are alike, as functions of stacked vectors w [k, d].
+    """f_1, ..., f_k of ``problems``, as functions of stacked vectors w [k, d].
 
-    :func:`obstacle` says whether problems can be stacked. ``who``, where a method takes it, is an
-    array of the numbers of the clients that are meant, whose vectors alone are given.
+    The problems share model, loss and penalty; :func:`obstacle` says whether a problem can be
+    stacked. Where a method takes ``who``, these are the numbers of the clients whose vectors are
+    given.
     """
 
     def __init__(self, problems: Sequence[Problem], *, samples_at_once: int = 1 << 20) -> None:
@@ -84,7 +85,7 @@ class Stack:
     def batches(self, samples: Numbers, sizes: Numbers, who: Any = slice(None)) -> Batches:
         """Return mini-batches, on the device, of the clients' own samples [..., clients, b].
 
-        The first ``sizes`` [..., clients] of each count.
+        Of each mini-batch the first ``sizes`` [..., clients] samples count.
         """
         like = self.model.vector
         placed = torch.from_numpy(samples + self._starts[who][:, None]).to(like.device)
@@ -95,7 +96,7 @@ class Stack:
         return Batches(placed, torch.from_numpy(weights).to(like))
 
     def whole(self, who: Any = slice(None)) -> Iterator[tuple[Batches, Tensor]]:
-        """Yield all samples of the clients in pieces, and each's share [clients, 1] in a piece."""
+        """Yield all samples of the clients in pieces, and each piece's shares [clients, 1]."""
         sizes = self.sizes[who]
         longest, width = int(sizes.max()), max(1, min(CHUNK, self._at_once // len(sizes)))
         for start in range(0, longest, width):
@@ -108,9 +109,9 @@ class Stack:
     # ---- the functions ------------------------------------------------------------------------
 
     def gradient(self, w: Tensor, batches: Batches, *, judged: bool = True) -> tuple[Tensor, Found]:
-        """Return the gradients [k, d] at ``w`` [k, d] on the mini-batches, and what was found.
+        """Return the gradients [k, d] at ``w`` [k, d] on the mini-batches, and their results.
 
-        Right answers are counted if ``judged``.
+        Right answers are counted only if ``judged``.
         """
         leaves = [piece.detach().requires_grad_() for piece in self.model.views(w)]
         with torch.enable_grad():
@@ -194,7 +195,7 @@ class Stack:
 
 
 def of_each(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss of every sample [n], of which ``loss`` is the mean."""
+    """Return the loss of each sample [n]; their mean is ``loss``."""
     if loss is cross_entropy:
         each = cross_entropy(outputs, targets, reduction="none")
         return each.flatten(1).mean(1) if each.dim() > 1 else each
@@ -204,11 +205,11 @@ def of_each(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
 # ---- what can be stacked ------------------------------------------------------------------------
 
 _TRIED: weakref.WeakKeyDictionary[FlatModel, dict[Any, str]] = weakref.WeakKeyDictionary()
-"""Obstacles by model, and by loss and kind of inputs."""
+"""Obstacles that were found: by model, then by loss and kind of inputs."""
 
 
 def obstacle(problem: Objective) -> str:
-    """Return why the problem's client must be trained alone, "" where it can be stacked."""
+    """Return why the problem's client must be trained alone, or "" if it can be stacked."""
     if type(problem) is not Problem:
         return f"a {type(problem).__name__} has no fixed samples or a loss of its own"
     model = problem.model
@@ -224,7 +225,7 @@ def obstacle(problem: Objective) -> str:
 
 
 def activations(problem: Objective) -> int:
-    """Return how many numbers the model's layers put out for a sample, its inputs among them."""
+    """Return how many numbers a sample needs in the model: its inputs and all layers' outputs."""
     model, outputs = problem.model, [0]
 
     def note(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -256,7 +257,7 @@ def _of_module(module: nn.Module) -> str:
 
 
 def _of_trial(problem: Problem) -> str:
-    """Compare the gradients of two clients, with a sample and with two of unlike targets."""
+    """Return why two stacked clients do not get the gradients of each alone, or "" if they do."""
     model, (inputs, targets) = problem.model, problem.whole
     other = next((i for i in range(1, len(targets)) if not targets[i].equal(targets[0])), 0)
     pair = torch.tensor([0, other], device=targets.device)

@@ -1,7 +1,7 @@
-"""Local solvers on a stack of clients: each takes the steps that it would take alone.
+"""Local solvers on a stack of clients: each client takes the steps that it would take alone.
 
-All clients start together. One that has done its steps leaves the stack, which is sorted for that:
-most steps first. The mini-batches of each are drawn from its own generator, as alone.
+All clients start together. A client leaves the stack after its last step; for that the stack is
+sorted by steps, most first. Each client's mini-batches are drawn from its own generator.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from fl_strategies.core.params import parse_params
 from fl_strategies.core.subproblem import Subproblem
 
 ELEMENTWISE = ("gd", "sgd", "adam", "adagrad")
-"""Solvers of torch that treat every entry of a vector by itself."""
+"""Solvers of torch that act on every entry of a vector separately."""
 STACKED = (*ELEMENTWISE, "delta-sgd", "sps")
 
 
 class Task:
-    """The subproblems of clients in the order in which the last leave first, at their present w.
+    """The clients' subproblems at their current w; the last client leaves the stack first.
 
-    ``w`` and ``before``, the iterate before it, are [clients, d]; the first ``k`` clients are left.
+    ``w`` and the iterate before it, ``before``, are [clients, d]; the first ``k`` clients remain.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Task:
         return value[:k] if isinstance(value, Tensor) else value
 
     def bent(self, g: Tensor, w: Tensor, k: int) -> Tensor:
-        """Return the subproblems' gradients, which are written into f's gradients ``g`` at w."""
+        """Return the subproblems' gradients at w, written into ``g``, the gradients of f."""
         if self.sloped:
             g += self.part(self.slope, k)
         if self.pulled:
@@ -65,7 +65,7 @@ class Task:
         return g
 
     def value(self, loss: Tensor, w: Tensor, k: int) -> Tensor:
-        """Return the subproblems' losses [k, 1], less the least that slope and pull can make."""
+        """Return the subproblems' losses [k, 1], less the least value of slope and pull."""
         slope, pull, centre = (self.part(v, k) for v in (self.slope, self.pull, self.centre))
         if self.sloped:
             loss = loss + (slope * w).sum(1, keepdim=True)
@@ -76,7 +76,7 @@ class Task:
 
     @property
     def floor(self) -> Any:
-        """The least value of <a, w> + (r/2) ||w - c||^2; that at the start where there is none."""
+        """The least value of <a, w> + (r/2) ||w - c||^2; without a pull, the value at the start."""
         if self._floor is None:
             self._floor = 0.0
             if isinstance(self.slope, Tensor):
@@ -86,7 +86,7 @@ class Task:
 
 
 class Optimizer(Protocol):
-    """Takes a step for the first clients of a stack."""
+    """Takes steps for the clients that remain in a stack."""
 
     def step(self, closure: Closure, k: int) -> None:
         """Move the first ``k`` clients along what ``closure(w [k, d])`` returns."""
@@ -119,7 +119,7 @@ class Descent:
 
 
 class Torch:
-    """An optimizer of torch that treats every entry by itself, on all vectors as one parameter."""
+    """A torch optimizer that acts on every entry separately; all vectors are one parameter."""
 
     def __init__(self, task: Task, training: LocalTraining) -> None:
         self.w = task.w
@@ -192,7 +192,7 @@ class Polyak:
 
 
 def optimizer_of(task: Task, training: LocalTraining, sizes: Numbers) -> Optimizer:
-    """Return what takes the steps of ``training``, for clients with so many samples each."""
+    """Return the optimizer of ``training``, for clients with ``samples`` samples each."""
     if training.solver in ("gd", "sgd") and not training.solver_params:
         return Descent(task, training)
     if training.solver == "delta-sgd":
@@ -216,8 +216,8 @@ def solve(
 ) -> Solved:
     """Return approximate minimisers [clients, d] of the clients' subproblems, and what was done.
 
-    As :func:`.solvers.solve` for each; what that returns as numbers are columns here. ``work`` is
-    what to do, where it is not what ``training`` says.
+    It does what :func:`.solvers.solve` does for each client; numbers become columns. ``work`` is
+    the plan, if ``training`` does not say it.
     """
     work = work or plan(stack, training, rngs)
     stack.model.module.train()
@@ -298,10 +298,10 @@ def solve(
 
 
 def means(losses: Tensor, rights: Tensor, counted: Numbers) -> tuple[Tensor, Tensor]:
-    """Return the mean losses and shares of right answers, columns, of mini-batches.
+    """Return the mean losses and accuracies of mini-batches, as columns.
 
-    ``losses`` and numbers of ``rights`` are [steps, clients]; the sizes that count, ``counted``,
-    are 0 for a mini-batch that does not.
+    ``losses`` and the numbers of right answers, ``rights``, are [steps, clients]. So are the sizes
+    ``counted``, 0 for a mini-batch that does not count.
     """
     sizes = precise(torch.from_numpy(counted).to(losses.device))
     total = sizes.sum(0)[:, None]
@@ -311,9 +311,9 @@ def means(losses: Tensor, rights: Tensor, counted: Numbers) -> tuple[Tensor, Ten
 
 
 class Stopping:
-    """Measures residuals after epochs, and keeps what clients have whose residual is small enough.
+    """Measures residuals after epochs, and keeps the result of clients that are accurate enough.
 
-    Arrays are in the order of ``task``'s clients, who have the ``numbers`` in the stack.
+    Arrays are in the order of ``task``'s clients; ``numbers`` are their numbers in the stack.
     """
 
     def __init__(self, task: Task, training: LocalTraining, work: Plan, numbers: Numbers) -> None:
@@ -324,7 +324,7 @@ class Stopping:
         self._works, self._work = np.ones(len(numbers), bool), work
 
     def all_after(self, done: int, w: Tensor, before: Tensor) -> bool:
-        """Measure the clients whose epochs end after ``done`` steps; return whether all stopped."""
+        """Measure the clients whose epoch ends after ``done`` steps; return whether all stopped."""
         last = self.steps == done
         who = np.flatnonzero(self._works & ((done % self.per_epoch == 0) | last))
         if len(who):

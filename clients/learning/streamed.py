@@ -1,4 +1,4 @@
-"""A model, a loss and a ``torch.utils.data`` Dataset or DataLoader as a function of one vector."""
+"""A loss over a ``torch.utils.data`` Dataset or DataLoader as a function of the model's vector."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ T = TypeVar("T")
 class StreamedProblem(Objective):
     """f(w) = mean loss over samples that are fetched, and perhaps augmented, for each mini-batch.
 
-    A batch is a tuple or list that ends in the targets, the module being called with what is before
-    them; or a mapping such as a tokenizer makes, of which ``target`` names the targets and the
-    module is called with the rest, by name. Tensors are put on the model's device, floating-point
-    ones in the model's type.
+    A batch is either a tuple or list, or a mapping such as a tokenizer makes. The last item of a
+    tuple or list is the targets, and the module is called with the items before it. In a mapping,
+    ``target`` names the targets, and the module is called with the rest, by name. Tensors are moved
+    to the model's device; floating-point ones get the model's type.
 
-    What fetching draws from the generators of torch, NumPy (the global one) and Python's ``random``
-    (augmentation, shuffling, the seeds of a DataLoader's workers) derives from the client's random
-    stream, and leaves these generators as they were.
+    Fetching may draw from the global generators of torch, NumPy and Python's ``random``: for
+    augmentation, shuffling, the seeds of a DataLoader's workers. These draws derive from the
+    client's random stream, and the generators are left as they were.
 
     What needs the same samples twice is refused: full gradients (and ``residual``, FedPD's oracle
-    II, SCAFFOLD's option I), draws with replacement, and MOON, which looks at each sample in three
-    models.
+    II, SCAFFOLD's option I), draws with replacement, and MOON, which passes each sample through
+    three models.
 
     Parameters
     ----------
     model, loss, penalty, autocast
         As of :class:`.Objective`.
     data : Dataset or DataLoader
-        A map-style Dataset is cut into mini-batches as the local settings say. A DataLoader makes
-        them itself: ``batch-size`` must be its own.
+        The local settings say how a map-style Dataset is cut into mini-batches. A DataLoader makes
+        them itself: ``batch-size`` must be the DataLoader's.
     samples : int, optional
-        How many samples there are, by which the client weighs; needed where the data do not tell.
+        The number of samples, which is the client's weight; needed where the data have no length.
     target : str (default "labels")
         Key of the targets, where a batch is a mapping.
     collate : callable, optional
-        Makes a batch of a list of a Dataset's items; by default torch's ``default_collate``.
+        Makes a batch from a list of a Dataset's items; by default torch's ``default_collate``.
 
     Raises
     ------
     ValueError
-        For data without samples, or an iterable Dataset that is in no DataLoader.
+        For data without samples, or for an iterable Dataset without a DataLoader.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class StreamedProblem(Objective):
             )
 
     def _fetched(self, seed: int, order: Sequence[int], batch_size: int) -> Iterator[Batch]:
-        """Yield the batches of an epoch; a DataLoader has an order of its own."""
+        """Yield the batches of an epoch; a DataLoader has its own order."""
         if isinstance(self.data, DataLoader):
             sampler = getattr(self.data, "sampler", None)
             generators = (self.data.generator, getattr(sampler, "generator", None))
@@ -175,9 +175,9 @@ class StreamedProblem(Objective):
 
 
 class Randomness:
-    """States of the generators that fetching draws from, begun at ``seed``.
+    """States of the generators that fetching draws from, seeded by ``seed``.
 
-    Those of torch on the CPU, NumPy and Python, and of torch's ``generators`` given.
+    These are the generators of torch on the CPU, NumPy, Python, and ``generators`` of torch.
     """
 
     def __init__(self, seed: int, generators: Sequence[torch.Generator] = ()) -> None:
@@ -191,7 +191,7 @@ class Randomness:
         self._restore(outside)
 
     def during(self, action: Callable[[], T]) -> T:
-        """Return what ``action`` does, drawing from these states, which go on from call to call."""
+        """Return ``action()``, which draws from these states; each call continues from the last."""
         outside = self._states()
         self._restore(self._inside)
         try:
