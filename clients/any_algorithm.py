@@ -13,7 +13,7 @@ from fl_strategies import STRATEGIES, FederatedStrategy
 
 
 def _client_of(strategy: type[FederatedStrategy]) -> type[FederatedClient]:
-    """Return the client of the strategy's algorithm, which stands in the module that it names."""
+    """Return the client of the strategy's algorithm, from the module that the strategy names."""
     name = strategy.client_module or f"clients.{strategy.__module__.rpartition('.')[2]}"
     found: object
     for found in vars(importlib.import_module(name)).values():
@@ -35,9 +35,9 @@ CLIENTS: dict[str, type[FederatedClient]] = {
 class AnyAlgorithmClient(NumPyClient):
     """Acts as the client of the algorithm that a request names, so that one ClientApp serves all.
 
-    Takes the arguments of :class:`clients.FederatedClient`. A request that names none comes from
-    one of Flower's own strategies: with ``proximal-mu`` it is answered as FedProx, else as FedAvg.
-    Raises ``ValueError`` for an unknown name.
+    Takes the arguments of :class:`clients.FederatedClient`. A request that names no algorithm comes
+    from one of Flower's own strategies: the client acts as FedProx's if the request has
+    ``proximal-mu``, else as FedAvg's. Raises ``ValueError`` for an unknown name.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -54,7 +54,7 @@ class AnyAlgorithmClient(NumPyClient):
         return client.evaluate(parameters, config)
 
     def acting(self, config: Config) -> tuple[FederatedClient, Config]:
-        """Return the client of the algorithm that a request names, and the request as it reads."""
+        """Return the client of the request's algorithm, and the request with our keys."""
         config = kebab(config)
         return self._client(config), config
 
@@ -80,5 +80,5 @@ class AnyAlgorithmClient(NumPyClient):
 
 
 def kebab(config: Config) -> Config:
-    """Return ``config`` with the keys of legacy strategies (``server_round``) as ours are spelt."""
+    """Return ``config`` with legacy keys (``server_round``) in kebab case (``server-round``)."""
     return {name.replace("_", "-"): value for name, value in config.items()}

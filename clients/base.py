@@ -1,4 +1,4 @@
-"""The base of all clients: what happens before an algorithm's rule and after it."""
+"""The base of all clients: the work before an algorithm's rule and after it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fl_strategies.core.schedules import check
 from fl_strategies.server.wire import checksum
 
 MAX_STEPS = 1_000_000
-"""Local steps that a client takes for one request where it is not told another bound."""
+"""The most local steps that a client takes for one request, unless it is given another bound."""
 
 
 Reply: TypeAlias = tuple[Arrays, int, dict[str, Any]]
@@ -36,38 +36,39 @@ Streams: TypeAlias = Callable[[str], np.random.Generator]
 
 
 class Begun(NamedTuple):
-    """What a client starts a request from: what it kept, and the algorithm's state."""
+    """The start of a request: what the client kept, and the algorithm's state."""
 
     kept: Kept
     state: State
 
 
 class FederatedClient(NumPyClient):
-    """One client's data and means; an algorithm adds :meth:`step`, and a state if it keeps one.
+    """One client's data, model and store; an algorithm adds :meth:`step`, and perhaps a state.
 
     Parameters
     ----------
     problem : Objective
         Model, loss and training samples.
     client_id : int >= 0
-        The stable id (partition id, else node id) that the client's random streams derive from.
+        The stable id (partition id, else node id); the client's random streams derive from it.
     test : Objective, optional
         The client's own test samples, on the same model; needed to evaluate.
     store : Store, optional
-        Where state is kept; needed by algorithms whose clients keep any.
+        Where state is kept; needed if the algorithm's clients keep state.
     training : LocalTraining, optional
-        How to train where the server does not say.
+        How to train, where the server does not say it.
     max_steps : int >= 1 (default 1,000,000)
-        Most local steps (:meth:`most_steps`) that one request may ask for, whatever its ``steps``,
-        ``epochs``, ``algorithm-rounds`` and the like; a request for more is refused before any.
+        The most local steps (:meth:`most_steps`) that one request may ask for, by ``steps``,
+        ``epochs``, ``algorithm-rounds`` and the like. A request for more is refused before training
+        begins.
 
     Raises
     ------
     ValueError
-        If the received arrays do not fit the model, the request or client lacks what is needed, or
-        the request asks for more than ``max_steps``.
+        If the received arrays do not fit the model, if the request or the client lacks something,
+        or if the request asks for more than ``max_steps``.
     StateError
-        If the stored state is another algorithm's, model's, run's or client's. One that is damaged
+        If the stored state belongs to another algorithm, model, run or client. A damaged state
         counts as lost.
     """
 
@@ -75,9 +76,9 @@ class FederatedClient(NumPyClient):
     state_type: ClassVar[type | None] = None
     """The named tuple that the client keeps, if any."""
     stacks: ClassVar[bool] = True
-    """Whether ``step`` may be handed a stack of clients (``clients.cohort``)."""
+    """Whether ``step`` also works on a stack of clients (``clients.cohort``)."""
     beside: ClassVar[tuple[str, ...]] = ()
-    """As the strategy's: names of the vectors [d] that travel beside the model."""
+    """Names of the vectors [d] that travel beside the model; the strategy's are the same."""
 
     def __init__(
         self,
@@ -97,11 +98,11 @@ class FederatedClient(NumPyClient):
     # ---- what an algorithm adds -------------------------------------------------------------
 
     def step(self, state: State, received: Received, oracle: Any, config: Config) -> Step:
-        """Call the client rule and return what it made of the request.
+        """Call the client rule and return its step.
 
-        ``state`` is what the client keeps, None if it keeps nothing; ``oracle``, a
-        :class:`.ClientOracle` or a :class:`.CohortOracle`, gives access to its loss; ``config`` is
-        what the request says, with the ``round`` that it is about.
+        ``state`` is what the client keeps, or None. ``oracle``, a :class:`.ClientOracle` or a
+        :class:`.CohortOracle`, gives access to the client's loss. ``config`` is the request's, with
+        the number of the ``round``.
         """
         raise TypeError(f"{type(self).__name__} must define step")
 
@@ -110,16 +111,16 @@ class FederatedClient(NumPyClient):
         return None
 
     def rounds(self, config: Config) -> Sequence[int]:
-        """Return the numbers of the rounds that a request asks for: one, the server's.
+        """Return the numbers of the rounds that a request asks for: here one, the server's.
 
-        An algorithm may have its clients run several without contact: each then starts from the
-        upload of the one before. Random streams derive from these numbers, and ``step`` finds its
-        own as ``config["round"]``.
+        An algorithm may have its clients run several rounds without contact: each round then starts
+        from the upload of the one before. Random streams derive from these numbers, and ``step``
+        finds the number of its round in ``config["round"]``.
         """
         return [round_of(config)]
 
     def most_steps(self, config: Config) -> float:
-        """Return the most local steps, each a gradient on a mini-batch, that a round may take."""
+        """Return the most local steps, each one gradient on a mini-batch, that a round may take."""
         return self.problem.most_steps(self.training.updated(config))
 
     def own_model(self, state: State) -> Tensor | None:
@@ -130,25 +131,25 @@ class FederatedClient(NumPyClient):
     def array_names(self) -> list[str]:
         """Names of the model's arrays, in the order in which the client expects and returns them.
 
-        Those of the vectors ``beside`` follow in the same order, each trained parameter once.
+        The arrays of the vectors ``beside`` follow in the same order, one per trained parameter.
         """
         return self.problem.model.names
 
     # ---- Flower's NumPyClient -----------------------------------------------------------------
 
     def get_properties(self, config: Config) -> dict[str, Any]:
-        """Return the client's stable id, which a legacy server has no other way to learn."""
+        """Return the client's stable id; a legacy server learns it only in this way."""
         return {"client-id": self.client_id}
 
     def get_parameters(self, config: Config) -> Arrays:
-        """Return the model's arrays as they are, for a legacy server without an initial model."""
+        """Return the model's current arrays, for a legacy server without an initial model."""
         return self.problem.model.arrays(self.problem.model.vector)
 
     def fit(self, parameters: Arrays, config: Config) -> Reply:
         """Train; return the upload (arrays like those received), number of samples, and metrics.
 
-        Metrics: ``train-loss`` and ``train-accuracy`` over the last epoch's batches, ``steps``,
-        ``epochs``, ``residual`` where it was measured, and the algorithm's own scalars;
+        Metrics: ``train-loss`` and ``train-accuracy`` over the last epoch's mini-batches,
+        ``steps``, ``epochs``, ``residual`` if it was measured, and the algorithm's own numbers.
         ``device`` is the kind of device that the client computed on.
         """
         self.check(config)
@@ -159,12 +160,12 @@ class FederatedClient(NumPyClient):
         return self.finished(begun, steps, config)
 
     def evaluate(self, parameters: Arrays, config: Config) -> tuple[float, int, dict[str, Any]]:
-        """Measure the received model on the test samples, and the personalized one if there is one.
+        """Measure the received model on the test samples, and the personalized model if any.
 
-        Metrics: ``eval-accuracy`` and, with a personalized model ``own-loss``, ``own-accuracy``
-        (a newcomer's is the received one). With ``fine-tune`` (:class:`LocalTraining`) also
-        ``tuned-accuracy`` and ``own-tuned-accuracy``, of the two after one gradient step, and
-        their losses. Buffers are the received model's in all cases.
+        Metrics: ``eval-accuracy``; with a personalized model also ``own-loss`` and ``own-accuracy``
+        (a newcomer's personalized model is the received one). With ``fine-tune``
+        (:class:`LocalTraining`) also ``tuned-accuracy`` and ``own-tuned-accuracy``, of the two
+        models after one gradient step, and their losses. Buffers are always the received model's.
         """
         if self.test is None:
             raise ValueError(
@@ -211,7 +212,7 @@ class FederatedClient(NumPyClient):
             )
 
     def _check_frozen(self, told: str) -> None:
-        """Raise ``ValueError`` if arrays that stay at home are not those of the server."""
+        """Raise ``ValueError`` if the client's frozen arrays differ from the server's."""
         mine, others = self.problem.model.layout.frozen, told.split()
         if not told or told == self.problem.model.layout.frozen_digests:
             return
@@ -231,7 +232,7 @@ class FederatedClient(NumPyClient):
         return Received(*self.problem.model.load_all(parameters, self.beside, self.algorithm))
 
     def begun(self, received: Received, config: Config) -> Begun:
-        """Return what the client starts a request from; its own arrays go into the model."""
+        """Return the start of a request; load the client's own arrays into the model."""
         kept = self.keeper.settled(config, received.theta)
         self.problem.model.load_kept(kept.arrays)
         return Begun(kept, self._state(kept, received.theta, config))
@@ -245,8 +246,8 @@ class FederatedClient(NumPyClient):
     ) -> list[Step]:
         """Return the step of each round that a request asks for.
 
-        ``oracle_in(number, config)`` is the oracle of the round of that number. All may be a
-        stack's, of clients of the same training and rounds as this one.
+        ``oracle_in(number, config)`` returns the oracle of the round ``number``. The arguments may
+        be a stack's, if all its clients have the same training and rounds as this one.
         """
         made = []
         for number in self.rounds(config):
@@ -257,7 +258,7 @@ class FederatedClient(NumPyClient):
         return made
 
     def finished(self, begun: Begun, steps: Sequence[Step], config: Config) -> Reply:
-        """Keep what the ``steps`` of a request came to; return what :meth:`fit` does."""
+        """Keep the result of a request's ``steps``; return what :meth:`fit` returns."""
         model, nonce = self.problem.model, begun.kept.nonce
         self.keeper.save(config, Kept(steps[-1].state, nonce, model.kept_arrays()))
         metrics = self._metrics(steps, config)
@@ -272,10 +273,10 @@ class FederatedClient(NumPyClient):
         return arrays, samples, metrics
 
     def streams(self, number: int, config: Config) -> tuple[np.random.Generator, int, Streams]:
-        """Return what the client's random numbers in a round derive from.
+        """Return the sources of the client's random numbers in a round.
 
-        That is the generator of its mini-batches, the seed of torch's (dropout masks and the like),
-        and what returns its generator of a purpose.
+        They are the generator of its mini-batches, the seed of torch's generators (dropout masks
+        and the like), and a function that returns its generator of a purpose.
         """
         streams = functools.partial(generator, config, number=number, client=self.client_id)
         rng = streams("local")
@@ -307,14 +308,14 @@ class FederatedClient(NumPyClient):
         return metrics
 
     def _state(self, kept: Kept, theta: Tensor, config: Config) -> State:
-        """Return the algorithm's state, that of a newcomer if there is none."""
+        """Return the algorithm's state; if there is none, a newcomer's."""
         if self.state_type is None or kept.state is not None:
             return kept.state
         return self.first_state(theta, config)
 
     @property
     def keeper(self) -> Keeper:
-        """What reads and writes the client's state."""
+        """Reads and writes the client's state."""
         model = self.problem.model
         return Keeper(
             self.store,
@@ -327,7 +328,7 @@ class FederatedClient(NumPyClient):
 
 
 def reported(solved: Sequence[Solved]) -> dict[str, float]:
-    """Return the metrics of a request's local work: steps and epochs of all, else the last's."""
+    """Return the metrics of a request's local work: all steps and epochs, the last loss."""
     if not solved:
         return {}
     last = solved[-1]

@@ -1,12 +1,13 @@
-"""Training several clients of one process at once: the requests of many, answered by one stack.
+"""Training several clients of one process at once, as one stack.
 
 :func:`fit_cohort` does for clients of one algorithm and model what ``FederatedClient.fit`` does for
-each: checks, states, rule, metrics. Their vectors are stacked, [clients, d], so that a local step
-of all is one forward and one backward pass (``clients.learning.stack``). It pays where a step of
-one client is too small to keep the processor busy: ``clients.learning.choice`` says where.
+each: checks, states, rule, metrics. The clients' vectors are stacked, [clients, d], so that one
+local step of all clients is one forward and one backward pass (``clients.learning.stack``). A stack
+is faster where a step of one client is too small to keep the processor busy:
+``clients.learning.choice`` says where.
 
-Each client's uploads, metrics and state are those that it would have alone, up to rounding. One
-whose request fails a check fails alone; what cannot be stacked is trained alone.
+Each client's upload, metrics and state are, up to rounding, those of a client that trains alone. A
+client whose request fails a check fails alone; what cannot be stacked is trained alone.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ from fl_strategies.core.reasons import of_exception
 Outcome: TypeAlias = Reply | Exception
 
 MEMORY = 1 << 28
-"""Bytes that a stack's vectors, gradients and activations may take, by a rough count."""
+"""Bytes that a stack's vectors, gradients and activations may take, a rough estimate."""
 
 OWN = ("acked-round", "kept-rounds", "checksums", "layout")
-"""Settings that are read for each client alone, and that no rule looks at."""
+"""Settings that are read for each client separately, and that no rule uses."""
 
 
 def fit_cohort(
@@ -58,16 +59,16 @@ def fit_cohort(
     Parameters
     ----------
     clients : sequence of NumPyClient
-        Those of our algorithms are stacked, if they share a model; others are trained alone.
+        Clients of our algorithms that share a model are stacked; other clients are trained alone.
     parameters : list of arrays
-        The request's, the same for all.
+        The request's arrays, the same for all clients.
     configs : sequence of dict
-        Each client's.
+        The config of each client.
     cohort : "auto", "off" or int >= 2 (default "auto")
-        How many clients are stacked at most; "auto" stacks where that was measured to pay
+        How many clients are stacked at most; "auto" stacks where a stack was measured to be faster
         (``clients.learning.choice``).
     memory : int, optional
-        Bytes that a stack may take, by default ``MEMORY``; more clients are trained in several.
+        Bytes that a stack may take, by default ``MEMORY``; more clients make several stacks.
 
     Raises
     ------
@@ -101,9 +102,9 @@ Member: TypeAlias = tuple[FederatedClient, Config]
 
 
 def _member(client: NumPyClient, config: Config) -> Member | None:
-    """Return the client of the algorithm that a request names, and the request as that reads it.
+    """Return the client of the request's algorithm, and the request with our keys.
 
-    None for a client that is not ours.
+    None for a client that is not from this package.
     """
     if isinstance(client, AnyAlgorithmClient):
         return client.acting(config)
@@ -118,7 +119,7 @@ def _alone(client: NumPyClient, parameters: Arrays, config: Config) -> Outcome:
 
 
 def _kind(client: FederatedClient, config: Config) -> Any:
-    """Return what clients of one stack have in common; None for one that is trained alone."""
+    """Return what the clients of one stack share; None for a client that is trained alone."""
     problem = client.problem
     training, rounds = client.training.updated(config), tuple(client.rounds(config))
     if why := _obstacle(client, problem, training):
@@ -144,14 +145,14 @@ def _obstacle(client: FederatedClient, problem: Any, training: LocalTraining) ->
 
 @functools.cache
 def say_once(text: str) -> None:
-    """Log ``text``, the first time in a process."""
+    """Log ``text`` once in a process."""
     log(INFO, text)
 
 
 def _grouped(
     members: Sequence[Member], parameters: Arrays, cohort: Setting, memory: int
 ) -> list[Outcome]:
-    """Return the outcomes of clients of one kind, in stacks of those that work about as long."""
+    """Return the outcomes of clients of one kind, in stacks of clients that take similar work."""
     problem, training = members[0][0].problem, members[0][0].training.updated(members[0][1])
     model, sizes = problem.model, [len(client.problem) for client, _ in members]
     order = sorted(range(len(members)), key=lambda number: -sizes[number])
@@ -175,7 +176,7 @@ def _grouped(
 def _stacked(members: Sequence[Member], parameters: Arrays, memory: int) -> list[Outcome]:
     """Return the outcomes of clients that are trained as one stack.
 
-    What fails for all, such as an operator without a rule for stacks, is tried one by one.
+    If the stack fails, say at an operator without a rule for stacks, each client is trained alone.
     """
     if len(members) < 2:
         return [_alone(client, parameters, config) for client, config in members]
@@ -211,7 +212,7 @@ def _stacked(members: Sequence[Member], parameters: Arrays, memory: int) -> list
 def _steps(
     members: Sequence[Member], states: Sequence[State], received: Received, memory: int
 ) -> list[list[Step]]:
-    """Return the steps that each client's rounds come to."""
+    """Return the steps of each client's rounds."""
     clients, configs = [c for c, _ in members], [c for _, c in members]
     first, device = clients[0], received.theta.device
     training = first.training.updated(configs[0])
@@ -238,7 +239,7 @@ def _steps(
 
 
 def _common(configs: Sequence[Config], device: torch.device) -> dict[str, Any]:
-    """Return one request for all: a number that differs from client to client is a column."""
+    """Return one request for all: numbers that differ between clients become a column."""
     common = {name: value for name, value in configs[0].items() if name not in OWN}
     for name, value in common.items():
         if any(config[name] != value for config in configs):
@@ -262,7 +263,7 @@ def _stack_of(states: Sequence[State], device: torch.device) -> State:
 
 
 def _taken_apart(made: Sequence[Step], states: Sequence[State], like: Tensor) -> list[list[Step]]:
-    """Return each client's steps, on the host: of those before the last, what was solved alone."""
+    """Return each client's steps, on the host; steps before the last hold only what was solved."""
     count, last = len(states), made[-1]
     solved = [_solved(step.solved, count) for step in made]
     uploads = _rows(last.upload, like)
@@ -304,7 +305,7 @@ def _solved(solved: Solved | None, count: int) -> list[Any]:
 
 
 def _numbers(value: Any, count: int) -> list[Any]:
-    """Return the clients' numbers, of a column or of one number for all."""
+    """Return the clients' numbers, from a column or from one number for all."""
     if not isinstance(value, Tensor):
         return [value] * count
     found: list[Any] = value.expand(count, 1)[:, 0].tolist()
@@ -312,5 +313,5 @@ def _numbers(value: Any, count: int) -> list[Any]:
 
 
 def _rows(vectors: Tensor, like: Tensor) -> Sequence[Tensor]:
-    """Return the clients' vectors, on the host and of the model's type."""
+    """Return the clients' vectors, on the host and in the model's type."""
     return vectors.expand(-1, -1).to("cpu", like.dtype).unbind(0)

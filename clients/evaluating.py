@@ -19,13 +19,13 @@ from fl_strategies.core.local import LocalTraining
 
 @dataclass(frozen=True)
 class Rest:
-    """The arrays of a model but for its vector: the ``parameters`` received, and ``own`` ones."""
+    """The arrays of a model besides its vector: received ``parameters``, and the ``own`` arrays."""
 
     parameters: Arrays
     own: Mapping[str, npt.NDArray[Any]] | None
 
     def load(self, model: FlatModel, w: Tensor) -> None:
-        """Put them and ``w`` [d] into the model."""
+        """Put these arrays and ``w`` [d] into the model."""
         model.load(self.parameters)
         model.load_kept(self.own)
         model.vector.copy_(w)

@@ -23,7 +23,7 @@ def dual_of(config: Config) -> Dual:
 
 
 def turn_of(config: Config) -> Turn:
-    """Return the client's place among the dual steps of all."""
+    """Return the client's position in the order of dual steps."""
     return Turn(value_of(config, "dual-clock"), value_of(config, "dual-after"))
 
 

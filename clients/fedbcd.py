@@ -11,14 +11,14 @@ from fl_strategies.core.oracle import Oracle, Step
 
 
 class _Device(FederatedClient):
-    """A client that keeps a model of its own."""
+    """A client that keeps a personalized model."""
 
     def own_model(self, state: fedbcd.State | fedbcd_i.State) -> Tensor:
         own: Tensor = state.x
         return own
 
     def counts_steps(self, config: Config) -> bool:
-        """Whether K counts mini-batch steps, as the request does, or else epochs."""
+        """Whether the request counts K in mini-batch steps; else K counts epochs."""
         return self.training.updated(config).steps > 0
 
 
@@ -42,13 +42,13 @@ class FedBCDClient(_Device):
 
 
 class FedBCDAsyncClient(FedBCDClient):
-    """As :class:`FedBCDClient`: a device does not see whether cloud servers wait for each other."""
+    """As :class:`FedBCDClient`: a device cannot tell whether cloud servers wait for each other."""
 
     algorithm = "fedbcd-async"
 
 
 class FedBCDIClient(_Device):
-    """Trains on its own data for the rounds it was available in, is pulled, uploads its model."""
+    """Trains for the rounds it was available in, takes the pull step, and uploads its model."""
 
     algorithm = "fedbcd-i"
     state_type = fedbcd_i.State

@@ -13,7 +13,7 @@ from fl_strategies.core.oracle import Oracle, Step
 
 
 class FedPDClient(FederatedClient):
-    """Keeps its model, its dual variable and oracle II's g; uploads its idea of the global model.
+    """Keeps its model, its dual variable and oracle II's g; uploads its copy of the global model.
 
     Reports ``consensus``, ||x+ - x0||^2 in the last algorithm round.
     """
@@ -28,7 +28,7 @@ class FedPDClient(FederatedClient):
     def most_steps(self, config: Config) -> float:
         if value_of(config, "oracle") == "I":
             return super().most_steps(config)
-        # a step on more samples than there are counts for several
+        # a step on more samples than the client has counts as several steps
         passes = math.ceil(int(value_of(config, "inner-batch")) / len(self.problem))
         return count(config, "inner-steps") * max(1, passes)
 
@@ -52,7 +52,7 @@ class FedPDClient(FederatedClient):
 
     def _variance_reduced(self, config: Config) -> fedpd.VarianceReduced:
         if decay := self.training.updated(config).weight_decay:
-            raise ValueError(f"oracle II decays no weights: weight_decay must be 0, got {decay}")
+            raise ValueError(f"oracle II has no weight decay: weight_decay must be 0, got {decay}")
         return fedpd.VarianceReduced(
             gamma=float(value_of(config, "gamma")),
             steps=count(config, "inner-steps"),

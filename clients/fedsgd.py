@@ -1,4 +1,4 @@
-"""FedSGD's client half: FedAvg's, as the request asks for one gradient step."""
+"""FedSGD's client half: FedAvg's client, asked for one gradient step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client's state, between its rounds: read as the server acknowledged it, and written."""
+"""A client's state between rounds: it is read as the server acknowledged it, and written."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Look: TypeAlias = Callable[[Store, Owner, int | None], tuple[int, Fields | None]
 
 
 OWN = "own/"
-"""Before the names of the model's own arrays, among a state's fields."""
+"""Prefix, among a state's fields, of the names of the model's arrays that are the client's own."""
 
 
 class Kept(NamedTuple):
-    """What a client keeps: all None, or "", where it keeps nothing."""
+    """What a client keeps; the defaults, if it keeps nothing."""
 
     state: State | None = None
     """The algorithm's state; None for a newcomer."""
     nonce: str = ""
-    """The name of this state, from its beginning on."""
+    """The name of this state, drawn when the state began."""
     arrays: Mapping[str, npt.NDArray[Any]] | None = None
     """The model's arrays that are the client's own; None for a newcomer."""
 
@@ -42,9 +42,9 @@ class Kept(NamedTuple):
 class Keeper:
     """Keeps the states, of ``state_type``, of one client of ``algorithm`` in ``store``.
 
-    ``kept`` names the model's arrays that are the client's own, which are part of its state;
-    ``state_type`` is None where there is nothing beside. ``signature`` is the model's. A state that
-    is damaged counts as lost, as its nonce will tell the server; one that is another's is a
+    ``kept`` names the model's arrays that are the client's own; they are part of its state.
+    ``state_type`` is None if nothing else is. ``signature`` is the model's. A damaged state counts
+    as lost, and a new nonce tells the server so; a state of another owner raises
     :class:`clients.StateError`.
     """
 
@@ -56,9 +56,9 @@ class Keeper:
     kept: tuple[str, ...] = ()
 
     def settled(self, config: Config, like: Tensor) -> Kept:
-        """Return what is kept of the acknowledged round, and drop what is of others.
+        """Return what is kept of the acknowledged round, and drop what is kept of other rounds.
 
-        The state's vectors are of the type and on the device of ``like``.
+        The state's vectors have the type and device of ``like``.
         """
         if not self.keeps:
             return Kept()
@@ -68,11 +68,11 @@ class Keeper:
         return self._read(self._found(config, look), like)
 
     def peeked(self, config: Config, like: Tensor) -> Kept:
-        """As :meth:`settled`, but nothing is dropped."""
+        """As :meth:`settled`, without dropping anything."""
         return self._read(self._found(config, peek), like) if self.keeps else Kept()
 
     def save(self, config: Config, kept: Kept) -> None:
-        """Keep ``kept`` as that of the request's round."""
+        """Store ``kept`` as the version of the request's round."""
         if not self.keeps:
             return
         fields = {} if kept.state is None else to_fields(kept.state)
@@ -112,7 +112,7 @@ class Keeper:
         return self.store
 
     def owner(self, config: Config) -> Owner:
-        """Return whose the states are that a request is about."""
+        """Return the owner of the states that a request is about."""
         return Owner(self.algorithm, self.signature, str(config.get("run-id", "")))
 
 
@@ -125,7 +125,7 @@ def to_fields(state: State) -> dict[str, npt.NDArray[Any]]:
 
 
 def from_fields(state_type: Any, fields: Fields, like: Tensor) -> State:
-    """Return the state of named arrays, its vectors of the type and on the device of ``like``."""
+    """Return the state made of named arrays; its vectors have the type and device of ``like``."""
     values = {
         name: torch.from_numpy(fields[name]).to(like) if fields[name].ndim else fields[name].item()
         for name in state_type._fields

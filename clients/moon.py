@@ -22,8 +22,8 @@ from fl_strategies.core.oracle import Step
 class MOONClient(FederatedClient):
     """Keeps its model and running statistics; uploads its model.
 
-    ``train-loss`` is that of (3), the contrastive term included. Raises ``ValueError`` for a model
-    without features (see ``clients.FlatModel``).
+    ``train-loss`` is the loss (3), which includes the contrastive term. Raises ``ValueError`` for a
+    model without features (see ``clients.FlatModel``).
     """
 
     algorithm = "moon"
@@ -34,7 +34,7 @@ class MOONClient(FederatedClient):
         return moon.State(theta, self._statistics())
 
     def contrast(self, state: moon.State, theta: Tensor, config: Config) -> Contrast:
-        """Return (3), with the features of the fixed models; the model stays as it was."""
+        """Return (3), with the features of the two fixed models; the model stays as it was."""
         model = self.problem.model
         with without_trace([model.vector], model.module):
             model.vector.copy_(theta)
@@ -64,7 +64,7 @@ class MOONClient(FederatedClient):
 class Contrast(Problem):
     """f + mu h of ``problem``, by (3), for a fixed q [n, p].
 
-    Its targets are row numbers, by which a batch finds its labels and its rows of q.
+    Its targets are sample numbers, by which a mini-batch finds its labels and its rows of q.
     """
 
     def __init__(self, problem: Objective, q: Tensor, *, mu: float) -> None:
@@ -91,7 +91,7 @@ class Contrast(Problem):
 
 @torch.no_grad()
 def frozen_features(problem: Objective) -> Tensor:
-    """Return the features [n, p] of all inputs in the model as it stands, in evaluation mode."""
+    """Return the features [n, p] of all inputs in the current model, in evaluation mode."""
     problem.model.module.eval()
     found = [problem.model.with_features(problem.forward, x, y)[1] for x, y in problem.chunks()]
     return torch.cat(found)
@@ -104,7 +104,7 @@ def statistics(module: nn.Module) -> list[Tensor]:
 
 @functools.cache
 def warn_once() -> None:
-    """Say that MOON is FedAvg with such a model."""
+    """Warn that MOON equals FedAvg with this model."""
     logging.getLogger("flwr").warning(
         "the model's features do not depend on its parameters: moon is fedavg with it"
     )

@@ -11,9 +11,9 @@ from fl_strategies.core.plain import check_own_steps
 
 
 class PerFedAvgClient(FederatedClient):
-    """Uploads its model, trained to be one step away from a good one; keeps nothing.
+    """Uploads its model, trained so that one gradient step personalizes it; keeps nothing.
 
-    ``train-loss`` is the mean over all the mini-batches of its gradients.
+    ``train-loss`` is the mean over the mini-batches of all its gradients.
     """
 
     algorithm = "per-fedavg"

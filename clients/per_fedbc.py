@@ -16,7 +16,7 @@ from fl_strategies.proximity import State, first_state
 class PerFedBCClient(FederatedClient):
     """Keeps its model, lambda and gamma; uploads its model, and lambda as its weight.
 
-    ``train-loss`` is the mean over all the mini-batches of its gradients.
+    ``train-loss`` is the mean over the mini-batches of all its gradients.
     """
 
     algorithm = "per-fedbc"

@@ -11,10 +11,10 @@ from fl_strategies.core.oracle import Oracle, Step
 
 
 class PFedMeClient(FederatedClient):
-    """Keeps its personalized model theta; uploads its copy of the global model, moved to theta.
+    """Keeps its personalized model theta; uploads the global model, moved towards theta.
 
-    ``train-loss`` and ``train-accuracy`` are theta's before the last step on a mini-batch, and with
-    ``residual`` that of (1) after it: their means over the mini-batches.
+    ``train-loss`` and ``train-accuracy`` are theta's before the last step on each mini-batch, and
+    ``residual`` is that of (1) after this step: means over the mini-batches.
     """
 
     algorithm = "pfedme"

@@ -10,7 +10,7 @@ from fl_strategies.core.oracle import Oracle, Step
 
 
 class QFedAvgClient(FederatedClient):
-    """Uploads its model as FedAvg's client, and the received model's loss; keeps nothing."""
+    """Uploads its model as FedAvg's client does, and the received model's loss; keeps nothing."""
 
     algorithm = "q-fedavg"
 

@@ -1,4 +1,4 @@
-"""What a request says, as a NumPyClient gets it: arrays, and a config of numbers and texts."""
+"""A request as a NumPyClient gets it: arrays, and a config of numbers and texts."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ def value_of(config: Config, name: str) -> Any:
 def count(config: Config, name: str) -> int:
     """Return ``config[name]``; raise ``ValueError`` unless it is a whole number >= 1.
 
-    Of a stack of clients it may be a column.
+    For a stack of clients it may be a column.
     """
     value: int = value_of(config, name)
-    if isinstance(value, Tensor):  # of a stack, each of whose requests was checked
+    if isinstance(value, Tensor):  # of a stack: each client's request was checked
         return value
     check(name, value, low=1, high=2**53, integer=True)
     return value
 
 
 def round_of(config: Config) -> int:
-    """Return the number of the communication round, 0 where the request names none."""
+    """Return the number of the communication round, or 0 if the request names none."""
     return int(config.get("server-round", 0))
 
 
 def generator(config: Config, purpose: str, number: int, client: int) -> np.random.Generator:
     """Return the client's generator of ``purpose`` in the round ``number``.
 
-    It is the same whenever it is asked for, but where the request names no communication round:
-    then none is repeated.
+    Every call returns a generator of the same numbers. If the request names no communication round,
+    every call returns one of new numbers.
     """
     if "server-round" not in config:
         return np.random.default_rng()
@@ -61,7 +61,7 @@ def generator(config: Config, purpose: str, number: int, client: int) -> np.rand
 
 
 def weight_in_secret(arrays: Sequence[npt.NDArray[Any]], samples: int, config: Config) -> int:
-    """Return a client's weight in a masked sum; ``ValueError`` for what the masks would cut off."""
+    """Return a client's weight in a masked sum; ``ValueError`` if masks would cut a value off."""
     largest = max(float(np.abs(array).max(initial=0.0)) for array in arrays)
     if not largest <= config["secure-range"]:
         raise ValueError(

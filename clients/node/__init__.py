@@ -1,1 +1,1 @@
-"""What runs clients: the bridge to Flower, their state, the in-process engine."""
+"""Running clients: the bridge to Flower, their state, the in-process engine."""

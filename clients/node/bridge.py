@@ -42,7 +42,7 @@ ARRAYS, CONFIG, METRICS, CLIENT = "arrays", "config", "metrics", "client"
 
 
 def client_id(context: Context) -> int:
-    """Return the stable id of a client: its ``partition-id`` if it has one, else the node's id."""
+    """Return a client's stable id: its ``partition-id`` if it has one, else the node's id."""
     return int(context.node_config.get("partition-id", context.node_id))
 
 
@@ -60,25 +60,25 @@ def client_app(
     client_fn : callable
         ``client_fn(context)`` returns the NumPyClient of this node.
     mods : list, optional
-        Flower mods around train and evaluate. Those that clip or add noise work on training alone,
+        Flower mods around train and evaluate. Mods that clip or add noise act on training only,
         as Flower documents them.
     hosts : sequence of int, int, or function of the context that returns one, optional
-        What makes the node a host (:mod:`clients.node.host`). The ids of its clients: a hospital
-        group, a gateway with several data owners. Or a number N: any of the clients 0, ..., N - 1,
-        where the strategy has this ``shared_population``, and all hosts reach all states
-        (``DirectoryStore``). None, also as what the function returns: the node is one client.
-        ``client_fn`` gets a context of the client: its id as ``partition-id``, a state of its own.
+        Makes the node a host (:mod:`clients.node.host`). A sequence holds the ids of its clients:
+        a hospital group, a gateway with several data owners. A number N stands for any of the
+        clients 0, ..., N - 1: the strategy then has ``shared_population=N``, and all hosts reach
+        all states (``DirectoryStore``). With None, the node is one client. ``client_fn`` gets a
+        context of the client: its id as ``partition-id``, and its own state.
     cohort : "off", "auto", int >= 2, or function of the context that returns one (default "off")
         How many clients of a host are trained at once, as a stack (:func:`clients.fit_cohort`).
 
-    Strings and bytes among a client's metrics travel in a ConfigRecord, numbers in the MetricRecord
-    (``num-examples`` added; ``evaluate``'s loss as ``eval-loss``). A query is answered with
-    ``client-id`` and ``num-partitions``. The same app also answers a legacy ``Server``; a host does
-    not, and mods that clip, add noise or mask are refused on one, whose messages are about several
-    clients.
+    Texts and bytes among a client's metrics travel in a ConfigRecord, numbers in the MetricRecord
+    (with ``num-examples``, and ``evaluate``'s loss as ``eval-loss``). The answer to a query holds
+    ``client-id`` and ``num-partitions``. The same app also answers a legacy ``Server``. A host
+    does not; a host also refuses mods that clip, add noise or mask, because its messages are about
+    several clients.
 
-    An exception is answered with Flower's error for it, whose reason is one line, the innermost
-    exception first; ``FLWR_LOG_LEVEL=DEBUG`` has the client's own log show the traceback.
+    After an exception the node answers with Flower's error, whose reason is one line, the innermost
+    exception first. With ``FLWR_LOG_LEVEL=DEBUG`` the client's own log shows the traceback.
     """
     return _BridgedApp(client_fn, mods, hosts, cohort)
 
@@ -145,7 +145,7 @@ class _BridgedApp(ClientApp):
             return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
 
     def _host(self, context: Context) -> Host | None:
-        """Return what answers for the node's clients; None where it is one client."""
+        """Return the host that answers for the node's clients; None if the node is one client."""
         hosts = self._hosts(context) if callable(self._hosts) else self._hosts
         if hosts is None:
             return None
@@ -154,7 +154,7 @@ class _BridgedApp(ClientApp):
         return Host(self._client_fn, clients, samples, cohort)
 
     def _check_host(self, message: Message, context: Context, *, legacy: bool) -> None:
-        """Raise ``ValueError`` where one message per client meets a node of several."""
+        """Raise ``ValueError`` if a host is asked for one client, or a single client for more."""
         host = self._host(context)
         if host is None:
             if message.has_content() and is_hosted(message.content):
@@ -175,7 +175,7 @@ class _BridgedApp(ClientApp):
 
 
 def _on_ray() -> bool:
-    """Whether this process is one of Ray's, whose lines appear in the server's log."""
+    """Whether this process is one of Ray's workers, whose log lines appear in the server's log."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 
@@ -189,7 +189,7 @@ def _masks(mod: Mod) -> bool:
 
 
 def _for_training(mod: Mod) -> Mod:
-    """Return ``mod`` around training messages alone: Flower's refuse all others."""
+    """Return ``mod`` for training messages only: Flower's mods refuse all others."""
 
     def around(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         if message.metadata.message_type != MessageType.TRAIN:
@@ -200,12 +200,11 @@ def _for_training(mod: Mod) -> Mod:
 
 
 def _request(message: Message, client: NumPyClient) -> tuple[list[str], list[Any], dict[str, Any]]:
-    """Return the one ArrayRecord's names and arrays, and the one ConfigRecord, as a new dict.
+    """Return the names and arrays of the ArrayRecord, and the ConfigRecord as a new dict.
 
-    The arrays are read-only views of what was received.
-
-    A client that knows the names of its model's arrays (``array_names``, as ours do) must find them
-    here, before any others.
+    The arrays are read-only views of the received ones. If the client knows the names of its
+    model's arrays (``array_names``, as clients of this package do), the record must begin with
+    them.
     """
     content = message.content
     if len(content.array_records) != 1 or len(content.config_records) > 1:

@@ -1,8 +1,8 @@
-"""A node of several clients: one message about all of them, state and failures by client.
+"""A node of several clients: one message is about all of them; each has its state and failures.
 
 ``client_app(client_fn, hosts=...)`` makes a node a host; ``fl_strategies.server.hosting`` says what
-its messages hold. Clients are made by the same ``client_fn``: it gets a context whose
-``partition-id`` is the client's, and whose ``state`` is that client's alone.
+its messages hold. The same ``client_fn`` makes the clients: it gets a context with the client's
+``partition-id`` and the client's own ``state``.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ Fitted: TypeAlias = tuple[Arrays, int, dict[str, Any]]
 
 
 class Hosted(NamedTuple):
-    """What a node hosts, and the number of samples of each client, by which work is spread."""
+    """The clients that a node hosts, and each client's number of samples, for spreading work."""
 
     clients: Sequence[int] | int
     samples: Sequence[int] = ()
 
 
 Hosts: TypeAlias = Sequence[int] | int | Hosted | None
-"""The ids of a node's clients; a number N: any of 0, ..., N - 1, of a population that all hosts
-share; either with the clients' numbers of samples (:class:`Hosted`); None: the node is one client.
+"""The ids of a node's clients; or a number N, for any of 0, ..., N - 1 of a population that all
+hosts share; or either with numbers of samples (:class:`Hosted`). None: the node is one client.
 """
 
 STATE = "client"
-"""Before the keys of a client's records in its host's ``context.state``: ``client-7/...``."""
+"""Prefix of the keys of a client's records in its host's ``context.state``: ``client-7/...``."""
 
 
 class HostContext(Context):
-    """The context of a host whose engine keeps a context for each client (``InProcessGrid``)."""
+    """A host's context, in an engine that keeps a context for each client (``InProcessGrid``)."""
 
     fetch: Callable[[int], Context]
-    """Returns a client's, before it works."""
+    """Returns a client's context before it works."""
     keep: Callable[[Context], None]
-    """Takes it back."""
+    """Takes a client's context back after it worked."""
 
 
 @dataclass(frozen=True)
 class Host:
     """The clients of one node, each made by ``client_fn``.
 
-    ``clients`` are their ids, or the number of a shared population, of which it runs any.
+    ``clients`` are their ids, or the size of a shared population, of which the node runs any.
     ``cohort`` says how many are trained at once (:func:`clients.fit_cohort`).
     """
 
@@ -76,7 +76,7 @@ class Host:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What the host answers when it is asked who it is."""
+        """Return the host's answer to a query."""
         about: dict[str, Any] = {}
         if isinstance(self.clients, int):
             about["any-of"] = self.clients
@@ -135,9 +135,9 @@ class Host:
     def _clients(
         self, asked: Mapping[int, Config], names: list[str], context: Context
     ) -> Iterator[tuple[dict[int, NumPyClient], dict[int, Exception]]]:
-        """Yield the clients asked for by id, and why others could not be made.
+        """Yield the requested clients by id, and the errors of those that could not be made.
 
-        What they leave in their states is kept at the end.
+        At the end their states are kept.
         """
         made: dict[int, NumPyClient] = {}
         failed: dict[int, Exception] = {}
@@ -157,7 +157,7 @@ class Host:
             yield made, failed
 
     def _reasons(self, failed: Mapping[int, Exception]) -> dict[int, str]:
-        """Return why clients failed, in one line each, which the host's own log has as well."""
+        """Return why clients failed, in one line each; the host's own log gets the same lines."""
         for client, error in failed.items():
             log(ERROR, "client %d failed: %s", client, of_exception(error))
             log(DEBUG, "client %d failed", client, exc_info=error)
@@ -167,7 +167,7 @@ class Host:
 def _folded(
     folder: Folder, said: Mapping[int, Said], uploads: Mapping[int, Arrays]
 ) -> tuple[ArrayRecord | None, dict[int, str]]:
-    """Return the mean of the uploads, None if none is taken, and why others are not."""
+    """Return the mean of the uploads (None if no upload is used), and why others are not used."""
     refused: dict[int, str] = {}
     for client, row in said.items():
         try:
@@ -183,7 +183,7 @@ def _folded(
 def _like(names: Sequence[str], received: Arrays, result: Fitted | Exception) -> Fitted:
     """Return ``result``; raise its exception, or ``ValueError`` for arrays unlike those received.
 
-    One client's would else not stack with the others'.
+    Such arrays would not stack with the other clients'.
     """
     if isinstance(result, Exception):
         raise result
@@ -201,9 +201,10 @@ def _like(names: Sequence[str], received: Arrays, result: Fitted | Exception) ->
 
 @contextmanager
 def _states(context: Context, *, shared: bool) -> Iterator[Callable[[int], Context]]:
-    """Yield what gives a client's context; keep at the end what is in the states of these.
+    """Yield a function that returns a client's context; at the end keep these contexts' states.
 
-    A shared population's hosts have no place for it: any may be asked for the client next.
+    Hosts of a shared population cannot keep states in their contexts: the next request for a client
+    may go to any host.
     """
     given: dict[int, Context] = {}
     if isinstance(context, HostContext):

@@ -1,6 +1,6 @@
 """An engine without Ray or network: a Flower Grid that calls the ClientApp in this process.
 
-``Strategy.start`` and ClientApps run on it unchanged, repeatable to the bit.
+``Strategy.start`` and ClientApps run on it unchanged, and results are repeatable to the bit.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from fl_strategies.core.randomness import stream
 from fl_strategies.core.reasons import of_exception
 
 STATE_MEMORY = 10**9
-"""Bytes of clients' states that stay in memory."""
+"""Bytes of clients' states that are kept in memory."""
 CLIENT_APP_RAISED = 2
 """Flower's error code for an exception in the ClientApp."""
 
 Fault = Callable[[Message, Message], Message | None]
-"""``fault(request, reply)`` returns the reply that arrives in its stead, or None if none does."""
+"""``fault(request, reply)`` returns the reply that arrives instead, or None if none arrives."""
 
 
 def node_ids(count: int) -> list[int]:
-    """Return the ids of the first ``count`` nodes; a larger ``count`` begins with the same ones."""
+    """Return the ids of the first ``count`` nodes; a larger ``count`` begins with the same ids."""
     ids = stream(0, "node-ids").integers(2, 2**64, size=count, dtype=np.uint64)
     return [int(node) for node in ids]
 
@@ -50,17 +50,16 @@ class InProcessGrid(Grid):
     client_app : ClientApp
     num_clients : int >= 1
     hosts : int >= 0 (default 0)
-        Nodes that the app makes hosts of clients (``client_app(..., hosts=...)``); 0: each client
-        has a node of its own. Node ``node_ids(...)[i]`` has ``partition-id`` i and
-        ``num-partitions``, the number of nodes, as its node config. Like Flower's, these ids are
-        random 64-bit numbers, half of them above 2^63; unlike Flower's they are the same in every
-        run.
+        The number of nodes, if the app makes them hosts (``client_app(..., hosts=...)``); with 0
+        each client is a node. The node config of ``node_ids(...)[i]`` has ``partition-id`` i and
+        ``num-partitions``, the number of nodes. As in Flower, node ids are random 64-bit numbers,
+        half of them above 2^63; unlike in Flower, they are the same in every run.
     run_config : dict, optional
-        What the apps find in ``context.run_config``.
+        The apps' ``context.run_config``.
     fault : callable, optional
-        Decides what becomes of each reply, after the client has done its work.
+        Called with each request and reply after the client's work; returns the reply that arrives.
     state_memory : int >= 0 (default 10^9)
-        Bytes of arrays in clients' ``context.state`` that are kept in memory. The states beyond go
+        Bytes of arrays in clients' ``context.state`` that are kept in memory. Further states go
         to a temporary file, and are empty in ``contexts`` while their clients do not work. The file
         has no name: the system removes it however the process ends.
     """
@@ -95,7 +94,7 @@ class InProcessGrid(Grid):
         }
 
     def _context(self, kind: type[Context], node: int, place: int, of: int) -> Context:
-        """Return the context of a node, or of a client, that is number ``place`` of ``of``."""
+        """Return the context of node, or client, number ``place`` of ``of``."""
         context = kind(
             run_id=1,
             node_id=node,
@@ -139,7 +138,7 @@ class InProcessGrid(Grid):
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Have each message answered at once; return the ids to pull the replies by."""
+        """Have each message answered at once; return the ids by which to pull the replies."""
         ids = []
         for message in messages:
             message_id = str(next(self._message_ids))
@@ -151,17 +150,17 @@ class InProcessGrid(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies to these messages that arrived and were not pulled before."""
+        """Return the replies to these messages that have arrived and were not pulled before."""
         return [self._replies.pop(key) for key in message_ids if key in self._replies]
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Return the replies to ``messages``; nothing is waited for."""
+        """Return the replies to ``messages``; they arrive at once."""
         return self.pull_messages(self.push_messages(messages))
 
     def answer(self, message: Message) -> Message | None:
-        """Return what the message's node answers, ``None`` where nothing arrives."""
+        """Return the reply of the message's node, or ``None`` if none arrives."""
         context = self.contexts.get(message.metadata.dst_node_id)
         if context is None:
             return None
@@ -197,7 +196,7 @@ class _States:
             context.state = recorddict_from_proto(message)
 
     def keep(self, context: Context) -> None:
-        """Keep the client's state where there is room, after it worked."""
+        """Keep the client's state, in memory or in the file, after the client worked."""
         size = _bytes(context.state)
         if self.in_memory + size <= self.limit:
             self._kept[context.node_id] = size
@@ -241,7 +240,7 @@ def _bytes(state: RecordDict) -> int:
 
 
 def _received(message: Message) -> Message:
-    """Return ``message`` with records of its own, as it comes over a wire: mods write into them."""
+    """Return a copy of ``message``, as a network would deliver it: mods write into its records."""
     received = copy.copy(message)
     received.content = RecordDict()
     for key, record in message.content.items():
@@ -250,5 +249,5 @@ def _received(message: Message) -> Message:
 
 
 def become_server() -> None:
-    """Let this process make messages as a ServerApp does (Flower's runtime sets this otherwise)."""
+    """Let this process make messages as a ServerApp does; elsewhere Flower's runtime sets this."""
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1

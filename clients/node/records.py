@@ -1,4 +1,4 @@
-"""What a NumPyClient takes and gives, as Flower's records hold it."""
+"""What a NumPyClient receives and returns, in Flower's records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flwr.client import NumPyClient
 def check_names(client: NumPyClient, received: list[str]) -> None:
     """Raise ``ValueError`` unless the arrays ``received`` begin with those of the client's model.
 
-    One that does not know their names (``array_names``, as ours do) takes any.
+    A client without ``array_names``, which clients of this package have, accepts any names.
     """
     expected = getattr(client, "array_names", received)
     if received[: len(expected)] != expected:
@@ -23,7 +23,7 @@ def check_names(client: NumPyClient, received: list[str]) -> None:
 
 
 def divided(samples: int, metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return numbers and texts of what ``fit`` or ``evaluate`` reports, as records hold them."""
+    """Return the numbers and the texts of ``fit``'s or ``evaluate``'s metrics, for the records."""
     numbers: dict[str, Any] = {"num-examples": samples}
     words: dict[str, Any] = {}
     for name, value in metrics.items():

@@ -1,10 +1,10 @@
 """What a client keeps between rounds, so that lost replies can be undone.
 
-A client never learns whether the server used its reply until the next request says which reply
-was used last (``acked-round``). So it keeps one *version* of its state per round that may still be
-asked for: the acknowledged one and what it produced since. A request settles them: the version of
-the acknowledged round stands, later ones are undone, earlier ones are dropped, but for those that a
-checkpoint of the server would have it go back to (``kept-rounds``).
+The next request tells a client which of its replies the server used last (``acked-round``); until
+then the client does not know. So it keeps one *version* of its state per round that the server may
+still refer to: the acknowledged version and those made since. A request settles them: the version
+of the acknowledged round becomes the state, and later versions are undone. Earlier ones are
+dropped, except those that a checkpoint of the server would go back to (``kept-rounds``).
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ Fields: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
 
 class StateError(RuntimeError):
-    """A stored state that cannot be used: of another algorithm, model, run or client; damaged."""
+    """A stored state cannot be used: damaged, or of another algorithm, model, run or client."""
 
 
 class DamagedState(StateError):
-    """A stored state that is not what was written; its client begins anew."""
+    """A stored state is not what was written; its client begins anew."""
 
 
 @dataclass(frozen=True)
 class Owner:
     """What a state belongs to: the algorithm's name, the signature of the model's layout, the run.
 
-    The run is that of the request's ``run-id``, "" where a server does not say.
+    The run is the request's ``run-id``, or "" if the server sends none.
     """
 
     algorithm: str
@@ -48,10 +48,10 @@ class Owner:
 
 
 class Store(Protocol):
-    """Where the versions of one client's state lie."""
+    """Keeps the versions of one client's state."""
 
     def rounds(self, owner: Owner) -> list[int]:
-        """Return the rounds of which a version is kept, ascending; check whose they are."""
+        """Return the rounds of the kept versions, ascending; check their owner."""
 
     def load(self, owner: Owner, server_round: int) -> Fields:
         """Return the version of ``server_round``."""
@@ -64,11 +64,11 @@ class Store(Protocol):
 
 
 def peek(store: Store, owner: Owner, acked_round: int | None) -> tuple[int, Fields | None]:
-    """Return the round and fields of the version that stands, and change nothing.
+    """Return the round and fields of the acknowledged version, and change nothing.
 
-    ``acked_round`` is the server's word: -1 for none, ``None`` where it does not say, which takes
-    the newest version there is. The round is -1 and the fields ``None`` for a newcomer and for a
-    client that lost the acknowledged state.
+    ``acked_round`` comes from the server: -1 for none; with ``None``, if the server does not send
+    it, the newest version counts. The round is -1 and the fields are ``None`` for a newcomer and
+    for a client that lost the acknowledged state.
     """
     rounds = store.rounds(owner)
     if acked_round is None and rounds:
@@ -85,10 +85,10 @@ def settle(
     kept_rounds: Collection[int] = (),
     server_round: int | None = None,
 ) -> tuple[int, Fields | None]:
-    """As :func:`peek`, and drop the other versions but those of ``kept_rounds``.
+    """As :func:`peek`, and drop the other versions, except those of ``kept_rounds``.
 
-    Nor are those dropped that are newer than ``server_round``, the request's: a host that is late
-    finds what another has made of a later request.
+    Versions newer than ``server_round``, the request's round, also stay: another host may have
+    written them for a later request before a late host gets here.
     """
     standing, fields = peek(store, owner, acked_round)
     for version in store.rounds(owner):
@@ -99,13 +99,13 @@ def settle(
 
 
 def fresh_nonce() -> str:
-    """Return a name for a state begun anew, by which the server tells it from the one it booked."""
+    """Return a name for a new state, by which the server tells it from the state it booked."""
     return secrets.token_hex(8)
 
 
 @dataclass
 class ContextStore:
-    """Versions in Flower's ``context.state``: lives as long as the run and the node."""
+    """Versions in Flower's ``context.state``, which lives as long as the run and the node."""
 
     context: Context
     prefix: str = field(default="fl-strategies-state", init=False)
@@ -114,14 +114,14 @@ class ContextStore:
         return f"{self.prefix}-{server_round}"
 
     def owner(self) -> Owner | None:
-        """Return whose the versions are; None if there never was one."""
+        """Return the owner of the versions; None if there never was a version."""
         about: Any = self.context.state.get(self.prefix)
         if about is None:
             return None
         return Owner(*(str(about[name]) for name in ("algorithm", "model", "run")))
 
     def _check(self, owner: Owner) -> bool:
-        """Return whether the owner is written there; raise :class:`StateError` if another is."""
+        """Return whether an owner is recorded; raise :class:`StateError` if it is another one."""
         if (written := self.owner()) is not None:
             _check_owner(owner, written, "context.state")
         return written is not None
@@ -152,21 +152,20 @@ class ContextStore:
 
 
 class DirectoryStore:
-    """Versions in a directory: a folder per client, in it a safetensors file per round.
+    """Versions in a directory: a folder per client, which holds a safetensors file per round.
 
-    Survives restarts and keeps memory flat; a client's versions are found at once, however many
-    clients there are. Files are written whole or not at all and are readable by their owner only.
-    ``check`` tells beforehand whether the directory can be used.
+    The directory survives restarts and keeps memory flat, and finds a client's versions at once,
+    for any number of clients. A file is written completely or not at all, and only its owner can
+    read it. ``check`` tells before a run whether the directory can be used.
 
     Parameters
     ----------
     directory : path
-        One for all clients of a run.
+        The same for all clients of a run.
     client_id : int >= 0
     durable : bool (default True)
-        Whether files are on disk, and not with the operating system alone, when they count as
-        written. In a folder that is deleted with its run they need not, which saves milliseconds
-        a client.
+        Whether each write waits until the file is on disk. In a folder that is deleted with its run
+        this is not needed; without it each client saves some milliseconds.
     """
 
     def __init__(self, directory: Path | str, client_id: int, *, durable: bool = True) -> None:
@@ -176,7 +175,7 @@ class DirectoryStore:
 
     @classmethod
     def owner(cls, directory: Path | str) -> Owner | None:
-        """Return whose states lie in ``directory``; None where there never was one."""
+        """Return the owner of the states in ``directory``; None if there never was a state."""
         manifest = Path(directory) / "owner.json"
         try:
             return _owner(json.loads(manifest.read_text()))
