@@ -2,7 +2,7 @@
 
     u <- u min(1, C/||u||)                                                      (1)
 
-u   the change in a client's upload [d]: its model less the one it was sent
+u   the change in a client's upload [d]: its model minus the model it received
 C   bound, > 0
 
 Reference: McMahan, Ramage, Talwar, Zhang, "Learning Differentially Private Recurrent Language

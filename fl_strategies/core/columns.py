@@ -1,9 +1,9 @@
 """One client or a stack of them: numbers beside vectors.
 
-Rules run on the vector ``[d]`` of one client, beside which its numbers are plain numbers, and on a
-stack ``[clients, d]``, beside which a number that differs from client to client is a column
-``[clients, 1]`` in double precision. So a rule that is written elementwise gives each client of a
-stack what it would give that client alone. What is not elementwise is here.
+A rule runs on the vector ``[d]`` of one client, whose numbers are plain numbers, or on a stack
+``[clients, d]``. In a stack, a number that differs between clients is a column ``[clients, 1]`` in
+double precision. So a rule that is written elementwise gives each client of a stack what it would
+give that client alone. Operations that are not elementwise are here.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def square_norm(v: Vector) -> Any:
 
 
 def clip(number: Any, low: Any, high: Any) -> Any:
-    """Return ``number`` within [low, high]; for a vector or column, bounds may be columns too."""
+    """Return ``number`` clipped to [low, high]; for a vector or column, bounds may be columns."""
     if hasattr(number, "clip"):
         return number.clip(min=low).clip(max=high)
     return min(max(number, low), high)
 
 
 def for_each(number: float, v: Vector) -> Any:
-    """Return ``number``, as a column of as many if ``v`` is a stack."""
+    """Return ``number``; if ``v`` is a stack, return a column with ``number`` for each client."""
     if v.ndim == 1:
         return number
     column = 0.0 * v[..., :1]
@@ -40,12 +40,12 @@ def for_each(number: float, v: Vector) -> Any:
 
 
 def is_nought(number: Any) -> bool:
-    """Return whether ``number`` is 0 for all clients: a plain 0, not a column."""
+    """Return whether ``number`` is a plain 0, which holds for all clients, and not a column."""
     return not getattr(number, "ndim", 0) and number == 0
 
 
 def choose(which: Any, yes: Any, no: Any) -> Any:
-    """Return ``yes`` for the clients for which ``which``, a bool or a column of them, holds.
+    """Return ``yes`` for the clients where ``which``, a bool or a column, is true, else ``no``.
 
     ``yes`` and ``no`` are vectors, numbers, columns, or tuples of these.
     """
@@ -62,10 +62,10 @@ def choose(which: Any, yes: Any, no: Any) -> Any:
 
 
 def repeated(times: Any, step: Callable[..., T], *start: Any) -> T:
-    """Return ``step(*step(*start))`` and so on, ``times`` times: ``start`` if that is 0.
+    """Return ``step(*step(*start))`` and so on, with ``step`` applied ``times`` times.
 
     ``step`` takes and returns a tuple. ``times`` is a whole number >= 0, or a column of them: then
-    each client's part stands once that client has done its steps.
+    each client's part no longer changes after that client's last step.
     """
     state: Any = start
     if not getattr(times, "ndim", 0):

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, readable by their owner only; folders of one run."""
+"""Files that are written completely or not at all, for their owner only; folders of one run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from safetensors.numpy import save
 Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
 ABOUT = "about"
-"""The array that holds a file's text, in UTF-8: a header is bounded (100 MB), arrays are not."""
+"""The array that holds a file's text, in UTF-8: a header is limited to 100 MB, an array is not."""
 LOCK = "run.lock"
-"""The file in a run's folder that is locked while the run lasts. It stays, and names that run."""
+"""The file in a run's folder that is locked during the run. It remains, and names that run."""
 
 
 class DamagedFile(ValueError):
-    """A file that is not what was written: cut off, changed since, or not to be read."""
+    """A file is not what was written: it is cut off, was changed, or cannot be read."""
 
 
 def write_atomically(
@@ -35,8 +35,8 @@ def write_atomically(
 ) -> None:
     """Write ``content`` to ``path`` through a temporary name beside it, fsynced, then renamed.
 
-    With ``new`` a file that is there stays as it is: of many writers, one is first. Without
-    ``durable`` it is not fsynced: it outlives the process, and not the machine.
+    With ``new`` an existing file stays as it is: of several writers, the first one wins. Without
+    ``durable`` the file is not fsynced: it survives a crash of the process, not of the machine.
     """
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -67,7 +67,7 @@ def _link(temporary: str, path: Path) -> None:
 def save_arrays(path: Path, arrays: Arrays, about: str, *, durable: bool = True) -> None:
     """Write named arrays and a text about them as a safetensors file with a checksum.
 
-    No array may be called ``about``; ``durable`` is as :func:`write_atomically` has it.
+    An array must not be called ``about``; ``durable`` is that of :func:`write_atomically`.
     """
     assert ABOUT not in arrays
     arrays = {name: np.asarray(value, order="C") for name, value in arrays.items()}
@@ -76,7 +76,7 @@ def save_arrays(path: Path, arrays: Arrays, about: str, *, durable: bool = True)
 
 
 def load_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], str]:
-    """Return what :func:`save_arrays` wrote; raise :class:`DamagedFile` if it is not that."""
+    """Return what :func:`save_arrays` wrote; raise :class:`DamagedFile` if the file differs."""
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
@@ -100,10 +100,10 @@ def _digest(arrays: Arrays) -> str:
 
 
 class FolderLock:
-    """What keeps a folder to one run at a time: the kernel's lock on ``run.lock`` in it.
+    """Keeps a folder to one run at a time, by the kernel's lock on its file ``run.lock``.
 
-    The kernel releases it when the process ends, however that ends. The file stays and names the
-    run that held it last, which blocks nobody.
+    The kernel releases the lock when the process ends, in any way. The file remains and names the
+    run that held the lock last; this blocks nobody.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -111,10 +111,10 @@ class FolderLock:
         self._handle: int | None = None
 
     def take(self) -> str:
-        """Lock the folder, made if need be; return the name of the run that held it last, or "".
+        """Make the folder if needed and lock it; return the run that held it last, or "".
 
-        Raises ``ValueError`` if another run holds it, by that run's name, and if nothing can be
-        written there.
+        Raises ``ValueError``, which names the run, if another run holds the folder, and if nothing
+        can be written there.
         """
         self.release()
         try:
@@ -148,7 +148,7 @@ class FolderLock:
         os.fsync(self._handle)
 
     def release(self) -> None:
-        """Let others have the folder."""
+        """Release the folder for other runs."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
@@ -163,10 +163,10 @@ class FolderLock:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file of JSON lines, each with the ``round`` it is of.
+    """Return the objects of a file of JSON lines, each with its ``round``.
 
-    Raises :class:`DamagedFile`, with the line, for what is none. A last line that was cut off, as
-    a kill may leave it, is left out.
+    Raises :class:`DamagedFile`, with the line, for a line that is no such object. An incomplete
+    last line, which a killed process may leave, is skipped.
     """
     rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):

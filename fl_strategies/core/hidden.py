@@ -1,4 +1,4 @@
-"""Another package of the name ``clients``, which would hide the client half."""
+"""Warn of another package named ``clients``, which would hide the client half."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def warn_if_hidden(ours: Path, name: str = "clients") -> None:
-    """Warn if ``import name`` would find another package than that in the folder ``ours``."""
+    """Warn if ``import name`` would find another package than the one in the folder ``ours``."""
     try:
         spec = importlib.util.find_spec(name)
     except ValueError:  # a module without a spec, made by hand

@@ -1,8 +1,8 @@
 """Hyperparameters and options, each declared once.
 
-A declaration says what a value may be, what it is by default, whether it may change from round to
-round, whether clients are told it, and what it means. The constructor checks by it, requests and
-clients check by it, and documentation is made of it:
+A declaration says which values are allowed, the default, whether the value may change from round
+to round, whether clients are told it, and what it means. The constructor, requests and clients
+check values by the declaration, and the documentation is made from it:
 
     class FedProx(FederatedStrategy):
         mu: Schedule = number(
@@ -28,11 +28,11 @@ Scalar: TypeAlias = bool | int | float | str
 
 @dataclass(frozen=True)
 class Hyperparameter:
-    """What is known of one hyperparameter or option.
+    """The declaration of one hyperparameter or option.
 
-    ``kind`` is float, int, bool, str or object; numbers are within ``bounds`` (``above``, ``low``,
-    ``high``, ``below``), may be schedules where ``scheduled``, and ``words`` may stand in their
-    place. ``sent`` is its name in requests, "" where clients are not told.
+    ``kind`` is float, int, bool, str or object. Numbers lie within ``bounds`` (``above``, ``low``,
+    ``high``, ``below``), may be schedules if ``scheduled``, and may be replaced by one of
+    ``words``. ``sent`` is the name in requests, "" if clients are not told.
     """
 
     default: Any
@@ -46,7 +46,7 @@ class Hyperparameter:
     type_name: str = ""
 
     def check(self, name: str, value: Any) -> None:
-        """Raise ``ValueError`` unless ``name`` may have this ``value``."""
+        """Raise ``ValueError``, which names ``name``, unless ``value`` is allowed."""
         if self.optional and value is None:
             return
         if self.kind is str:
@@ -66,7 +66,7 @@ class Hyperparameter:
 
     @property
     def range(self) -> str:
-        """In words, what values there may be."""
+        """The allowed values, in words."""
         if self.type_name:
             return self.type_name
         if self.kind is str:
@@ -80,7 +80,7 @@ class Hyperparameter:
         return " or ".join([text, *(f'"{word}"' for word in self.words)])
 
     def documented(self, name: str) -> str:
-        """Return its entry of a docstring's "Parameters"."""
+        """Return the entry for a docstring's "Parameters"."""
         default = f'"{self.default}"' if isinstance(self.default, str) else self.default
         ends = ", optional" if self.default is None else f" (default {default})"
         about = textwrap.fill(self.about, 92, initial_indent=" " * 4, subsequent_indent=" " * 4)
@@ -106,19 +106,19 @@ def number(
 
 
 def choice(*, default: str | None, choices: Sequence[str], about: str, sent: str = "") -> Any:
-    """Declare one word of ``choices``; None, where that is the default, for absent."""
+    """Declare one word of ``choices``; a default None means absent."""
     return Hyperparameter(
         default, about, str, words=tuple(choices), optional=default is None, sent=sent
     )
 
 
 def flag(*, default: bool, about: str, sent: str = "") -> Any:
-    """Declare something that is true or false."""
+    """Declare a value that is true or false."""
     return Hyperparameter(default, about, bool, sent=sent)
 
 
 def option(*, default: Any, type_name: str, about: str) -> Any:
-    """Declare what no range describes; ``type_name`` is what its documentation says it is."""
+    """Declare a value that no range describes; the documentation calls its type ``type_name``."""
     return Hyperparameter(default, about, object, type_name=type_name, optional=default is None)
 
 
@@ -159,11 +159,11 @@ class Declared:
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        """Check what concerns several values, and set up what derives from them."""
+        """Check conditions on several values, and set up what derives from them."""
 
     @classmethod
     def unknown_names(cls, names: Iterable[str]) -> str:
-        """Return in words that the class has no arguments of these names, and which it has."""
+        """Return the text that the class has no arguments of these names, and which ones it has."""
         known = [*cls.declarations]
         said = []
         for name in names:
@@ -175,9 +175,9 @@ class Declared:
 def told(
     declarations: Mapping[str, Hyperparameter], values: Callable[[str], Any]
 ) -> dict[str, Any]:
-    """Return by their names in requests the values of those that clients are told.
+    """Return the values that clients are told, by their names in requests.
 
-    What is absent (None) is not sent.
+    An absent value (None) is not sent.
     """
     return {
         d.sent: value
@@ -187,9 +187,9 @@ def told(
 
 
 def check_request(declarations: Mapping[str, Hyperparameter], request: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for a hyperparameter that a request tells and that is out of its range.
+    """Raise ``ValueError`` if a request has a hyperparameter outside its range.
 
-    What is missing a client finds where it needs it.
+    A missing hyperparameter raises an error where the client needs it.
     """
     for declaration in declarations.values():
         if declaration.sent in request:
@@ -197,5 +197,5 @@ def check_request(declarations: Mapping[str, Hyperparameter], request: Mapping[s
 
 
 def largest(value: Schedule) -> float:
-    """Return the largest number that a schedule ever has."""
+    """Return the largest number of a schedule."""
     return max(all_values(value))

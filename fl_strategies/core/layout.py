@@ -1,4 +1,4 @@
-"""One vector for all trainable arrays of a model, and back, by name."""
+"""The trainable arrays of a model as one vector, and the vector as arrays, by name."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
 class Layout:
     """Names, shapes and types of the arrays of a model that travel.
 
-    Duals, tracking and averages by algorithm touch the trainable arrays only, which form one vector
-    in R^d. ``buffers`` (running statistics, counters), which are not trained, have rules of their
-    own. ``ties`` are groups of names of one parameter each: it travels under all of them and counts
-    once, under the first. ``frozen`` holds digests, by name, of arrays that nobody trains and that
-    stay at home: all must have the same.
+    An algorithm's duals, tracking and averages concern the trainable arrays only, which form one
+    vector in R^d. ``buffers`` (running statistics, counters) are not trained and have their own
+    rules. Each group in ``ties`` holds the names of one parameter: it travels under all of them and
+    counts once, under the first. ``frozen`` holds digests, by name, of arrays that nobody trains
+    and that do not travel: all clients must have the same.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -69,7 +69,7 @@ class Layout:
 
     @cached_property
     def copies(self) -> dict[str, str]:
-        """By each further name of a tied parameter, the name under which it counts."""
+        """For each further name of a tied parameter, the name under which it counts."""
         return {copy: first for first, *others in self.ties for copy in others}
 
     @cached_property
@@ -87,9 +87,9 @@ class Layout:
 
     @cached_property
     def roles(self) -> str:
-        """What arrays do not show of a layout: which are not trained and which are tied.
+        """Which arrays are not trained and which are tied; the arrays themselves do not show it.
 
-        By their places among the arrays, as arrays may travel without names.
+        Positions stand for the arrays, because arrays may travel without names.
         """
         place = {name: number for number, name in enumerate(self.shapes)}
         ties = [[place[name] for name in group] for group in self.ties]
@@ -99,17 +99,17 @@ class Layout:
 
     @cached_property
     def frozen_digests(self) -> str:
-        """The digests of the frozen arrays, by the order of their names."""
+        """The digests of the frozen arrays, in the order of their names."""
         return " ".join(digest for _, digest in sorted(self.frozen.items()))
 
     @cached_property
     def frozen_digest(self) -> str:
-        """One digest of all frozen arrays, "" if there is none."""
+        """One digest of all frozen arrays, or "" if there are none."""
         text = repr(sorted(self.frozen.items()))
         return hashlib.sha256(text.encode()).hexdigest()[:16] if self.frozen else ""
 
     def difference(self, roles: str) -> str:
-        """Return by name how a model with these :attr:`roles` differs from this one, "" if not.
+        """Return how a model with these :attr:`roles` differs from this one, or "" if it does not.
         Raises ``ValueError`` for a text that is no ``roles``.
         """
         if roles == self.roles:
@@ -147,8 +147,9 @@ class Layout:
     def beside(self, names: Sequence[str]) -> Layout:
         """Return the layout of this model followed by further vectors [d], one for each name.
 
-        The arrays of the vector ``c`` are ``c/array``, shaped like the model's trainable ones. In
-        that layout :meth:`pack` returns the model's vector with the others after it.
+        The arrays of the vector ``c`` are called ``c/array`` and have the shapes of the model's
+        trainable ones. In this layout :meth:`pack` returns the model's vector followed by the
+        others.
         """
         further = {f"{name}/{array}": array for name in names for array in self.trainable}
         return Layout(
@@ -159,11 +160,11 @@ class Layout:
         )
 
     def pack(self, arrays: Arrays) -> npt.NDArray[Any]:
-        """Return the trainable arrays as one new vector ``[d]``, in float64 for exact sums."""
+        """Return the trainable arrays as one new vector ``[d]``, in float64."""
         return np.concatenate([np.ravel(arrays[n]) for n in self.trainable], dtype=np.float64)
 
     def unpack(self, vector: npt.NDArray[Any], buffers: Arrays) -> dict[str, npt.NDArray[Any]]:
-        """Return all arrays of the model: the trainable ones out of ``vector``, and ``buffers``."""
+        """Return all arrays of the model: the trainable ones from ``vector``, and ``buffers``."""
         arrays: dict[str, npt.NDArray[Any]] = {}
         start = 0
         for name, shape in self.shapes.items():
@@ -182,7 +183,7 @@ class Layout:
 def _in_order(
     arrays: Arrays, buffers: frozenset[str], ties: Iterable[Iterable[str]]
 ) -> tuple[tuple[str, ...], ...]:
-    """Return ``ties`` with names and groups in the model's order; raise for what is no tie."""
+    """Return ``ties`` with names and groups in the model's order; raise for an invalid group."""
     place = {name: number for number, name in enumerate(arrays)}
     groups = [list(group) for group in ties]
     tied = [name for group in groups for name in group]
@@ -209,20 +210,20 @@ def _place(number: object) -> int:
 
 
 def _few(names: Sequence[object]) -> str:
-    """Return the first of ``names`` as text, and how many there are."""
+    """Return the first ``names`` as text, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{list(names[:3])}{more}"
 
 
 class BufferMean:
-    """Merges clients' buffers: floats averaged by samples, integers and booleans by maximum."""
+    """Merges clients' buffers: floats by a mean weighted by samples, others by the maximum."""
 
     def __init__(self) -> None:
         self._merged: dict[str, npt.NDArray[Any]] = {}
         self._examples = 0.0
 
     def add(self, buffers: Arrays, num_examples: float) -> None:
-        """Take in the buffers of a client with ``num_examples`` training samples."""
+        """Add the buffers of a client with ``num_examples`` training samples."""
         self._examples += num_examples
         share = num_examples / self._examples
         for name, new in buffers.items():

@@ -1,14 +1,14 @@
-"""Which reply of each client the server used last: the one place that knows.
+"""The ledger of acknowledgements: which reply of each client the server used last.
 
-Replies get lost, come late or are left out, and a client does not learn which. So
+Replies get lost, come late or are rejected, and a client does not learn which. So
 
-- each request tells its client the round of its last reply that was used (``acked-round``, -1 for
-  none), and the rounds that a checkpoint would go back to (``kept-rounds``): a client keeps what it
-  did up to these, and undoes the rest;
-- a client's state has a nonce, made up when it began. One that reports another nonce than the one
-  booked lost its state, and counts by ``lost_state`` as a newcomer, with a warning or without
-  ("warn", "reset"), or is left out ("refuse");
-- after a round that stands, the replies used are booked. A void round books none.
+- each request tells its client the round of its last used reply (``acked-round``, -1 for none), and
+  the rounds that a checkpoint would go back to (``kept-rounds``): a client keeps its state of these
+  rounds, and undoes the rest;
+- a client's state has a nonce, drawn when the state began. A client that reports another nonce than
+  the booked one has lost its state. With ``lost_state`` "reset" or "warn" it counts as a newcomer,
+  "warn" with a warning; with "refuse" its replies are rejected;
+- after a successful round, the used replies are booked. A void round books none.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ LostState = Literal["reset", "refuse", "warn"]
 
 @dataclass
 class Ledger:
-    """By client, the round of its last reply that was used, and the nonce of its state then."""
+    """By client, the round of its last used reply, and the nonce of its state in that reply."""
 
     lost_state: LostState = "reset"
     acknowledge: bool = True
     """Whether requests say which reply was used last."""
     kept_rounds: Callable[[int], list[int]] | None = None
-    """Which rounds of a client's state checkpoints would go back to; None without checkpoints."""
+    """The rounds of a client's state that checkpoints may go back to; or None."""
     acked: dict[int, int] = field(default_factory=dict)
     nonces: dict[int, str] = field(default_factory=dict)
 
     def ask(self, client: int) -> dict[str, Any]:
-        """Return what a request tells ``client``."""
+        """Return the ledger's part of a request to ``client``."""
         request: dict[str, Any] = {}
         if self.acknowledge:
             request["acked-round"] = self.acked.get(client, -1)
@@ -46,10 +46,10 @@ class Ledger:
         return request
 
     def check(self, reply: Reply, upload: Upload) -> Upload:
-        """Return ``upload`` with what is booked of its client.
+        """Return ``upload``, completed by what is booked of its client.
 
-        Raises :class:`BadReply` for a client that lost the state booked, where that is refused;
-        elsewhere the log says that it counts as a newcomer.
+        If the client lost its booked state, it counts as a newcomer, or :class:`BadReply` is raised
+        with ``lost_state="refuse"``.
         """
         client = upload.client
         nonce, booked = str(reply.words.get("state-nonce", "")), self.nonces.get(client)
@@ -65,7 +65,7 @@ class Ledger:
         return upload
 
     def settle(self, used: Sequence[Upload]) -> None:
-        """Book the uploads of a round that stands."""
+        """Book the uploads of a successful round."""
         for upload in used:
             self.acked[upload.client] = upload.round
             if upload.nonce:
@@ -73,9 +73,9 @@ class Ledger:
 
     @property
     def record(self) -> dict[str, Mapping[int, Any]]:
-        """What a checkpoint holds of it."""
+        """The ledger's part of a checkpoint."""
         return {"acked": dict(self.acked), "nonces": dict(self.nonces)}
 
     def restore(self, record: Mapping[str, Mapping[int, Any]]) -> None:
-        """Go back to a checkpoint's ``record``."""
+        """Restore a checkpoint's ``record``."""
         self.acked, self.nonces = dict(record["acked"]), dict(record["nonces"])

@@ -1,8 +1,8 @@
-"""How clients train: the settings of ``local``, their defaults and ranges, the same on both sides.
+"""How clients train: the settings of ``local``, their defaults and ranges.
 
-A strategy checks them when it is built and a client when a request brings them, by this one record:
-what one side refuses, so does the other, in the same words. Torch is loaded for that only where a
-solver is torch's and has options, or is known by the name of its class.
+A strategy checks the settings when it is built, and a client when it gets a request. Both use this
+one record, so they refuse the same settings in the same words. Torch is loaded only to check a
+solver of torch that has options or is named by its class.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fl_strategies.core.params import parse_params
 from fl_strategies.core.schedules import at, check, check_flag, one_of
 
 OURS: dict[str, type] = {"delta-sgd": delta_sgd.Options, "sps": sps.Options}
-"""The records of options of the solvers that are not torch's."""
+"""The options of the solvers that are not torch's."""
 
 TORCH: dict[str, str] = {
     "gd": "SGD",
@@ -28,8 +28,8 @@ TORCH: dict[str, str] = {
     "adagrad": "Adagrad",
     "lbfgs": "LBFGS",
 }
-"""Classes of ``torch.optim`` that have names of ours; ``gd`` and ``lbfgs`` run on the full batch,
-the latter with the line search "strong_wolfe"."""
+"""Our names for classes of ``torch.optim``. ``gd`` and ``lbfgs`` run on the full batch; ``lbfgs``
+uses the line search "strong_wolfe"."""
 
 TAKES: dict[str, tuple[str, ...]] = {
     "gd": ("momentum", "nesterov", "weight_decay"),
@@ -38,22 +38,22 @@ TAKES: dict[str, tuple[str, ...]] = {
     "adagrad": ("weight_decay",),
     "lbfgs": (),
 }
-"""Which of the settings that are handed to the optimizer each of ``TORCH`` takes."""
+"""The settings that each solver of ``TORCH`` takes, of those that are handed to the optimizer."""
 
 FULL_BATCH = ("gd", "lbfgs")
 DECOUPLED = ("AdamW", "Muon", "Adafactor")
-"""Classes of ``torch.optim`` whose weight decay shrinks w beside the step: it is no term of f_i."""
+"""Classes of ``torch.optim`` with decoupled weight decay, which is no term of f_i."""
 
 RATES: dict[str, float] = {name: record().lr for name, record in OURS.items()}
-"""Learning rates where none is given; ``RATE`` for all other solvers."""
+"""Default learning rates; all other solvers have ``RATE``."""
 RATE = 0.1
 
 HANDED_ON = ("momentum", "nesterov", "weight_decay")
 OFFERED = ("module", "batch_share")
-"""Arguments that an optimizer gets if it has them: the torch module, batch / data set size."""
+"""Arguments that an optimizer gets if it takes them: the torch module, batch / data set size."""
 
 FINE_TUNE = ("off", "train", "test-batch")
-"""What ``fine_tune`` may be."""
+"""The allowed values of ``fine_tune``."""
 
 
 @dataclass(frozen=True)
@@ -67,46 +67,47 @@ class LocalTraining:
         ``make([parameter], lr=...)``.
     lr : float > 0, optional
         Learning rate; by default 0.2 for "delta-sgd", 1 for "sps" and 0.1 for all others
-        (:attr:`rate`). What the solver makes of it: eta_0 in "delta-sgd", the step size that a
-        round's first may grow from in "sps".
+        (:attr:`rate`). For "delta-sgd" it is eta_0; for "sps" it bounds the first step of a round,
+        together with ``growth``.
     solver_params : str (default "")
         Further arguments of the solver, as text: "gamma=2 delta=0.1".
     epochs : int >= 1 (default 1)
         Passes over the client's samples.
     random_epochs : bool (default False)
-        Draw the number of epochs from U{1, ..., ``epochs``} by the client's own stream.
-    steps : int >= 0 (default 0: by epochs)
+        Draw the number of epochs from U{1, ..., ``epochs``}, from the client's random stream.
+    steps : int >= 0 (default 0: ``epochs`` count)
         Mini-batch steps to take instead of epochs.
     random_steps : bool (default False)
-        Draw the number of steps from U{1, ..., ``steps``} by the client's own stream.
+        Draw the number of steps from U{1, ..., ``steps``}, from the client's random stream.
     batch_size : int >= 0 (default 32; 0: the full batch)
         Samples in a mini-batch.
     momentum : float >= 0 (default 0)
-        Handed to the optimizer, which must know it where it is not 0.
+        Handed to the optimizer; unless it is 0, the optimizer must take it.
     nesterov : bool (default False)
-        Nesterov's momentum; needs a momentum.
+        Nesterov's momentum; needs ``momentum`` > 0.
     weight_decay : float >= 0 (default 0)
         The term (weight_decay/2) ||w||^2 of f_i, handed to the optimizer like ``momentum``.
     extrapolation : float >= 0 (default 0)
-        Each step is taken at e = w + extrapolation (w - w_previous) in place of w.
+        Each step is taken at e = w + extrapolation (w - w_previous) instead of w.
     box : float >= 0 (default 0: no bound)
         Each step ends with the projection onto [-box, box]^d. With ``sgd`` and an extrapolation
         this is FedBCD's ASPG (accelerated stochastic projected gradient).
     residual : float >= 0, optional
-        Stop after the first epoch that ends with a squared norm of the subproblem's full gradient
-        of at most this; ``residual`` is then reported. 0 only measures. By default it is not
-        measured.
+        Stop after the first epoch at whose end the squared norm of the subproblem's full gradient
+        is at most this. The metric ``residual`` then reports the norm. With 0 it is measured
+        only; by default it is not measured.
     fine_tune : "off", "train" or "test-batch" (default "off")
-        Measure models also after one gradient step on one mini-batch of the client's training
-        samples, or of the very samples that they are then tested on: the latter only to reproduce
-        tables that were made so (FedBC-FineTune and Per-FedAvg in FedBC's Table 3).
+        Also measure models after one gradient step on one mini-batch: of the client's training
+        samples ("train"), or of the same samples on which the models are then tested
+        ("test-batch"). The latter only reproduces tables that were made in this way
+        (FedBC-FineTune and Per-FedAvg in FedBC's Table 3).
     fine_tune_lr : float >= 0, optional
-        Rate of that step, by default ``lr``.
+        Learning rate of this step, by default ``lr``.
 
     Raises
     ------
     ValueError
-        For a field outside its range, an unknown solver, an option that the solver lacks, and
+        For a field outside its range, an unknown solver, an option that the solver lacks, or
         ``random_steps`` without ``steps``.
     """
 
@@ -155,7 +156,7 @@ class LocalTraining:
 
     @property
     def rate(self) -> float:
-        """The learning rate: ``lr``, or the solver's own where none is given."""
+        """The learning rate: ``lr``, or the solver's default if none is given."""
         if self.lr is not None:
             return self.lr
         return RATES.get(self.solver, RATE) if isinstance(self.solver, str) else RATE
@@ -167,28 +168,28 @@ class LocalTraining:
 
     @property
     def ridge(self) -> float:
-        """The r of f_i's term (r/2) ||w||^2: ``weight_decay``, unless the solver decouples it."""
+        """r in the term (r/2) ||w||^2 of f_i: ``weight_decay``, unless the solver decouples it."""
         options = parse_params(self.solver_params)
         decoupled = self.solver in DECOUPLED or options.get("decoupled_weight_decay", False)
         return 0.0 if decoupled else self.weight_decay
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The fields by the names that they have in requests."""
+        """The fields by their names in requests."""
         return {kebab: getattr(self, name) for kebab, name in _names().items()}
 
     @property
     def handed_on(self) -> dict[str, Any]:
-        """The settings that the optimizer gets where they are not 0, and its options."""
+        """The settings, other than 0, that are handed to the optimizer, and its options."""
         found = {name: value for name in HANDED_ON if (value := getattr(self, name))}
         return found | parse_params(self.solver_params)
 
     def batches(self, samples: int) -> int:
-        """Return the number of mini-batches in an epoch of so many samples."""
+        """Return the number of mini-batches in an epoch of ``samples`` samples."""
         return 1 if self.full_batch else math.ceil(samples / self.batch_size)
 
     def most_steps(self, samples: int) -> float:
-        """Return the most steps that this may take; one of ``max_iter`` iterations is so many."""
+        """Return the most steps; a step with ``max_iter`` iterations counts as ``max_iter``."""
         iterations = parse_params(self.solver_params).get("max_iter", 1)
         each = iterations if isinstance(iterations, int | float) else 1
         return (self.steps or self.epochs * self.batches(samples)) * max(each, 1)
@@ -199,7 +200,7 @@ class LocalTraining:
         for name, value in found:
             if not isinstance(value, bool | int | float | str) and not callable(value):
                 raise ValueError(f"{name} must be one number or text, got {value!r}")
-        # types as well: 1, 1.0 and True are one key of the cache, and not one setting
+        # with types: 1, 1.0 and True are the same key of the cache, but not the same setting
         return _updated(self, tuple((name, type(value), value) for name, value in found))
 
     def _check_solver(self) -> None:
@@ -226,7 +227,7 @@ class LocalTraining:
             self._check_optimizer(make)
 
     def _check_optimizer(self, make: Callable[..., Any]) -> None:
-        """Have torch check the options, which it does when it builds an optimizer."""
+        """Let torch check the options: it does so when it builds an optimizer."""
         import torch
 
         try:
@@ -240,13 +241,13 @@ class LocalTraining:
 def build(
     make: Callable[..., Any], training: LocalTraining, parameters: Any, **offered: Any
 ) -> Any:
-    """Return the optimizer that ``make`` builds, given what it takes of ``offered``."""
+    """Return ``make``'s optimizer; ``make`` gets the ``offered`` arguments that it takes."""
     taken = {name: value for name, value in offered.items() if name in _arguments(make)[1:]}
     return make(parameters, lr=training.rate, **training.handed_on, **taken)
 
 
 def torch_solver(name: str) -> Callable[..., Any]:
-    """Return torch's optimizer of that name, ours or its own; ``ValueError`` if there is none."""
+    """Return torch's optimizer of our name or torch's name; ``ValueError`` if there is none."""
     from torch import optim
 
     if name == "lbfgs":
@@ -261,7 +262,7 @@ def torch_solver(name: str) -> Callable[..., Any]:
 def check_local(local: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` for settings that a client would refuse, in any round of a schedule.
 
-    A client may have a solver of its own: where none is named, its options cannot be judged.
+    If no solver is named, clients may have their own, and its options cannot be checked here.
     """
     if unknown := sorted(local.keys() - _names().keys()):
         raise ValueError(f"unknown local settings {unknown}; known: {sorted(_names())}")
@@ -285,13 +286,13 @@ def check_local(local: Mapping[str, Any]) -> None:
 
 @functools.cache
 def default_training() -> LocalTraining:
-    """Return ``LocalTraining()``, which is the same for all."""
+    """Return ``LocalTraining()``, one object for all."""
     return LocalTraining()
 
 
 @functools.cache
 def _names() -> dict[str, str]:
-    """Return the fields' names by those that they have in requests."""
+    """Return the fields' names, by their names in requests."""
     return {field.name.replace("_", "-"): field.name for field in fields(LocalTraining)}
 
 

@@ -1,15 +1,15 @@
-"""Whose a number is, by its name.
+"""A metric's name says who reported it.
 
-A round's numbers and a client's row of them come from three sides, and each has names of its own:
+Metrics of a round come from three sources, and each source has its own names:
 
-- the server: ``SERVER``, what begins with "test-" or "busy-share", and whatever ``evaluate_fn`` has
-  reported in the run (let it report before the first round, or begin with "test-");
-- clients in evaluation: names that begin with "eval-", "own-" or "tuned-"; other names that they
-  report there get "eval-" before them;
+- the server: ``SERVER``, names that begin with "test-" or "busy-share", and every name that
+  ``evaluate_fn`` has reported in the run (it should report before the first round, or use "test-");
+- clients in evaluation: names that begin with "eval-", "own-" or "tuned-"; any other name that a
+  client reports there gets the prefix "eval-";
 - clients in training: all other names.
 
-What a client reports under a name that is another's is called "client-..." instead. No client's
-number gets under a name of the server's, and none of its evaluation under one of training.
+A client's metric whose name belongs to another source gets the prefix "client-". So no client's
+metric has a name of the server, and no metric of an evaluation has a name of training.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ COUNTS = (
     "bytes-down",
     "bytes-up",
 )
-"""What the server counts in each phase, in evaluation with "eval-" before it."""
+"""What the server counts in each phase; in evaluation the names get the prefix "eval-"."""
 
 SHARES = ("data-share", "weight-share")
-"""A client's part in the round's samples and in the next model."""
+"""A client's share of the round's samples and of the next global model."""
 
 SPREAD = ("-mean", "-variance", "-min", "-max", "-smallest", "-largest")
-"""How the names of the numbers end that are made of all clients' numbers of one name."""
+"""Suffixes of numbers that summarize all clients' metrics of one name."""
 
 SERVER = frozenset(
     {
@@ -45,31 +45,30 @@ SERVER = frozenset(
         *(f"{share}{end}" for share in SHARES for end in ("", "-smallest", "-largest")),
     }
 )
-"""All names under which the server itself writes a number, of any algorithm, or tests the model
-where ``simulations`` run it."""
+"""All names of the server's own numbers, of any algorithm, and of its tests in ``simulations``."""
 
 TESTED = "test-"
 BUSY = "busy-share"
-"""Of hosts: the share of a training phase in which they worked."""
+"""The share of a training phase in which hosts worked."""
 EVALUATED = ("eval-", "own-", "tuned-")
 FOREIGN = "client-"
 
 
 def in_training(name: str) -> str:
-    """Return what a client's number ``name`` of a training reply is called.
+    """Return the metric's name for a client's number ``name`` in a training reply.
 
     Examples
     --------
     >>> [in_training(name) for name in ("train-loss", "seconds", "test-accuracy", "loss-mean")]
     ['train-loss', 'client-seconds', 'client-test-accuracy', 'client-loss-mean']
     """
-    # with "client-" itself, so that different names stay different
+    # "client-" too, so that different names stay different
     taken = name in SERVER or name.startswith((TESTED, BUSY, *EVALUATED, FOREIGN))
     return f"{FOREIGN}{name}" if taken or name.endswith(SPREAD) else name
 
 
 def in_evaluation(name: str) -> str:
-    """Return what a client's number ``name`` of an evaluation reply is called.
+    """Return the metric's name for a client's number ``name`` in an evaluation reply.
 
     Examples
     --------
@@ -84,5 +83,5 @@ def in_evaluation(name: str) -> str:
 
 
 def is_taken(name: str, called: str) -> bool:
-    """Return whether ``name`` is another's, so that the client's number is ``called`` otherwise."""
+    """Return whether ``name`` belongs to another source, so that the metric is ``called`` anew."""
     return called not in (name, f"eval-{name}")

@@ -1,9 +1,9 @@
-"""What a client rule is handed, and what it returns.
+"""The arguments and the result of a client rule.
 
 A rule knows its client's f only through an *oracle*, which solves subproblems of f (eq. 0 of
 ``fl_strategies.core.subproblem``) and evaluates f and its derivatives. An oracle returns records of
-what it did; a rule puts them into the :class:`Step` that it returns. Neither writes into what it
-was given, and the oracle's only memory is which mini-batches and random numbers were used.
+its work; a rule puts them into the :class:`Step` that it returns. Neither writes into its
+arguments, and the oracle remembers only which mini-batches and random numbers were used.
 
 Vectors and numbers are those of one client or of a stack (``fl_strategies.core.columns``). Numbers
 that come from the loss may still be on the device: scalars (0-d) of double precision, or columns.
@@ -29,22 +29,22 @@ class Gradient(NamedTuple):
 
 
 class Solved(NamedTuple):
-    """What a solver came to, and how."""
+    """The result of a solver, and the work it took."""
 
     w: Vector
-    """Where it ended."""
+    """The last iterate."""
     previous: Vector | None = None
-    """The iterate before ``w``, where the solver was started with one."""
+    """The iterate before ``w``, if the solver was started with a previous iterate."""
     steps: Any = 0
     """Local steps: mini-batches that the optimizer was given."""
     epochs: Any = None
-    """Passes over the samples, the last perhaps cut short; None where these are not counted."""
+    """Passes over the samples, the last perhaps incomplete; None if they are not counted."""
     loss: Any = math.nan
-    """Mean loss of f over the last epoch's mini-batches, each before its step."""
+    """Mean loss of f over the last epoch's mini-batches, each measured before its step."""
     accuracy: Any = math.nan
-    """The same of the accuracy; NaN where targets are no classes."""
+    """Mean accuracy, likewise; NaN where targets are no classes."""
     residual: Any = math.nan
-    """Squared norm of the subproblem's full gradient at ``w``; NaN where it was not measured."""
+    """Squared norm of the subproblem's full gradient at ``w``; NaN if it was not measured."""
 
 
 class Tally(NamedTuple):
@@ -57,19 +57,19 @@ class Tally(NamedTuple):
     residual: Any = 0.0
 
     def plus(self, made: Solved | Gradient) -> Tally:
-        """Return the sums with one solve or gradient more."""
+        """Return the sums including one more solve or gradient."""
         solved = made if isinstance(made, Solved) else Solved(made.vector, None, 1, 0, *made[1:])
         return Tally(*(a + b for a, b in zip(self, solved[2:], strict=True)))
 
     def mean(self, w: Vector, count: Any, **others: Any) -> Solved:
-        """Return ``count`` solves or gradients as one: steps and epochs added up, means of the
-        rest; ``others`` are fields to set instead."""
+        """Return ``count`` solves or gradients as one: the sum of steps and epochs, and means of
+        the rest; ``others`` are fields to set instead."""
         means = (total / count for total in self[2:])
         return Solved(w, None, self.steps, self.epochs, *means)._replace(**others)
 
 
 class Step(NamedTuple):
-    """What a client rule made of a request."""
+    """The result of a client rule."""
 
     upload: Vector
     """The vector to send."""
@@ -78,21 +78,21 @@ class Step(NamedTuple):
     scalars: Mapping[str, Any] = NOTHING
     """Numbers to send beside the upload."""
     solved: Solved | None = None
-    """What the local work came to, for the round's metrics."""
+    """The local work, for the round's metrics."""
     beside: Mapping[str, Vector] = NOTHING
     """Further vectors to send, by name."""
 
 
 class Oracle(Protocol):
-    """Access to a client's f, whose samples, solver and mini-batches are the oracle's affair.
+    """Access to a client's f; the oracle takes care of samples, solver and mini-batches.
 
-    Every vector that is returned is a new one. Weight decay is a term of f.
+    Every returned vector is a new one. Weight decay is a term of f.
     """
 
     @property
     def steps(self) -> Any:
-        """How many steps on mini-batches the local settings ask for: their ``steps``, or as many
-        as their ``epochs`` have mini-batches; drawn, where they say so."""
+        """How many steps on mini-batches the local settings ask for: ``steps``, or the number of
+        mini-batches in ``epochs``; drawn at random, if the settings say so."""
 
     def solve(
         self, start: Vector, subproblem: Subproblem, *, previous: Vector | None = None
@@ -104,11 +104,11 @@ class Oracle(Protocol):
         """
 
     def solve_aside(self, start: Vector, subproblem: Subproblem) -> Solved:
-        """As :meth:`solve`, for a model that does not travel: what its training does to running
-        statistics and random streams of the model is undone."""
+        """As :meth:`solve`, for a model that does not travel: changes of the model's running
+        statistics and random streams are undone."""
 
     def solve_on_next(self, start: Vector, subproblem: Subproblem, *, steps: Any) -> Solved:
-        """As :meth:`solve`, by so many steps on the next mini-batch in the place of f."""
+        """As :meth:`solve`, by ``steps`` steps, with the loss on the next mini-batch for f."""
 
     def gradient(self, w: Vector) -> Gradient:
         """Return the gradient at ``w`` on the next mini-batch."""
@@ -117,14 +117,14 @@ class Oracle(Protocol):
         """Return the Hessian at ``w`` on the next mini-batch, times ``v``."""
 
     def difference(self, new: Vector, old: Vector, *, samples: Any) -> Gradient:
-        """Return the gradient at ``new`` less that at ``old``, on the same samples.
+        """Return the gradient at ``new`` minus the gradient at ``old``, on the same samples.
 
-        These are drawn anew, with replacement (all of them, once, if ``samples`` is 0). Loss and
-        accuracy are those at ``new``.
+        The samples are drawn anew, with replacement; with ``samples`` 0 they are all samples. Loss
+        and accuracy are those at ``new``.
         """
 
     def full_gradient(self, w: Vector) -> Vector:
-        """Return the gradient at ``w`` on all samples; ``ValueError`` where there is no such."""
+        """Return the gradient at ``w`` on all samples; ``ValueError`` if it does not exist."""
 
     def loss(self, w: Vector) -> Any:
         """Return f(w) over all samples, the model in evaluation mode."""

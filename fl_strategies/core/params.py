@@ -1,4 +1,4 @@
-"""Settings written as text, as they stand in a run-config and travel to clients."""
+"""Settings as text, the form in which a run-config holds them and clients get them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 def parse_params(text: str) -> dict[str, Any]:
     """Return ``{"rho": 0.01, "eta": {0: 1.0, 60: 0.5}}`` from ``"rho=0.01 eta=0:1.0;60:0.5"``.
 
-    Raises ``ValueError`` for an item that is not ``name=value``, or a schedule that is none.
+    Raises ``ValueError`` for an item that is not ``name=value``, or for an invalid schedule.
 
     Examples
     --------
@@ -26,7 +26,7 @@ def parse_params(text: str) -> dict[str, Any]:
 
 
 def format_params(params: Mapping[str, Any]) -> str:
-    """Return the text that :func:`parse_params` reads back."""
+    """Return the text of ``params``, the inverse of :func:`parse_params`."""
     texts = []
     for name, value in params.items():
         if isinstance(value, Mapping):

@@ -1,9 +1,9 @@
-"""Plain gradient steps: what some algorithms are defined by, and which local settings make them.
+"""Algorithms that are defined by plain gradient steps, and the local settings for such steps.
 
-SCAFFOLD's option II and FedSGD follow the gradients of ``sgd`` or ``gd`` and nothing else. The
-steps of Per-FedAvg and Per-FedBC are their rules' own, each along the gradient of a model already
-adapted: of ``local`` these know ``lr``, ``epochs``, ``random-epochs``, ``steps``, ``random-steps``
-and ``batch-size``, where an epoch is as many outer steps as the client has mini-batches.
+SCAFFOLD's option II and FedSGD are defined for the gradient steps of ``sgd`` or ``gd`` only. The
+rules of Per-FedAvg and Per-FedBC take their own steps, each along the gradient of an adapted model.
+Of ``local`` they use ``lr``, ``epochs``, ``random-epochs``, ``steps``, ``random-steps`` and
+``batch-size``; an epoch has one outer step per mini-batch of the client.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ PLAIN: Mapping[str, Sequence[Any]] = MappingProxyType(
         "box": (0.0,),
     }
 )
-"""Local settings under which each step is w <- w - lr g."""
+"""Local settings with which each step is w <- w - lr g."""
 
 OWN_STEPS: Mapping[str, Sequence[Any]] = MappingProxyType(
     {**PLAIN, "weight-decay": (0.0,), "residual": ()}
 )
-"""Local settings that an algorithm with gradient steps of its own has no use for, and what they
-must be."""
+"""Local settings that an algorithm with its own gradient steps does not use, and the values they
+must have."""
 
 
 def check_plain_steps(
     settings: Mapping[str, Any] | None, why: str, allowed: Mapping[str, Sequence[Any]] = PLAIN
 ) -> None:
-    """Raise ``ValueError``, which ends in ``why``, if ``settings`` ask for anything else."""
+    """Raise ``ValueError``, which ends in ``why``, unless ``settings`` ask for plain steps."""
     all_among(settings or {}, allowed, why)
 
 
@@ -47,5 +47,5 @@ def check_own_steps(algorithm: str, settings: Mapping[str, Any] | None) -> None:
 
 
 def tuned_at(rate: Schedule, local: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return ``local`` whose ``fine-tune`` steps by the rule's inner ``rate``, if by no other."""
+    """Return ``local``; the default of ``fine-tune-lr`` becomes ``rate``, the rule's inner rate."""
     return {"fine-tune-lr": rate, **(local or {})}

@@ -1,7 +1,7 @@
-"""Random streams that depend on a seed and on what they are for, and on nothing else.
+"""Random streams that depend on a seed and on their purpose, and on nothing else.
 
-A stream for (seed, purpose, round, client) is the same whichever process draws from it, and
-whenever: results cannot depend on how clients were spread over workers, or on their order.
+A stream for (seed, purpose, round, client) is the same in every process and at every time. So
+results do not depend on how clients are spread over workers, nor on the order of their work.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def stream(seed: int, purpose: str, *indices: int) -> np.random.Generator:
 
 
 def draw(rng: np.random.Generator, items: Sequence[T], size: int | None = None) -> list[T]:
-    """Return ``size`` of ``items`` (by default all) in random order, none of them twice.
+    """Return ``size`` of ``items`` (by default all), without repetition, in random order.
 
-    Positions are drawn, never the items: NumPy makes floats of ids that lie on both sides of 2^63.
+    Positions are drawn, not items: NumPy converts ids on both sides of 2^63 to floats.
 
     Examples
     --------

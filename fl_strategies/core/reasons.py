@@ -1,8 +1,8 @@
-"""Why a client could not do its work, in one line: the innermost exception first.
+"""Why a client failed, in one line: the innermost exception first.
 
-A client's exception comes as whatever text the engine made of it: the message alone (a SuperNode),
-or pages of traceback of which the cause stands first (Ray). ``of_exception`` is for the side where
-it is raised, ``root_cause`` for the side that gets only the text.
+The engine turns a client's exception into text: a SuperNode sends the message alone, Ray a long
+traceback that begins with the cause. ``of_exception`` is for the side where the exception is
+raised, ``root_cause`` for the side that gets only the text.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from logging import DEBUG, ERROR
 from pathlib import Path
 
 LONGEST = 100_000
-"""Characters of a reason that are read: it is another's text."""
+"""The most characters of a reason that are read: the text comes from a client."""
 SHOWN = 20
-"""Clients that a line names at most."""
+"""The most clients that a line names."""
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _WRAPPED = re.compile(r"<class '([\w.]+)(?:\([\w.]*\))?'>:<'")
@@ -27,17 +27,17 @@ _CHAINED = (
     "During handling of the above exception, another exception occurred:",
 )
 _WRAPPER = "flwr.clientapp.client_app.ClientAppException"
-"""What Flower makes of every exception of a ClientApp, in its simulation."""
+"""The exception by which Flower's simulation replaces every exception of a ClientApp."""
 _OTHERS_LINES = {
     ("vce_api", "worker"),
     ("raybackend", "process_message"),
     ("bridge", "__call__"),
 }
-"""Where the exception of a client is logged that runs beside the server, by Flower three times."""
+"""Loggers of a client's exception if it runs beside the server; Flower logs it three times."""
 
 
 def of_exception(error: BaseException) -> str:
-    """Return the type, message and place of the exception that began it, then those it became."""
+    """Return type, message and place of the first exception, then of those that it caused."""
     chain = [error]
     while (inner := _cause(chain[-1])) is not None and inner not in chain:
         chain.append(inner)
@@ -52,10 +52,10 @@ def of_exception(error: BaseException) -> str:
 
 
 def root_cause(reason: str | None) -> str:
-    """Return what an error reply's ``reason`` says first went wrong, and where, if it tells.
+    """Return the first cause in an error reply's ``reason``, and its place if the text has it.
 
-    The first traceback of a text is the innermost exception's. A text without any stays as it is,
-    but for the class that Flower names before it.
+    The first traceback in a text is that of the innermost exception. A text without a traceback
+    stays as it is, without the class name that Flower puts before it.
     """
     text = _COLOUR.sub("", (reason or "no reason given")[:LONGEST])
     kind = ""
@@ -76,7 +76,7 @@ def root_cause(reason: str | None) -> str:
 
 
 def _end_of(lines: list[str]) -> tuple[str, str]:
-    """Return a traceback's exception, and the place of its last frame; two "" if it is none."""
+    """Return a traceback's exception, and the place of its last frame; "" and "" for other text."""
     frames = [(n, frame) for n, line in enumerate(lines) if (frame := _FRAME.match(line))]
     if not frames:
         return "", ""
@@ -87,7 +87,7 @@ def _end_of(lines: list[str]) -> tuple[str, str]:
 
 
 def by_reason(faults: Iterable[tuple[int | None, str]]) -> dict[str, list[int | None]]:
-    """Return the clients of each distinct reason, ascending, whatever the order of replies."""
+    """Return the clients of each distinct reason, ascending, for any order of replies."""
     found: dict[str, list[int | None]] = {}
     for client, reason in sorted(faults, key=lambda fault: (fault[0] or 0, fault[1])):
         found.setdefault(reason, []).append(client)
@@ -95,7 +95,7 @@ def by_reason(faults: Iterable[tuple[int | None, str]]) -> dict[str, list[int | 
 
 
 def named(ids: Iterable[int | None], what: str = "client") -> str:
-    """Return ``client 3`` or ``2 clients [1, 3]``, of which only the first are named."""
+    """Return ``client 3`` or ``2 clients [1, 3]``; of many, only the first are named."""
     numbers = list(ids)
     if len(numbers) == 1:
         return f"{what} {numbers[0]}"
@@ -105,7 +105,7 @@ def named(ids: Iterable[int | None], what: str = "client") -> str:
 
 @contextmanager
 def said_once() -> Iterator[None]:
-    """Lower to DEBUG what simulations log of a client's exception: the strategy's line says it.
+    """Lower the simulation's log of a client's exception to DEBUG: the strategy reports it too.
 
     ``FLWR_LOG_LEVEL=DEBUG`` shows the tracebacks.
     """

@@ -1,4 +1,4 @@
-"""The round as records: what a client sent, and what the server rule is handed."""
+"""The round as records: a client's reply, and the server rule's input."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class BadReply(ValueError):
-    """A reply that cannot be used; its text is the reason."""
+    """A reply cannot be used; the exception's text is the reason."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A client's reply, decoded once and within its bounds.
+    """A client's reply, decoded once and checked against its bounds.
 
-    ``round`` is that of the request it answers. ``content`` is what Flower's own metrics functions
-    take; everything else reads ``numbers`` and ``words``.
+    ``round`` is the round of the request. ``content`` is for Flower's own metrics functions;
+    everything else reads ``numbers`` and ``words``.
     """
 
     client: int
@@ -35,11 +35,11 @@ class Reply:
 
 
 class Upload(NamedTuple):
-    """What a usable reply brings to the server rule.
+    """A usable reply, as the server rule gets it.
 
-    ``vector`` [d] holds the trainable arrays, ``beside`` further vectors [d] by name, where the
-    algorithm has any, ``buffers`` the arrays that are not trained. ``newcomer`` says that no reply
-    of this client was used before; ``round`` is that of the request it answers.
+    ``vector`` [d] holds the trainable arrays, ``beside`` the algorithm's further vectors [d] by
+    name, ``buffers`` the arrays that are not trained. ``newcomer`` says that no reply of this
+    client was used before; ``round`` is the round of the request.
     """
 
     client: int
@@ -55,10 +55,11 @@ class Upload(NamedTuple):
 
 @dataclass(frozen=True)
 class Uploads:
-    """A round's usable uploads, ascending by client: what ``aggregate`` is handed.
+    """A round's usable uploads, ascending by client: the argument of ``aggregate``.
 
-    ``round`` numbers the communication round, 1, 2, ..., as schedules are read; ``population``
-    is m, clients ever connected (or declared, if more); ``asked`` are the clients asked this round.
+    ``round`` is the number 1, 2, ... of the communication round, by which schedules are read;
+    ``population`` is m, the number of clients ever connected (or declared, if more); ``asked`` are
+    the clients asked in this round.
     """
 
     uploads: Sequence[Upload]

@@ -11,7 +11,7 @@ Schedule: TypeAlias = float | Mapping[int, float]
 
 
 def at(value: Schedule, server_round: int) -> float:
-    """Return the value in force in ``server_round`` (1, 2, ...).
+    """Return the value in ``server_round`` (1, 2, ...).
 
     Examples
     --------
@@ -24,7 +24,7 @@ def at(value: Schedule, server_round: int) -> float:
 
 
 def values(value: Schedule) -> list[float]:
-    """Return all numbers that ``value`` ever is."""
+    """Return all numbers of ``value``, a number or a schedule."""
     return list(value.values()) if isinstance(value, Mapping) else [value]
 
 
@@ -41,8 +41,8 @@ def check(
 ) -> None:
     """Raise ``ValueError`` unless the value is a finite number within the bounds.
 
-    That is > ``above``, >= ``low``, <= ``high``, < ``below``; ``integer`` asks for a whole number.
-    ``scheduled`` allows a schedule, all of whose values must be such numbers.
+    The bounds are > ``above``, >= ``low``, <= ``high``, < ``below``; ``integer`` requires a whole
+    number. ``scheduled`` allows a schedule; all its values must be such numbers.
     """
     if isinstance(value, Mapping) and scheduled:
         if strange := [first for first in value if type(first) is not int]:
@@ -71,7 +71,7 @@ def _finite(value: float) -> bool:
 
 
 def step_decay(value: float, rounds: int) -> dict[int, float]:
-    """Return ``value``, a tenth of it from 50 % and a hundredth from 75 % of ``rounds`` on.
+    """Return a schedule: ``value``, a tenth of it after 50 % of ``rounds``, a hundredth after 75 %.
 
     The learning-rate decay of the Delta-SGD paper (its Section 4).
 
@@ -103,8 +103,8 @@ def all_among(
 ) -> None:
     """Raise ``ValueError``, which ends in ``why``, unless each setting has an allowed value.
 
-    What ``settings`` leaves open (None), or ``allowed`` does not name, is not looked at; what has
-    no allowed values must be left open.
+    A setting that is None, or that ``allowed`` does not name, is not checked. A setting without
+    allowed values must be None.
     """
     for name, choices in allowed.items():
         if (value := settings.get(name)) is not None and value not in choices:

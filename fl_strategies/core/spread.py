@@ -1,4 +1,4 @@
-"""Who of several hosts works for whom: by expected work, the longest first."""
+"""Spread clients over hosts by expected work, the longest first."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ H = TypeVar("H")
 
 
 def spread(work: Mapping[int, float], hosts: Sequence[H]) -> dict[H, list[int]]:
-    """Return the clients of each of ``hosts``, ascending, that have any.
+    """Return the clients, ascending, of each host that has any.
 
-    ``work`` is what each client is expected to take. Client by client, longest first, each goes to
-    the host that has least so far (Graham 1969): the last host ends at most one client's work after
-    the mean. Which host that is depends on the arguments alone.
+    ``work`` is each client's expected work. Clients are assigned one by one, the longest work
+    first, to the host with the least work so far (Graham 1969): the last host ends at most one
+    client's work after the mean. The result depends on the arguments only.
 
     Examples
     --------
@@ -31,9 +31,9 @@ def spread(work: Mapping[int, float], hosts: Sequence[H]) -> dict[H, list[int]]:
 
 
 def expected_work(samples: float, config: Mapping[str, Any], *, trains: bool = True) -> float:
-    """Return how many samples a client of ``samples`` is expected to pass through its model.
+    """Return how many samples a client with ``samples`` samples is expected to train on.
 
-    ``config`` is what its request says: ``steps`` of ``batch-size`` (0: all), else ``epochs``.
+    ``config`` is the request's: ``steps`` of ``batch-size`` (0: all samples), else ``epochs``.
     """
     if not trains:
         return samples

@@ -4,11 +4,11 @@ A client approximately solves
 
     min_w  f(w) + <a, w> + (r/2) ||w - c||^2,                                   (0)
 
-with gradient  g(w) + a + r (w - c). What an algorithm *is* on the client are its choices of the
-slope ``a``, the pull ``r`` and the centre ``c``; how the problem is solved is the solver's affair.
+with gradient  g(w) + a + r (w - c). On the client, an algorithm *is* its choice of the slope ``a``,
+the pull ``r`` and the centre ``c``. The solver decides how the problem is solved.
 
 Vectors are NumPy arrays or torch tensors, ``[d]`` for one client or ``[clients, d]`` for a stack of
-them: rules are written elementwise and never write into what they are given
+clients: rules are written elementwise and never write into their arguments
 (``fl_strategies.core.columns``).
 """
 

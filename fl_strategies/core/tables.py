@@ -1,7 +1,7 @@
-"""Rows of several clients as columns, as records carry them: a list for each name.
+"""Rows of several clients as columns, the form in which records carry them: a list for each name.
 
-A table holds clients whose rows have the same names and types. A single client's row is its table
-as it is, which may also hold lists.
+A table holds clients whose rows have the same names and types. The table of a single client is its
+row, which may also hold lists.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 
 class Table(NamedTuple):
-    """Rows of ``clients``: the one's row itself, or by name a list with an entry for each."""
+    """Rows of ``clients``: a single client's row, or by name a list with an entry for each."""
 
     clients: list[int]
     columns: dict[str, Any]
 
 
 def tabulate(rows: Mapping[int, Mapping[str, Any]]) -> list[Table]:
-    """Return ``rows``, by client, as tables, in the order of their first clients.
+    """Return the ``rows`` of clients as tables, in the order of their first clients.
 
     Examples
     --------
@@ -43,10 +43,10 @@ def tabulate(rows: Mapping[int, Mapping[str, Any]]) -> list[Table]:
 
 
 def rows_of(tables: Iterable[tuple[list[int], Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
-    """Return by client what :func:`tabulate` was given.
+    """Return the rows by client: the inverse of :func:`tabulate`.
 
-    Raises ``ValueError`` for a client that is there twice, and for a column that does not have an
-    entry for each client.
+    Raises ``ValueError`` for a client that occurs twice, and for a column without an entry for each
+    client.
     """
     rows: dict[int, dict[str, Any]] = {}
     for clients, columns in tables:
@@ -68,7 +68,7 @@ def rows_of(tables: Iterable[tuple[list[int], Mapping[str, Any]]]) -> dict[int, 
 
 
 def in_common(rows: Mapping[int, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[int, Any]]:
-    """Return what all ``rows`` have alike, in type too, and by client what is left of each.
+    """Return the entries that all ``rows`` share, also in type, and by client the other entries.
 
     Examples
     --------

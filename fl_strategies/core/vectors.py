@@ -1,7 +1,7 @@
-"""Sums of clients' vectors, exact in float64, in one pass over what came.
+"""Sums of clients' vectors in float64, in one pass over the received arrays.
 
-An upload arrives as arrays of the model's type. Its vector [d] is these arrays as they lie, and is
-written out in float64 only where a rule asks for that; sums go block by block through the cache.
+An upload arrives as arrays of the model's type. Its vector [d] consists of these arrays in place,
+and is converted to float64 only if a rule needs that; sums go block by block through the cache.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Vector: TypeAlias = Any
 """``numpy.ndarray`` or ``torch.Tensor``, ``[d]`` or ``[clients, d]``."""
 
 BLOCK = 1 << 16
-"""Numbers of a block: in float64 two of them fit a core's cache."""
+"""Numbers in a block: two blocks of float64 fit into a core's cache."""
 AT_ONCE = 32
-"""Vectors of a sum that are held at a time."""
+"""Vectors of a sum that are in memory at a time."""
 MANY = 1 << 20
-"""Numbers from which on a sum is shared by threads."""
+"""A sum of at least so many numbers is shared by threads."""
 THREADS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
 
 
 class Pieces(NDArrayOperatorsMixin):
-    """A vector [d] in pieces, as they came: NumPy takes it for one array in float64."""
+    """A vector [d] made of the received arrays; NumPy treats it as one array in float64."""
 
     def __init__(self, pieces: Sequence[npt.NDArray[Any]]) -> None:
         self.pieces = [np.ravel(piece) for piece in pieces]
@@ -49,7 +49,7 @@ class Pieces(NDArrayOperatorsMixin):
         return self.__array__()[key]
 
     def __getattr__(self, name: str) -> Any:
-        """Return what an array in float64 has by this name: ``sum``, ``copy``, ``dtype`` ..."""
+        """Return the attribute of the array in float64: ``sum``, ``copy``, ``dtype`` ..."""
         if name.startswith("_") or name == "pieces":
             raise AttributeError(name)
         return getattr(self.__array__(), name)
@@ -65,7 +65,7 @@ class Pieces(NDArrayOperatorsMixin):
 def weighted_sum(weighted: Iterable[tuple[Vector, Any]]) -> tuple[Vector, Any]:
     """Return sum_i weight_i v_i and sum_i weight_i over ``(v_i, weight_i)``, in their order.
 
-    Vectors of NumPy are summed in float64. Of nothing both are 0.
+    NumPy vectors are summed in float64. Without any vector both sums are 0.
     """
     pairs = iter(weighted)
     total: Vector = 0.0
@@ -98,7 +98,7 @@ def weighted_mean(weighted: Iterable[tuple[Vector, Any]]) -> Vector:
 
 
 def _long(pairs: Sequence[tuple[Vector, Any]]) -> bool:
-    """Whether these are vectors of NumPy, with numbers for weights, that fill blocks."""
+    """Whether these are NumPy vectors, long enough to fill blocks, with numbers for weights."""
     return all(
         isinstance(v, np.ndarray | Pieces) and v.ndim == 1 and np.ndim(w) == 0 for v, w in pairs
     ) and (len(pairs[0][0]) >= BLOCK)
@@ -107,7 +107,7 @@ def _long(pairs: Sequence[tuple[Vector, Any]]) -> bool:
 def _in_blocks(
     pairs: Sequence[tuple[Vector, float]], before: Any = 0.0, divisor: float = 1.0
 ) -> npt.NDArray[np.float64]:
-    """Return ``before`` and the weighted vectors added up, over ``divisor``."""
+    """Return the sum of ``before`` and the weighted vectors, divided by ``divisor``."""
     total = np.empty(len(pairs[0][0]))
     tasks = []
     for begin, group in _aligned(pairs):
@@ -124,7 +124,7 @@ def _in_blocks(
             block[:] = before[place] if isinstance(before, np.ndarray) else before
             product = scaled[: len(block)]
             for part, weight in parts:
-                np.copyto(product, part)  # a cast by itself is faster than one inside a product
+                np.copyto(product, part)  # a separate cast is faster than one inside a product
                 if weight != 1.0:
                     np.multiply(product, weight, out=product)
                 np.add(block, product, out=block)
@@ -138,7 +138,7 @@ def _in_blocks(
 def _aligned(
     pairs: Sequence[tuple[Vector, float]],
 ) -> Iterator[tuple[int, list[tuple[npt.NDArray[Any], float]]]]:
-    """Yield the pieces of all vectors that lie beside each other, and where they begin."""
+    """Yield the pieces of all vectors that cover the same numbers, and where they begin."""
     sizes = next(([len(p) for p in v.pieces] for v, _ in pairs if isinstance(v, Pieces)), None)
     begin = 0
     for number, size in enumerate(sizes or [len(pairs[0][0])]):
@@ -167,12 +167,12 @@ def finite(array: npt.NDArray[Any]) -> bool:
 
 def _finite(array: npt.NDArray[Any]) -> bool:
     with np.errstate(over="ignore", invalid="ignore"):
-        # no finite sum has a part that is not; one that overflowed may be of finite parts
+        # a finite sum has finite parts only; a sum of finite parts may overflow
         return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())
 
 
 def _shared_out(work: Callable[[list[Any]], None], tasks: Sequence[Any], numbers: int) -> None:
-    """Do ``work`` on the tasks, by threads if there is enough of it."""
+    """Do ``work`` on the tasks, by threads if there is enough work."""
     if numbers < MANY or THREADS == 1:
         work(list(tasks))
         return
