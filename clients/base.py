@@ -23,6 +23,7 @@ from fl_strategies.core.hyperparameters import check_request
 from fl_strategies.core.local import LocalTraining, default_training
 from fl_strategies.core.oracle import Oracle, Solved, Step
 from fl_strategies.core.randomness import stream
+from fl_strategies.core.records import MISSED
 from fl_strategies.core.schedules import check
 from fl_strategies.server.wire import checksum
 
@@ -36,10 +37,12 @@ Streams: TypeAlias = Callable[[str], np.random.Generator]
 
 
 class Begun(NamedTuple):
-    """The start of a request: what the client kept, and the algorithm's state."""
+    """The start of a request: what the client kept, the algorithm's state, what it missed."""
 
     kept: Kept
     state: State
+    missed: Tensor | float
+    """As of :class:`.Received`."""
 
 
 class FederatedClient(NumPyClient):
@@ -156,6 +159,7 @@ class FederatedClient(NumPyClient):
         received = self.received(parameters)
         begun = self.begun(received, config)
         with kept_generators([received.theta]):
+            received = received._replace(missed=begun.missed)
             steps = self.steps_made(begun.state, received, config, self._oracle)
         return self.finished(begun, steps, config)
 
@@ -235,7 +239,9 @@ class FederatedClient(NumPyClient):
         """Return the start of a request; load the client's own arrays into the model."""
         kept = self.keeper.settled(config, received.theta)
         self.problem.model.load_kept(kept.arrays)
-        return Begun(kept, self._state(kept, received.theta, config))
+        data = config.get(MISSED)
+        missed = self.problem.model.read(data) if data else 0.0
+        return Begun(kept, self._state(kept, received.theta, config), missed)
 
     def steps_made(
         self,
@@ -253,7 +259,7 @@ class FederatedClient(NumPyClient):
         for number in self.rounds(config):
             oracle = oracle_in(number, config)
             step = self.step(state, received, oracle, {**config, "round": number})
-            state, received = step.state, received._replace(theta=step.upload)
+            state, received = step.state, received._replace(theta=step.upload, missed=0.0)
             made.append(step)
         return made
 

@@ -36,13 +36,14 @@ from clients.request import Arrays, Config, Received
 from fl_strategies.core.local import LocalTraining
 from fl_strategies.core.oracle import Solved, Step
 from fl_strategies.core.reasons import of_exception
+from fl_strategies.core.records import MISSED
 
 Outcome: TypeAlias = Reply | Exception
 
 MEMORY = 1 << 28
 """Bytes that a stack's vectors, gradients and activations may take, a rough estimate."""
 
-OWN = ("acked-round", "kept-rounds", "checksums", "layout")
+OWN = ("acked-round", "kept-rounds", "checksums", "layout", MISSED)
 """Settings that are read for each client separately, and that no rule uses."""
 
 
@@ -196,7 +197,7 @@ def _stacked(members: Sequence[Member], parameters: Arrays, memory: int) -> list
     for numbers in alike.values():
         some = [members[number] for number in numbers]
         try:
-            steps = _steps(some, [begun[number].state for number in numbers], received, memory)
+            steps = _steps(some, [begun[number] for number in numbers], received, memory)
         except Exception as error:
             say_once(f"clients are trained one by one: {of_exception(error)}")
             outcomes |= {n: _alone(members[n][0], parameters, members[n][1]) for n in numbers}
@@ -210,11 +211,12 @@ def _stacked(members: Sequence[Member], parameters: Arrays, memory: int) -> list
 
 
 def _steps(
-    members: Sequence[Member], states: Sequence[State], received: Received, memory: int
+    members: Sequence[Member], begun: Sequence[Begun], received: Received, memory: int
 ) -> list[list[Step]]:
     """Return the steps of each client's rounds."""
     clients, configs = [c for c, _ in members], [c for _, c in members]
     first, device = clients[0], received.theta.device
+    states = [one.state for one in begun]
     training = first.training.updated(configs[0])
     problems: list[Problem] = [client.problem for client in clients]  # type: ignore[misc]
     samples = memory // (2 * activations(problems[0]) * received.theta.element_size())
@@ -228,6 +230,7 @@ def _steps(
     wide = Received(
         received.theta.expand(len(clients), -1),
         {name: vector.expand(len(clients), -1) for name, vector in received.beside.items()},
+        _missed([one.missed for one in begun], received.theta),
     )
     made = first.steps_made(
         _stack_of(states, device),
@@ -245,6 +248,13 @@ def _common(configs: Sequence[Config], device: torch.device) -> dict[str, Any]:
         if any(config[name] != value for config in configs):
             common[name] = column([config[name] for config in configs], device)
     return common
+
+
+def _missed(missed: Sequence[Tensor | float], like: Tensor) -> Tensor | float:
+    """Return what clients missed, [clients, d]; 0 if none missed anything."""
+    if not any(isinstance(one, Tensor) for one in missed):
+        return 0.0
+    return torch.stack([one if isinstance(one, Tensor) else 0.0 * like for one in missed])
 
 
 def _shapes(state: State) -> Any:

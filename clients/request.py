@@ -23,6 +23,8 @@ class Received(NamedTuple):
     """The model [d]."""
     beside: Mapping[str, Tensor] = {}
     """Further vectors [d], by the names in the client's ``beside``."""
+    missed: Tensor | float = 0.0
+    """The vector [d] that the strategy's ``missed`` returns for the client, 0 if none."""
 
 
 def value_of(config: Config, name: str) -> Any:

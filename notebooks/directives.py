@@ -12,7 +12,7 @@ from pathlib import Path
 from docutils.nodes import Node
 from sphinx.util.docutils import SphinxDirective
 
-from fl_strategies import STRATEGIES, apps
+from fl_strategies import STRATEGIES, FederatedStrategy, apps
 from fl_strategies.core.hyperparameters import Hyperparameter
 from fl_strategies.server.options import Options
 
@@ -98,7 +98,10 @@ def traffic(name: str) -> str:
     vectors = 1 + len(strategy.beside)
     what = "the model" if vectors == 1 else f"the model and {', '.join(strategy.beside)}"
     times = "" if vectors == 1 else f"{vectors} "
-    return f"{what}: {times}d numbers each way, {4 * vectors}d bytes in float32"
+    each_way = f"{what}: {times}d numbers each way, {4 * vectors}d bytes in float32"
+    if strategy.missed is FederatedStrategy.missed:
+        return each_way
+    return f"{each_way}; a client that missed a round receives d numbers more"
 
 
 class Hyperparameters(FromCode):

@@ -159,6 +159,7 @@ ROWS = [
         rounds=240,
     ),
     Row("feddyn", hyperparameters={"alpha": 1.0}),
+    Row("a-fedpd", hyperparameters={"rho": 1.0}),
     Row(
         "fedpd",
         optimum,

@@ -335,6 +335,27 @@ RULES = [
         },
     ),
     *of(
+        "fl_strategies/a_fedpd.py",
+        "tests/test_a_fedpd.py tests/test_laws.py -k a-fedpd or a_fedpd",
+        {
+            "y = state.y + missed": "y = state.y",
+            "state.y + missed\n": "state.y - missed\n",
+            "(slope=y, pull=rho,": "(slope=-y, pull=rho,",
+            "pull=rho, centre=theta)": "pull=rho)",
+            "State(y + rho * moved)": "State(state.y + rho * moved)",
+            "y + rho * moved)": "y - rho * moved)",
+            "oracle.solve(theta, S": "oracle.solve(0.0 * theta, S",
+            "mean = mean + rho * moved": "mean = mean + moved",
+            "theta + moved + mean / rho": "theta + moved + mean",
+            "moved + mean / rho": "moved - mean / rho",
+            "state.mean - (": "state.mean + (",
+            "state.means[since] if since > 0 else 0.0": "0.0",
+            "or since == max(state.means)": "or since > 0",
+            "{**state.means, uploads.round": "{uploads.round",
+            "for r, mean in state.means.items() if r in last": "for r, mean in state.means.items()",
+        },
+    ),
+    *of(
         "fl_strategies/fednova.py",
         "tests/test_fednova.py tests/test_laws.py -k fednova",
         {

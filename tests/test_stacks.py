@@ -18,6 +18,7 @@ from problems import DIM
 
 from fl_strategies import (
     STRATEGIES,
+    a_fedpd,
     ditto,
     fedadmm,
     fedavg,
@@ -218,6 +219,12 @@ RULES: dict[str, Callable[[Clients], Step]] = {
     "fedbcd-i, no box": lambda of: bcd_i(of, by_steps=True),
     "feddyn": lambda of: feddyn.client_rule(
         feddyn.State(of.vector()), of.vector(), of.oracle(), alpha=of.number(0.1, 0.9)
+    ),
+    "a-fedpd": lambda of: a_fedpd.client_rule(
+        a_fedpd.State(of.vector()), of.vector(), of.vector(), of.oracle(), rho=of.number(0.1, 0.9)
+    ),
+    "a-fedpd, nothing missed": lambda of: a_fedpd.client_rule(
+        a_fedpd.State(of.vector()), of.vector(), 0.0, of.oracle(), rho=of.number(0.1, 0.9)
     ),
     "fednova": lambda of: fednova.client_rule(
         of.vector(), of.oracle(), rate=of.number(0.1, 0.5), momentum=of.number(0.3, 0.9)

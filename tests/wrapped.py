@@ -26,7 +26,7 @@ QUIET: dict[str, Any] = {"fraction_evaluate": 0.0, "local": local()}
 ADMM: dict[str, Any] = {"rho": 0.5, "min_available_nodes": 4, **QUIET}
 
 OF_MODELS = {"fedsgd", "fedavg", "fedprox", "fedpd", "ditto", "moon", "per-fedavg", "pfedme"}
-OF_CHANGES = {"scaffold", "fedadmm", "feddyn"}
+OF_CHANGES = {"scaffold", "fedadmm", "feddyn", "a-fedpd"}
 
 
 def rows(names: set[str], *, but: bool = False) -> Any:

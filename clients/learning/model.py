@@ -184,6 +184,12 @@ class FlatModel:
         copy_into([self._tensors[name] for name in received], [*received.values()])
         return self.vector.clone()
 
+    def read(self, data: bytes) -> Tensor:
+        """Return the vector [d] that ``Layout.to_bytes`` wrote; ``ValueError`` for another size."""
+        vector = torch.empty_like(self.vector)
+        copy_into(self.views(vector), self.layout.from_bytes(data))
+        return vector
+
     def load_kept(self, arrays: Mapping[str, npt.NDArray[Any]] | None) -> None:
         """Put a client's own arrays into the model; None stands for the module's first values."""
         given = self._first if arrays is None else arrays

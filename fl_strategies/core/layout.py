@@ -163,6 +163,25 @@ class Layout:
         """Return the trainable arrays as one new vector ``[d]``, in float64."""
         return np.concatenate([np.ravel(arrays[n]) for n in self.trainable], dtype=np.float64)
 
+    def to_bytes(self, vector: npt.NDArray[Any]) -> bytes:
+        """Return the trainable arrays out of ``vector`` [d], of their types, one after another."""
+        arrays = self.unpack(vector, dict.fromkeys(self.buffers, np.empty(0)))
+        return b"".join(arrays[name].tobytes() for name in self.trainable)
+
+    def from_bytes(self, data: bytes) -> list[npt.NDArray[Any]]:
+        """Return the trainable arrays of :meth:`to_bytes`; ``ValueError`` for another size."""
+        counts = [int(np.prod(self.shapes[name])) for name in self.trainable]
+        sizes = [
+            n * self.dtypes[name].itemsize for n, name in zip(counts, self.trainable, strict=True)
+        ]
+        if len(data) != sum(sizes):
+            raise ValueError(f"a vector of the model takes {sum(sizes)} bytes, got {len(data)}")
+        starts = np.cumsum([0, *sizes[:-1]]).tolist()
+        return [
+            np.frombuffer(data, self.dtypes[name], count, start).reshape(self.shapes[name])
+            for name, count, start in zip(self.trainable, counts, starts, strict=True)
+        ]
+
     def unpack(self, vector: npt.NDArray[Any], buffers: Arrays) -> dict[str, npt.NDArray[Any]]:
         """Return all arrays of the model: the trainable ones from ``vector``, and ``buffers``."""
         arrays: dict[str, npt.NDArray[Any]] = {}

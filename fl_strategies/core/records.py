@@ -12,6 +12,9 @@ from fl_strategies.core.vectors import Vector
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
+MISSED = "missed"
+"""Where a training request's config has, as bytes, the vector [d] that its client missed."""
+
 
 class BadReply(ValueError):
     """A reply cannot be used; the exception's text is the reason."""

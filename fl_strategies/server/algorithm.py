@@ -122,6 +122,14 @@ class Algorithm(Options):
         """Return the vectors [d] that a training request carries, one for each of ``beside``."""
         return NOTHING
 
+    def missed(self, state: State, since: int) -> Vector | None:
+        """Return the vector [d] that a client is sent, whose last reply used is of round ``since``.
+
+        -1: none was used. A training request carries it for that client alone, where it is not
+        None, of the model's types; the client's ``step`` finds it in ``received.missed``.
+        """
+        return None
+
     def accept(self, upload: Upload) -> Upload:
         """Return the upload as the rule takes it; raise :class:`BadReply` if it must not.
 

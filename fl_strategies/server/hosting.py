@@ -4,7 +4,8 @@ A *host* is a node with several clients. A request to it holds
 
 - the model and what travels beside it, once (one ArrayRecord), and the config that all have alike;
 - ``hosted``: a ConfigRecord that names whose each further record is, by their ids;
-- ``own-0``, ``own-1`` ...: tables (:mod:`fl_strategies.core.tables`) of what each is told alone.
+- ``own-0``, ``own-1`` ...: tables (:mod:`fl_strategies.core.tables`) of what each is told alone;
+- ``missed``: the vectors that clients missed, each once; a client's row has the place of its own.
 
 Its reply holds ``hosted`` as well, and the clients that failed with their reasons in it; the arrays
 stacked ``[k, ...]``, a slice for each client named under ``arrays``; and tables of what each says,
@@ -24,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from fl_strategies.core.records import BadReply
+from fl_strategies.core.records import MISSED, BadReply
 from fl_strategies.core.tables import in_common, rows_of, tabulate
 from fl_strategies.server.folding import Fold
 from fl_strategies.server.wire import Content, Failed, decode
@@ -65,8 +66,15 @@ def pack_request(
     uploads are to be folded by (``folding.Terms``), "" if they are not.
     """
     common, own = in_common(configs)
+    missed = list(dict.fromkeys(row[MISSED] for row in own.values() if MISSED in row))
+    place = {data: number for number, data in enumerate(missed)}
+    for row in own.values():
+        if MISSED in row:
+            row[MISSED] = place[row[MISSED]]
     content: dict[str, Any] = {keys[0]: arrays, keys[1]: ConfigRecord(common)}
     whose: dict[str, Any] = {FOLD: fold} if fold else {}
+    if missed:
+        content[MISSED] = ConfigRecord({MISSED: missed})
     for number, table in enumerate(tabulate(own)):
         whose[f"{OWN}-{number}"] = table.clients
         content[f"{OWN}-{number}"] = ConfigRecord(table.columns)
@@ -77,6 +85,7 @@ def unpack_request(content: RecordDict) -> tuple[ArrayRecord, dict[int, dict[str
     """Return the arrays and, by client, the config; raise ``ValueError`` for what is no request."""
     records = dict(content.config_records)
     whose = {name: ids for name, ids in records.pop(HOSTED).items() if name != FOLD}
+    missed: Any = records.pop(MISSED)[MISSED] if MISSED in records else []
     rows = rows_of((_ids(name, whose[name]), records.pop(name, {})) for name in whose)
     if len(content.array_records) != 1 or len(records) > 1:
         raise ValueError(
@@ -84,6 +93,9 @@ def unpack_request(content: RecordDict) -> tuple[ArrayRecord, dict[int, dict[str
             f" {len(content.array_records)} and {len(records)}"
         )
     common = dict(next(iter(records.values()), {}))
+    for row in rows.values():
+        if MISSED in row:
+            row[MISSED] = missed[row[MISSED]]
     return next(iter(content.array_records.values())), {c: common | row for c, row in rows.items()}
 
 

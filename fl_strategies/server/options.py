@@ -114,8 +114,8 @@ class Options(Declared):
         " replies out, or count it as a newcomer with a warning. What its lost state had put"
         " into the model stays there; the server keeps no copy that it could take out. So"
         ' the default is "warn" where the server books changes (`books_changes`: FedADMM,'
-        ' FedDyn, SCAFFOLD, FedBCD), "reset" elsewhere. "refuse" is right where the state can be'
-        " brought back, from a backup.",
+        ' FedDyn, A-FedPD, SCAFFOLD, FedBCD), "reset" elsewhere. "refuse" is right where the state'
+        " can be brought back, from a backup.",
     )
     callbacks: Sequence[Callback] = option(
         default=(),

@@ -27,7 +27,7 @@ from fl_strategies.core.hyperparameters import Scalar, told
 from fl_strategies.core.layout import Arrays, Layout
 from fl_strategies.core.local import check_local
 from fl_strategies.core.randomness import draw, stream
-from fl_strategies.core.records import NOTHING, Reply, Upload
+from fl_strategies.core.records import MISSED, NOTHING, Reply, Upload
 from fl_strategies.core.schedules import at
 from fl_strategies.core.spread import expected_work, spread
 from fl_strategies.core.vectors import Vector
@@ -179,8 +179,12 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
         size = sum(len(array.data) for array in arrays.values())
         self._asked = Asked(tuple(chosen), 0, time.monotonic())  # tell() may look at who is asked
         alike = {**config, **self._alike(server_round)}
-        configs = {client: {**alike, **self._own(server_round, client)} for client in chosen}
-        found, messages = [], []
+        configs: dict[int, dict[str, Any]] = {
+            client: {**alike, **self._own(server_round, client)} for client in chosen
+        }
+        if trains:
+            self._add_missed(configs)
+        found, messages, sent = [], [], 0
         terms = self._terms(configs, nodes, size) if trains else None
         work = self._expected(configs, trains=trains)
         for node, clients in self._by_node(nodes, work, size if trains else 0):
@@ -195,10 +199,25 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
             messages.append(message)
             folds = hosted and terms is not None
             found.append(Request(node, tuple(clients), message.metadata, hosted, folds))
-        # a shared population's hosts stand for as many nodes as clients
-        copies = sum(len(r.clients) if nodes[r.clients[0]] == ANY_HOST else 1 for r in found)
-        self._asked = replace(self._asked, bytes_down=size * copies, requests=found)
+            missed = [configs[client].get(MISSED, b"") for client in clients]
+            if nodes[clients[0]] == ANY_HOST:  # hosts stand for as many nodes as clients
+                sent += size * len(clients) + sum(map(len, missed))
+            else:
+                sent += size + sum(map(len, {*missed}))
+        self._asked = replace(self._asked, bytes_down=sent, requests=found)
         return messages
+
+    def _add_missed(self, configs: Mapping[int, dict[str, Any]]) -> None:
+        """Tell each client what it missed: the same bytes to all that were last used together."""
+        assert self.layout is not None
+        known: dict[int, bytes] = {}
+        for client, config in configs.items():
+            since = self.ledger.acked.get(client, -1)
+            if since not in known:
+                vector = self.missed(self.state, since)
+                known[since] = b"" if vector is None else self.layout.to_bytes(vector)
+            if known[since]:
+                config[MISSED] = known[since]
 
     def _terms(
         self, configs: dict[int, dict[str, Any]], nodes: Mapping[int, int], size: int

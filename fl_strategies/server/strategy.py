@@ -22,6 +22,7 @@ from flwr.serverapp.strategy import Result
 
 from fl_strategies.core.hyperparameters import Scalar
 from fl_strategies.core.reasons import said_once
+from fl_strategies.core.records import MISSED
 from fl_strategies.server.round import Round
 from fl_strategies.server.run import restored
 
@@ -65,7 +66,7 @@ class FederatedStrategy(Round):
         self.open(initial_arrays, num_rounds)
         run = self.run
         declared = {d.sent for d in type(self).declarations.values() if d.sent}
-        ours = self.request(1, 0).keys() | declared
+        ours = self.request(1, 0).keys() | declared | {MISSED}
         for name, config in (("train_config", train_config), ("evaluate_config", evaluate_config)):
             if clash := sorted(ours & set(config or ())):
                 raise ValueError(f"{name} must not set {clash}: the strategy does")

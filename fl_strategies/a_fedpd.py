@@ -1,0 +1,147 @@
+"""A-FedPD: FedDyn whose absent clients' dual variables move along with the others'.
+
+FedDyn's dual variable of a client that is away for long stands still while the model goes on, and
+is far off when the client returns. Here the absent clients count as if they had come to the mean
+model of those that trained. Round with theta, for each client i of S and each j that is not in S:
+
+    w_i   ~ argmin_w  f_i(w) + <y_i, w - theta> + (rho/2) ||w - theta||^2       (1)
+    wbar  = (1/|S|) sum_{i in S} w_i                                            (2)
+    y_i   <- y_i + rho (w_i - theta),     y_j <- y_j + rho (wbar - theta)       (3)
+    theta <- wbar + (1/rho) mean over all clients of y                          (4)
+
+y_i     dual variable [d] of client i, at first 0
+rho     penalty, > 0; in a schedule, (3) and (4) take that of the round
+S       the clients whose replies are used; one whose reply is lost is absent
+
+The mean V of all y moves by (3) as the dual variable of an absent client does, whoever takes part:
+
+    V     <- V + rho (wbar - theta),      theta <- wbar + V/rho                 (5)
+
+so y_j - V stands still while j is away. One that was last used in round r therefore adds
+V - V_r, with V_r the V after round r, to the y_j that it kept; one that never was used, V_r = 0,
+begins with y_j = V. The server keeps V_r for each round that is some client's last, and sends
+V - V_r to that client alone, beside theta. A client cannot make V_r itself: at the time of its
+upload wbar is not known. (The paper's server keeps all m dual variables and sends each client its
+own: as many bytes, and more memory. Of 1,000 clients, ten a round, some 300 rounds are a client's
+last.)
+
+Facts. V is the mean of all y, those of absent and of future clients included, after every round
+that is not void, whoever joins late, leaves or loses a reply: y - V starts at 0, and (3) changes
+its sum by 0. So m is in no formula. With all clients in every round this is FedDyn with alpha =
+rho, and by (3) a client that is never absent has FedDyn's dual variable. A client that was used in
+the last round that stands is sent theta alone, any other a vector [d] more. One that lost its
+state begins anew, as if it had kept 0 from round r on: for good, the mean of all y is off V by
+y_j/m, y_j being what it lost, so ``lost_state`` is "warn" by default.
+
+Clients upload w_i - theta, which server and client both book.
+
+Reference: Sun, Shen, Tao, "A-FedPD: Aligning Dual-Drift is All Federated Primal-Dual Learning
+Needs", NeurIPS 2024, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from fl_strategies.core.hyperparameters import Schedule, number
+from fl_strategies.core.oracle import Oracle, Step
+from fl_strategies.core.records import Uploads
+from fl_strategies.core.schedules import at
+from fl_strategies.core.subproblem import Subproblem
+from fl_strategies.core.vectors import Vector, weighted_mean
+from fl_strategies.server.algorithm import Card
+from fl_strategies.server.strategy import FederatedStrategy
+
+
+class State(NamedTuple):
+    """What a client keeps: its dual variable y [d], as of the last round in which it took part."""
+
+    y: Vector
+
+
+def first_state(theta: Vector) -> State:
+    """Return the state of a client that has never taken part: y = 0, to which V is added."""
+    return State(y=0.0 * theta)
+
+
+def client_rule(
+    state: State, theta: Vector, missed: Vector | float, oracle: Oracle, *, rho: float
+) -> Step:
+    """Return the client's next state and its upload w - theta, by (1) and (3).
+
+    ``missed`` is V - V_r, 0 for a client of the last round.
+    """
+    y = state.y + missed
+    solved = oracle.solve(theta, Subproblem(slope=y, pull=rho, centre=theta))
+    moved = solved.w - theta
+    return Step(moved, State(y + rho * moved), solved=solved)
+
+
+def server_rule(
+    theta: Vector, mean: Vector | float, moves: Iterable[Vector], *, rho: float
+) -> tuple[Vector, Vector]:
+    """Return the next model and V by (5), from the moves w_i - theta and ``mean``, V of before."""
+    moved = weighted_mean((move, 1.0) for move in moves)
+    mean = mean + rho * moved
+    return theta + moved + mean / rho, mean
+
+
+class ServerState(NamedTuple):
+    """What the server keeps: by round the V [d] after it, for each that is some client's last."""
+
+    means: Mapping[int, Vector]
+
+    @property
+    def mean(self) -> Vector | float:
+        """V after the last round that stands, 0 before the first."""
+        return self.means[max(self.means)] if self.means else 0.0
+
+
+class AFedPD(FederatedStrategy):
+    """A-FedPD's server half; see the module's docstring for the rule and every symbol."""
+
+    algorithm = "a-fedpd"
+    card = Card(
+        "A-FedPD",
+        "FedDyn whose absent clients' dual variables move along",
+        when="data are non-IID, few clients train in a round, and clients keep state",
+        keeps="dual",
+        paper="Sun, Shen, Tao, NeurIPS 2024",
+    )
+    averages = "changes"
+    books_changes = True
+
+    rho: Schedule = number(
+        default=0.01,
+        about="Penalty; of a round, where it is a schedule.",
+        above=0.0,
+        scheduled=True,
+        sent="rho",
+    )
+
+    @property
+    def folds_by(self) -> str:
+        return "1"
+
+    def first_state(self, theta: Vector) -> ServerState:
+        return ServerState({})
+
+    def missed(self, state: ServerState, since: int) -> Vector | None:
+        if not state.means or since == max(state.means):
+            return None
+        return state.mean - (state.means[since] if since > 0 else 0.0)
+
+    def aggregate(
+        self, state: ServerState, theta: Vector, uploads: Uploads
+    ) -> tuple[Vector, ServerState]:
+        rho = at(self.rho, uploads.round)
+        moves = (upload.vector for upload in uploads)
+        theta, mean = server_rule(theta, state.mean, moves, rho=rho)
+        return theta, ServerState({**state.means, uploads.round: mean})
+
+    def end_round(
+        self, before: ServerState, state: ServerState, uploads: Uploads, metrics: Mapping[str, Any]
+    ) -> tuple[ServerState, dict[str, float]]:
+        last = {*self.ledger.acked.values()}
+        return ServerState({r: mean for r, mean in state.means.items() if r in last}), {}
