@@ -201,7 +201,7 @@ ROUNDS = [
             "if asked_for != self.algorithm:": "if False:",
             "len(self.rounds(config)) * self.most_steps(config)": "self.most_steps(config)",
             "sum(each.steps for each in solved)": "last.steps",
-            "received._replace(theta=step.upload)": "received",
+            "received._replace(theta=step.upload, missed=0.0)": "received",
             "int(rng.integers(2**63))": "0",
             '{**config, "round": number}': '{**config, "round": 0}',
         },

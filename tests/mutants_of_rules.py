@@ -336,7 +336,7 @@ RULES = [
     ),
     *of(
         "fl_strategies/a_fedpd.py",
-        "tests/test_a_fedpd.py tests/test_laws.py -k a-fedpd or a_fedpd",
+        "tests/test_a_fedpd.py tests/test_laws.py -k 'a-fedpd or a_fedpd'",
         {
             "y = state.y + missed": "y = state.y",
             "state.y + missed\n": "state.y - missed\n",

@@ -116,8 +116,8 @@ def _check_secure(strategy: FederatedStrategy, secure: SecAggPlusWorkflow) -> No
     if not strategy.composition.averages:
         raise ValueError(
             f"{name} does not go with secure aggregation: the server learns the mean of all uploads"
-            " alone, and its rule needs more; FedAvg, FedProx, SCAFFOLD, FedADMM, FedDyn, A-FedPD do"
-            " with it"
+            " alone, and its rule needs more; FedAvg, FedProx, SCAFFOLD, FedADMM, FedDyn, A-FedPD"
+            " do with it"
         )
     if strategy.buffers:
         raise ValueError(
