@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from fl_strategies.core.vectors import cast
+
 Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
 
@@ -194,7 +196,7 @@ class Layout:
             else:
                 stop = start + int(np.prod(shape))
                 part = vector[start:stop].reshape(shape)
-                arrays[name] = np.asarray(part, dtype=self.dtypes[name])
+                arrays[name] = cast(part, self.dtypes[name])
                 start = stop
         return arrays
 

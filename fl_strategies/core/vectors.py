@@ -24,8 +24,8 @@ BLOCK = 1 << 16
 """Numbers in a block: two blocks of float64 fit into a core's cache."""
 AT_ONCE = 32
 """Vectors of a sum that are in memory at a time."""
-MANY = 1 << 20
-"""A sum of at least so many numbers is shared by threads."""
+MANY = 1 << 19
+"""Threads share the work on at least so many numbers."""
 THREADS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
 
 
@@ -83,11 +83,14 @@ def weighted_sum(weighted: Iterable[tuple[Vector, Any]]) -> tuple[Vector, Any]:
 def weighted_mean(weighted: Iterable[tuple[Vector, Any]]) -> Vector:
     """Return sum_i weight_i v_i / sum_i weight_i over ``(v_i, weight_i)``.
 
-    Raises ``ValueError`` when there is nothing to average or the weights sum to zero.
+    Equal weights of up to :data:`AT_ONCE` long vectors count as 1 each, which is faster. Raises
+    ``ValueError`` when there is nothing to average or the weights sum to zero.
     """
     pairs = iter(weighted)
     first = list(islice(pairs, AT_ONCE + 1))
     if len(first) <= AT_ONCE and first and _long(first):
+        if first[0][1] and all(weight == first[0][1] for _, weight in first):
+            first = [(vector, 1.0) for vector, _ in first]
         weights = sum((weight for _, weight in first), 0.0)
         if weights != 0.0:
             return _in_blocks(first, divisor=weights)
@@ -124,10 +127,10 @@ def _in_blocks(
             block[:] = before[place] if isinstance(before, np.ndarray) else before
             product = scaled[: len(block)]
             for part, weight in parts:
-                np.copyto(product, part)  # a separate cast is faster than one inside a product
-                if weight != 1.0:
-                    np.multiply(product, weight, out=product)
-                np.add(block, product, out=block)
+                if weight != 1.0:  # a separate cast is faster than one inside a product
+                    np.copyto(product, part)
+                    part = np.multiply(product, weight, out=product)
+                np.add(block, part, out=block)
             if divisor != 1.0:
                 np.divide(block, divisor, out=block)
 
@@ -152,17 +155,31 @@ def _aligned(
         begin += size
 
 
-def finite(array: npt.NDArray[Any]) -> bool:
-    """Return whether all numbers of ``array`` are finite."""
-    if not np.issubdtype(array.dtype, np.floating):
-        return True
-    if array.size < MANY:
-        return _finite(array)
+def finite(arrays: Iterable[npt.NDArray[Any]]) -> bool:
+    """Return whether all numbers of all ``arrays`` are finite."""
+    flat = [a.reshape(-1) for a in arrays if np.issubdtype(a.dtype, np.floating)]
     found: list[bool] = []
-    flat = array.reshape(-1)
-    parts = [flat[start : start + MANY] for start in range(0, len(flat), MANY)]
-    _shared_out(lambda some: found.extend(map(_finite, some)), parts, array.size)
+    _shared_out(
+        lambda some: found.extend(map(_finite, some)),
+        [one[start : start + MANY] for one in flat for start in range(0, len(one), MANY)],
+        sum(map(len, flat)),
+    )
     return all(found)
+
+
+def cast(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Return ``array`` as ``dtype``; itself, if that is its type."""
+    if array.dtype == dtype or array.size < MANY or not array.flags.c_contiguous:
+        return np.asarray(array, dtype=dtype)
+    new = np.empty(array.shape, dtype)
+    source, target = array.reshape(-1), new.reshape(-1)
+
+    def copy(starts: Iterable[int]) -> None:
+        for start in starts:
+            target[start : start + BLOCK] = source[start : start + BLOCK]
+
+    _shared_out(copy, range(0, len(source), BLOCK), len(source))
+    return new
 
 
 def _finite(array: npt.NDArray[Any]) -> bool:

@@ -217,7 +217,7 @@ class Round(Requests):
                 merged.add(upload.buffers, upload.num_examples)
             vector, state = self.aggregate(self.state, self.theta, uploads)
             model = self.layout.unpack(np.asarray(vector), merged.value())
-        if not all(finite(array) for array in model.values()):
+        if not finite(model.values()):
             return None, self.state
         return ArrayRecord({name: encoded(array) for name, array in model.items()}), state
 

@@ -109,11 +109,11 @@ def decode_model(
                 f"array {name!r} has type {array.dtype.str}, the model's has"
                 f" {layout.dtypes[name].str}"
             )
-        if not finite(array):
-            where = int(np.flatnonzero(~np.isfinite(array.ravel()))[0])
-            value = array.ravel()[where]
-            raise BadReply(f"array {name!r} is not finite: element {where} is {value}")
         arrays[name] = array
+    if not finite(arrays.values()):
+        name, array = next((n, a.ravel()) for n, a in arrays.items() if not finite([a]))
+        where = int(np.flatnonzero(~np.isfinite(array))[0])
+        raise BadReply(f"array {name!r} is not finite: element {where} is {array[where]}")
     for copy, first in layout.copies.items():
         if not np.array_equal(arrays[copy], arrays[first]):
             raise BadReply(f"arrays {first!r} and {copy!r} are one tied parameter, and they differ")
