@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -109,6 +110,25 @@ def test_the_penalty_adds_its_value_and_gradient_once() -> None:
     assert bent.evaluate().loss - plain.evaluate().loss == pytest.approx(penalty, rel=1e-11)
 
 
+def idle_problem() -> Problem:
+    torch.manual_seed(8)
+    x, y = torch.randn(6, 3, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    return Problem(FlatModel(Idle().double()), mean_square, x, y)
+
+
+@pytest.mark.parametrize("make", [net_problem, idle_problem])
+def test_to_descend_is_a_step_along_the_gradient_to_the_bit(make: Callable[[], Problem]) -> None:
+    one, other = make(), make()
+    one.model.module.train()
+    other.model.module.train()
+    loss, outputs = one.gradient(one.inputs, one.targets)
+    one.model.trained.add_(one.model.trained_gradient, alpha=-0.3)
+    other_loss, other_outputs = other.descend(other.inputs, other.targets, 0.3)
+    assert torch.equal(other.model.trained, one.model.trained)
+    assert torch.equal(other_loss, loss)
+    assert torch.equal(other_outputs, outputs)
+
+
 def test_evaluation_counts_right_answers_and_changes_nothing() -> None:
     problem = net_problem()
     model = problem.model
@@ -139,10 +159,8 @@ def test_the_full_gradient_leaves_statistics_and_generators_alone() -> None:
 
 
 def test_a_parameter_without_gradient_keeps_its_dual_and_pull() -> None:
-    torch.manual_seed(8)
-    model = FlatModel(Idle().double())
-    x, y = torch.randn(6, 3, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
-    problem = Problem(model, mean_square, x, y)
+    problem = idle_problem()
+    model = problem.model
     idle = slice(4, 10)
     slope, centre = torch.randn(10, dtype=torch.float64), torch.randn(10, dtype=torch.float64)
     start = model.vector.clone()

@@ -110,8 +110,8 @@ class FlatModel:
         self.trained_gradient = torch.zeros_like(self.trained)
         d = sum(parameter.numel() for parameter in self.shared)
         self.vector, self.gradient = self.trained[:d], self.trained_gradient[:d]
-        self._slopes = self.views(self.trained_gradient)
-        for parameter, view in zip(self._parameters, self.views(self.trained), strict=True):
+        self._values, self._slopes = self.views(self.trained), self.views(self.trained_gradient)
+        for parameter, view in zip(self._parameters, self._values, strict=True):
             view.copy_(parameter.data)
             parameter.data = view
         self._attach_gradients()
@@ -299,6 +299,16 @@ class FlatModel:
         dense = [s.to_dense() if s.is_sparse else s for s in slopes if s is not None]
         torch._foreach_copy_([*itertools.compress(self._slopes, reached)], dense)
         self._attach_gradients()
+
+    def descend(self, rate: float) -> None:
+        """Step by ``rate`` down what backward passes made since :meth:`clear_gradients`.
+
+        A parameter that they did not reach stays where it is.
+        """
+        slopes = [parameter.grad for parameter in self._parameters]
+        reached = [slope is not None for slope in slopes]
+        dense = [s.to_dense() if s.is_sparse else s for s in slopes if s is not None]
+        torch._foreach_add_([*itertools.compress(self._values, reached)], dense, alpha=-rate)
 
     def _attach_gradients(self) -> None:
         for parameter, view in zip(self._parameters, self._slopes, strict=True):

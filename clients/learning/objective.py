@@ -144,6 +144,31 @@ class Objective(abc.ABC):
         statistics. Batches above ``CHUNK`` samples go through the model in pieces. The module must
         be in training mode.
         """
+        loss, outputs = self._backward(inputs, targets)
+        self.model.collect_gradients()
+        if self.penalty is not None:
+            w = self.model.vector.detach().requires_grad_()
+            value = self.penalty(w)
+            self.model.gradient.add_(torch.autograd.grad(value, w)[0])
+            loss = loss + value.detach()
+        return loss, outputs
+
+    @property
+    def descends(self) -> bool:
+        """Whether :meth:`descend` can take the place of :meth:`gradient` and a step along it."""
+        return self.penalty is None and type(self).gradient is Objective.gradient
+
+    def descend(self, inputs: Inputs, targets: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+        """Take a step of ``rate`` down f's gradient on a batch; return as :meth:`gradient` does.
+
+        The step is that along ``model.gradient``, to the bit, which it leaves as it is.
+        """
+        loss, outputs = self._backward(inputs, targets)
+        self.model.descend(rate)
+        return loss, outputs
+
+    def _backward(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Leave the gradient on a batch with the parameters; return loss and outputs, detached."""
         self.model.clear_gradients()
         samples = len(targets)
         with self._normalising(samples):
@@ -160,12 +185,6 @@ class Objective(abc.ABC):
                     loss = loss + value.detach()
                     parts.append(outputs.detach())
                 outputs = torch.cat(parts)
-        self.model.collect_gradients()
-        if self.penalty is not None:
-            w = self.model.vector.detach().requires_grad_()
-            value = self.penalty(w)
-            self.model.gradient.add_(torch.autograd.grad(value, w)[0])
-            loss = loss + value.detach()
         return loss, outputs
 
     def hessian_product(self, inputs: Inputs, targets: Tensor, v: Tensor) -> Tensor:

@@ -101,6 +101,8 @@ def solve(
     optimizer = _optimizer(problem, training, batch_size)
     needs_loss = training.solver not in GRADIENT_ONLY
     bent = _bend(problem, subproblem, start, needs_loss)
+    plain = problem.descends and not subproblem.bends and isinstance(optimizer, Descent)
+    plain = plain and not (training.momentum or training.weight_decay)
     epochs, limit = planned(training, problem.planned(training), rng)
     keeps_previous = training.extrapolation > 0.0 or previous is not None
     before = start if previous is None else previous
@@ -120,7 +122,10 @@ def solve(
             here = model.vector.clone() if keeps_previous else before
             if training.extrapolation:
                 model.vector.add_(here - before, alpha=training.extrapolation)
-            optimizer.step(closure)  # type: ignore[arg-type]
+            if plain:
+                first.append(problem.descend(x, y, training.rate))
+            else:
+                optimizer.step(closure)  # type: ignore[arg-type]
             if training.box:
                 model.vector.clamp_(-training.box, training.box)
             before = here

@@ -29,6 +29,11 @@ class Subproblem(NamedTuple):
     pull: Any = 0.0
     centre: Vector | float = 0.0
 
+    @property
+    def bends(self) -> bool:
+        """Whether (0) is not f alone; a vector or a column counts, whatever its numbers."""
+        return any(not isinstance(part, int | float) or part != 0.0 for part in self[:2])
+
     def gradient(self, w: Vector, g: Vector) -> Vector:
         """Return the gradient of (0) at ``w``, where f has the gradient ``g``."""
         return g + self.slope + self.pull * (w - self.centre)
