@@ -117,7 +117,7 @@ ROUNDS = [
         {
             "elif client in came:": "elif False:",
             "if node not in asked.by_node:": "if False:",
-            "if answers(message, request.about)]": "]",
+            "if is_reply_to(message, request.about)]": "]",
             "if used or not unusable:": "if used:",
             "c if c.isprintable() else": "c if c else",
         },

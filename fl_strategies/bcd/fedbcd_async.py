@@ -48,7 +48,7 @@ from fl_strategies.core.hyperparameters import choice, flag, number
 from fl_strategies.core.records import BadReply, Uploads
 from fl_strategies.core.vectors import Vector
 from fl_strategies.server.algorithm import Card
-from fl_strategies.server.replies import content_as, contents, gone, sender
+from fl_strategies.server.replies import content_as, contents, lost_request, sender
 from fl_strategies.server.wire import decode
 
 if TYPE_CHECKING:
@@ -394,5 +394,5 @@ def _is_of(reply: Message, asked: Asked) -> bool:
     try:
         sender(reply, asked)
     except BadReply:
-        return gone(reply, asked) is not None
+        return lost_request(reply, asked) is not None
     return True

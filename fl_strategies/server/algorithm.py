@@ -1,4 +1,4 @@
-"""What an algorithm tells of itself, and the hooks by which it takes part in a run."""
+"""An algorithm's description of itself, and the hooks by which it takes part in a run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fl_strategies.server.options import Options
 from fl_strategies.server.run import Run
 
 State: TypeAlias = Any
-"""What an algorithm's server keeps: an immutable record of named fields (a named tuple or a frozen
-dataclass of numbers, texts, arrays, lists and dicts of them), None if it keeps nothing."""
+"""The state of an algorithm's server: an immutable record of named fields (a named tuple or frozen
+dataclass of numbers, texts, arrays, lists and dicts of them), or None if it keeps nothing."""
 
 
 NUM_CLIENTS: Any = number(
@@ -31,51 +31,51 @@ NUM_CLIENTS: Any = number(
 
 
 class Card(NamedTuple):
-    """What a table of algorithms says of one."""
+    """An algorithm's row in a table of algorithms."""
 
     title: str
     about: str
     when: str
     """When to use it."""
     keeps: str
-    """What its clients keep from round to round."""
+    """What the clients keep from round to round."""
     paper: str
 
 
 class Algorithm(Options):
-    """What the server half of an algorithm is, beside its hyperparameters.
+    """The server half of an algorithm, besides its hyperparameters.
 
     Attributes
     ----------
     state : record or None
-        What the algorithm's server keeps (:data:`State`), as of the last round that stands.
+        The state of the algorithm's server (:data:`State`) after the last successful round.
     ledger : fl_strategies.core.ledger.Ledger
         Which reply of each client was used last.
     run : fl_strategies.server.run.Run
-        What the run has come to.
+        The run so far.
     nodes : fl_strategies.server.nodes.Nodes
-        Who is connected, and who ever was.
+        The clients that are connected, and those that ever were.
     theta : ndarray [d]
-        The global model of the present round.
+        The global model of the current round.
     """
 
     algorithm: ClassVar[str]
     """Name by which clients know the algorithm."""
     card: ClassVar[Card]
-    """What a table of algorithms says of it; one that is in none needs no card."""
+    """Its row in a table of algorithms; an algorithm that is in no table needs no card."""
     client_module: ClassVar[str] = ""
-    """Module of its client half, by default that of the same name in ``clients``."""
+    """Module of its client half; by default the module of the same name in ``clients``."""
     beside: ClassVar[tuple[str, ...]] = ()
     """Names of vectors [d] that travel beside the model, in training requests and replies."""
     averages: ClassVar[Averages] = ""
-    """What the server rule depends on the (weighted) mean of alone: models, trained from the one
-    received; or changes, of models or states, which must add up; "" if it is neither."""
+    """The uploads if the server rule depends only on their (weighted) mean: "models" trained from
+    the received one, or "changes", of models or states, which must add up. Else ""."""
     books_changes: ClassVar[bool] = False
-    """Whether uploads are changes which server and client both add to what they keep."""
+    """Whether uploads are changes that the server and the client both add to their states."""
     unnamed: ClassVar[str] = ""
-    """What a client that does not say which algorithm it ran is trusted with, "" to refuse it."""
+    """What a client may do that does not say which algorithm it ran; "" if it is refused."""
     num_clients = 0
-    """Number of clients that there are at least, as far as the user knows."""
+    """The number of clients that the user declared, a lower bound."""
 
     def __post_init__(self) -> None:
         kept_rounds = self.checkpoints.kept_rounds if self.checkpoints else None
@@ -89,13 +89,13 @@ class Algorithm(Options):
 
     @property
     def population(self) -> int:
-        """Number m of clients: ever connected, departed or not, and ``num_clients`` at least."""
+        """Number m of clients that were ever connected, and at least ``num_clients``."""
         return max(len(self.nodes.known), self.num_clients)
 
     def aggregate(self, state: State, theta: Vector, uploads: Uploads) -> tuple[Vector, State]:
-        """Return the next global model [d] and server state, from the present ones and a round's.
+        """Return the next global model [d] and server state, from the current ones and the uploads.
 
-        Nothing that is handed in is written to.
+        The arguments must not be changed.
         """
         raise TypeError(f"{type(self).__name__} must define aggregate")
 
@@ -104,18 +104,18 @@ class Algorithm(Options):
         return None
 
     def begin(self, state: State, theta: Vector) -> State:
-        """Return the state to begin a run with, given that of before; ``ValueError`` if none can.
+        """Return the state at a run's beginning, given the state before; may raise ``ValueError``.
 
-        ``theta`` [d] is the initial model. Called by each ``start``, which goes on by default.
+        ``theta`` [d] is the initial model. Each ``start`` calls this; by default the state stays.
         """
         return state
 
     def meet(self, state: State, clients: Iterable[int]) -> State:
-        """Return the state once these ``clients`` are connected, before a round asks any."""
+        """Return the state when these ``clients`` are connected, before a round asks any."""
         return state
 
     def tell(self, state: State, server_round: int, client: int) -> Mapping[str, Any]:
-        """Return what ``client`` must be told beside the hyperparameters declared as sent."""
+        """Return what ``client`` is told besides the hyperparameters that are declared as sent."""
         return NOTHING
 
     def vectors(self, state: State) -> Mapping[str, Vector]:
@@ -131,50 +131,50 @@ class Algorithm(Options):
         return None
 
     def accept(self, upload: Upload) -> Upload:
-        """Return the upload as the rule takes it; raise :class:`BadReply` if it must not.
+        """Return the upload for the rule; raise :class:`BadReply` if the rule cannot use it.
 
-        Called in the order of clients, for uploads that have passed all else.
+        Called in the order of clients, for uploads that have passed all other checks.
         """
         return upload
 
     def weight(self, upload: Upload) -> float:
-        """Return what ``upload`` weighs among the others in :meth:`aggregate`, for the history."""
+        """Return the weight of ``upload`` in :meth:`aggregate`, for the history."""
         return 1.0
 
     @property
     def folds_by(self) -> str:
-        """:meth:`weight` in words, where the rule needs sum_i weight_i v_i alone of uploads v_i.
+        """:meth:`weight` as text, if the rule needs only sum_i weight_i v_i of the uploads v_i.
 
-        "1", a number that clients report, or a quotient "n / a" (:mod:`.folding`); "" where the
-        rule needs more.
+        "1", a number that clients report, or a quotient "n / a" (:mod:`.folding`); "" if the rule
+        needs more.
         """
         return ""
 
     def reference(self, upload: Upload) -> Vector | float:
-        """Return from where ``clipping_norm`` measures ``upload``, [d] or 0: the model it got."""
+        """Return the point, [d] or 0, from which ``clipping_norm`` measures ``upload``."""
         return 0.0 if self.books_changes else self.theta
 
     def end_round(
         self, before: State, state: State, uploads: Uploads, metrics: Mapping[str, Any]
     ) -> tuple[State, dict[str, float]]:
-        """Return the state with what passes in every round, void ones too, and further metrics.
+        """Return the state with the changes of every round, even a void one, and further metrics.
 
-        ``before`` is the state before the round, and after a void one ``state`` is the same.
+        ``before`` is the state before the round; after a void round ``state`` is equal to it.
         """
         return state, {}
 
     @property
     def scalar_bounds(self) -> Mapping[str, tuple[float, float]]:
-        """Metrics that each reply must carry, with the range that each must be in."""
+        """Metrics that each reply must carry, and the range of each."""
         return NOTHING
 
     def check_clients(self, clients: int) -> None:
-        """Raise ``ValueError`` if the algorithm cannot run with that many clients."""
+        """Raise ``ValueError`` if the algorithm cannot run with this number of clients."""
 
     def replies_needed(self) -> int:
         """Return the number of usable replies below which the round is void."""
         return self.min_replies
 
     def exchanges_in(self, num_rounds: int) -> int:
-        """Return how many communication rounds a run of ``num_rounds`` takes."""
+        """Return the number of communication rounds in a run of ``num_rounds``."""
         return num_rounds

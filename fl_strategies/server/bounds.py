@@ -16,10 +16,11 @@ from fl_strategies.core.vectors import Vector
 
 @dataclass
 class NormBound:
-    """Scales uploads down to ``bound``, or leaves out what must not be scaled.
+    """Scales uploads down to ``bound``, and rejects uploads that must not be scaled.
 
-    ``reference(upload)`` is from where a change is measured, [d] or 0. ``books_changes`` says that
-    a change is also booked by its client, which a scaled one would not be.
+    ``reference(upload)`` is the point, [d] or 0, from which a change is measured.
+    ``books_changes`` says that the client books its change too; the client could not book a scaled
+    one.
     """
 
     bound: float
@@ -32,9 +33,9 @@ class NormBound:
         return {}
 
     def check(self, reply: Reply, upload: Upload) -> Upload:
-        """Return ``upload`` within the bound: the same, to the bit, if it is.
+        """Return ``upload``, scaled if it is beyond the bound, else unchanged to the bit.
 
-        Raises :class:`BadReply` for one beyond it that cannot be scaled.
+        Raises :class:`BadReply` for an upload beyond the bound that must not be scaled.
         """
         change = upload.vector - self.reference(upload)
         parts = dict(upload.beside)

@@ -1,9 +1,9 @@
 """Callbacks for the end of a round.
 
-Any function of a :class:`RoundInfo` is one; returning ``True`` stops the run after that round. What
-one raises ends the run as well, when the others have seen the round too and it has its checkpoint;
-a run that is resumed goes on with the next. One with a method ``recall(rows)`` is told, when a run
-is resumed, the metrics of the rounds before it, by round.
+Any function of a :class:`RoundInfo` is a callback. If it returns ``True``, the run stops after this
+round. If it raises, the run also ends, after the other callbacks have seen the round and the
+checkpoint is written; a resumed run continues with the next round. When a run is resumed, a
+callback with a method ``recall(rows)`` gets the metrics of the earlier rounds, by round.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class RoundInfo:
     """What a person may want to know at the end of a round.
 
     ``metrics`` holds the round's numbers: training (``train-loss`` ...), clients' evaluation
-    (``eval-accuracy`` ...), the server's (``test-accuracy`` ...), bytes, clients and seconds. What
-    clients report under a name that is not theirs is called ``client-...`` (``names``).
-    ``clients`` holds, by client id, the numbers of each reply that was used: ``samples``,
-    ``data-share`` and ``weight-share`` (of the round's samples, and in the next model) of those
-    that trained, and what they measured.
+    (``eval-accuracy`` ...), the server's tests (``test-accuracy`` ...), bytes, clients and seconds.
+    A client's metric under a name that is not the client's is called ``client-...`` (``names``).
+    ``clients`` holds, by client id, the numbers of each used reply: ``samples``, ``data-share``
+    (of the round's samples) and ``weight-share`` (of the next global model) of clients that
+    trained, and what they measured.
     """
 
     server_round: int
@@ -47,7 +47,7 @@ Rows: TypeAlias = Mapping[int, Mapping[str, float]]
 
 
 class _Lines:
-    """A file of JSON lines, begun anew by the first that is written."""
+    """A file of JSON lines; the first line that is written begins the file anew."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._mode = Path(path), "w"
@@ -55,7 +55,7 @@ class _Lines:
             raise ValueError(f"{self.path.parent} is no directory to write {self.path.name} in")
 
     def recall(self, rows: Rows) -> None:
-        """Keep the lines of the rounds before; raise :class:`DamagedFile` if one is damaged."""
+        """Keep the lines of earlier rounds; raise :class:`DamagedFile` if one is damaged."""
         try:
             found = read_lines(self.path) if self.path.exists() else []
         except DamagedFile as fault:
@@ -65,7 +65,7 @@ class _Lines:
         self._mode = "a"
 
     def append(self, server_round: int, rows: Iterable[Mapping[str, float]]) -> None:
-        """Write the round's rows out at once, in one piece."""
+        """Write the round's rows to disk at once, in one piece."""
         lines = [
             json.dumps({"round": server_round, **{n: finite(v) for n, v in row.items()}}) + "\n"
             for row in rows
@@ -76,14 +76,14 @@ class _Lines:
 
 
 class History(_Lines):
-    """Appends one JSON line a round to ``path``: ``RoundInfo.metrics``; null is "not finite"."""
+    """Appends a JSON line per round to ``path``: ``RoundInfo.metrics``; null means "not finite"."""
 
     def __call__(self, info: RoundInfo) -> None:
         self.append(info.server_round, [_without("round", info.metrics)])
 
 
 class ClientHistory(_Lines):
-    """Appends one JSON line per client and round to ``path``: ``RoundInfo.clients``."""
+    """Appends a JSON line per client and round to ``path``: ``RoundInfo.clients``."""
 
     def __call__(self, info: RoundInfo) -> None:
         rows = [
@@ -94,10 +94,10 @@ class ClientHistory(_Lines):
 
 
 class BestModel:
-    """Keeps the model of the best round in ``path`` (safetensors), by a metric.
+    """Keeps the global model of the best round, by ``metric``, in ``path`` (safetensors).
 
-    ``best`` and ``best_round`` tell what it holds; NaN is never the best. Raises ``KeyError`` when
-    a round lacks ``metric``.
+    ``best`` and ``best_round`` are its metric and round; NaN is never the best. Raises ``KeyError``
+    when a round lacks ``metric``.
     """
 
     def __init__(self, path: Path, metric: str = "test-accuracy", *, smaller: bool = False) -> None:
@@ -110,7 +110,7 @@ class BestModel:
             write_atomically(self.path, model_bytes(info.arrays))
 
     def recall(self, rows: Rows) -> None:
-        """Take note of the best of the rounds before; its model is in the file already."""
+        """Note the best of the earlier rounds; the file already holds its model."""
         for server_round, metrics in rows.items():
             self._better(server_round, metrics)
 
@@ -125,7 +125,7 @@ class BestModel:
 
 
 class EarlyStop:
-    """Stops at ``target``, or after ``patience`` rounds in which ``metric`` did not improve.
+    """Stops at ``target``, or after ``patience`` rounds without an improvement of ``metric``.
 
     Raises ``KeyError`` when a round lacks ``metric``.
     """
@@ -151,7 +151,7 @@ class EarlyStop:
         return self._ends(info.metrics)
 
     def recall(self, rows: Rows) -> None:
-        """Count the rounds before; a run that ended there is not gone on with."""
+        """Count the earlier rounds; a run that ended there does not continue."""
         for metrics in rows.values():
             self._ends(metrics)
 
@@ -168,7 +168,7 @@ def _without(name: str, row: Mapping[str, float]) -> dict[str, float]:
 
 
 def finite(value: float) -> float | None:
-    """Return ``value``, or None where it is not finite: JSON has no such numbers."""
+    """Return ``value``, or None if it is not finite: JSON has no such numbers."""
     return value if math.isfinite(value) else None
 
 

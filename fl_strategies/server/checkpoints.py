@@ -1,13 +1,13 @@
-"""Checkpoints of a run's server half, from which ``start(resume=True)`` goes on.
+"""Checkpoints of a run's server half, from which ``start(resume=True)`` continues.
 
-A checkpoint is one safetensors file with a checksum, written whole or not at all: the model, the
-algorithm's server state (its record, field by field), the ledger, the run's id and its history, and
-the version of this format: another is refused. There is no random state, as every stream derives
-from the seed and the round. The directory is locked while a run lasts.
+A checkpoint is one safetensors file with a checksum, written completely or not at all. It holds the
+global model, the algorithm's server state (its record, field by field), the ledger, the run's id
+and history, and the version of this format; another version is refused. It holds no random state,
+because every stream derives from the seed and the round. The directory is locked during a run.
 
-Clients keep a state of their own, which a killed run leaves some rounds ahead of the last
-checkpoint. So each request names the rounds (``kept-rounds``) whose version of it some checkpoint
-would go back to, and the client keeps these: as many more than one as there are checkpoints.
+Clients keep their own states, which a killed run leaves some rounds ahead of the last checkpoint.
+So each request names the rounds (``kept-rounds``) that some checkpoint would go back to, and the
+client keeps its state of these rounds: one more version for each checkpoint.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ RUN = frozenset(
     {"algorithm", "seed", "model", "run-id", "rounds-before", "round", "stopped", "clients",
      "metrics", "history", "devices"}
 )  # fmt: skip
-"""What ``Checkpoint.run`` holds."""
+"""The content of ``Checkpoint.run``."""
 VERSION = 2
-"""Of the format: 1 had the strategy's attributes in place of records."""
+"""The version of the format. Version 1 held attributes of the strategy instead of records."""
 
 
 class Checkpoint(NamedTuple):
-    """What a file holds: the model's arrays by name, the server state, the ledger, the run so far.
+    """A file's content: the model's arrays by name, the server state, the ledger, the run so far.
 
-    ``state`` are the fields of the algorithm's record by name, of an algorithm without one none.
+    ``state`` holds the fields of the algorithm's record by name; it is empty without a record.
     """
 
     model: dict[str, npt.NDArray[Any]]
@@ -49,20 +49,20 @@ class Checkpoint(NamedTuple):
 
 
 class Checkpoints:
-    """Where checkpoints lie, how often they are made and which are kept.
+    """Where checkpoints are written, how often, and which of them are kept.
 
     Parameters
     ----------
     directory : path
-        Of one run; made when that begins.
+        For one run; made when the run begins.
     every : int >= 1 (default 1)
-        Rounds from one to the next.
+        Rounds from one checkpoint to the next.
     keep : int >= 1 (default 2)
-        How many of the last are kept.
+        How many of the last checkpoints are kept.
     best : str, optional
-        A metric of ``RoundInfo.metrics``: the checkpoint in which it was best is kept as well.
+        A metric of ``RoundInfo.metrics``: the checkpoint with its best value is kept as well.
     smaller : bool (default False)
-        Whether a smaller value of it is better.
+        Whether a smaller value of ``best`` is better.
 
     Raises
     ------
@@ -95,7 +95,7 @@ class Checkpoints:
         return sorted(self._found()[0])
 
     def _found(self) -> tuple[dict[int, Path], list[Path]]:
-        """Return the checkpoints by round, and what else has a name that begins like theirs."""
+        """Return the checkpoints by round, and other entries whose names begin like theirs."""
         checkpoints, strays = {}, []
         for path in sorted(self.directory.glob(f"{PREFIX}*")):
             number = path.name[len(PREFIX) :].removesuffix(SUFFIX)
@@ -106,11 +106,10 @@ class Checkpoints:
         return checkpoints, strays
 
     def take(self) -> str:
-        """Lock the directory; return the id of the run that held it last, "" if none did.
+        """Lock the directory; return the id of the run that held it last, or "".
 
-        What lies there and is no checkpoint is left alone, with a line in the log. Raises
-        ``ValueError`` if another run holds it, or something that is no file has a checkpoint's
-        name.
+        Other files in it are left alone, with a line in the log. Raises ``ValueError`` if another
+        run holds the directory, or if something that is not a file has a checkpoint's name.
         """
         run = self._lock.take()
         found, strays = self._found()
@@ -121,7 +120,7 @@ class Checkpoints:
         return run
 
     def sign(self, run: str) -> None:
-        """Write down the id of the run whose directory this is."""
+        """Write the id of the run into its directory."""
         self._lock.sign(run)
 
     def release(self) -> None:
@@ -129,16 +128,16 @@ class Checkpoints:
         self._lock.release()
 
     def begin(self) -> None:
-        """Raise ``ValueError`` if a new run would mix its checkpoints with those of another."""
+        """Raise ``ValueError`` if a new run would mix its checkpoints with another run's."""
         if found := self.rounds():
             raise ValueError(
-                f"{self.directory} holds checkpoints of rounds {found}: go on from them with"
+                f"{self.directory} holds checkpoints of rounds {found}: continue with"
                 " resume, or choose another directory"
             )
         self._held = {}
 
     def save(self, number: int, checkpoint: Checkpoint) -> None:
-        """Write the checkpoint after round ``number``, then drop those that are not kept."""
+        """Write the checkpoint after round ``number``, then delete those that are not kept."""
         arrays = {f"model/{name}": array for name, array in checkpoint.model.items()}
         kept = {
             "state": _pack(checkpoint.state, arrays),
@@ -154,7 +153,7 @@ class Checkpoints:
             self.path(old).unlink(missing_ok=True)
 
     def last(self) -> Checkpoint | None:
-        """Return the last checkpoint that is not damaged; None if there never was one.
+        """Return the last checkpoint that is not damaged; None if there are no checkpoints.
 
         Raises ``ValueError`` if all are damaged.
         """
@@ -199,7 +198,7 @@ class Checkpoints:
 
     def _hold(self, number: int, checkpoint: Checkpoint) -> None:
         value = checkpoint.run["metrics"].get(self.best, math.nan)
-        acked = dict(checkpoint.ledger["acked"])  # the ledger goes on with its own
+        acked = dict(checkpoint.ledger["acked"])  # the ledger changes its own
         self._held[number] = (acked, -value if self.smaller else value)
 
     def _dropped(self) -> list[int]:
@@ -210,7 +209,7 @@ class Checkpoints:
 
 
 def _pack(value: Any, arrays: dict[str, npt.NDArray[Any]]) -> Any:
-    """Return ``value`` as JSON can have it, its arrays put among ``arrays``."""
+    """Return ``value`` in a form for JSON; its arrays are put into ``arrays``."""
     if isinstance(value, np.ndarray):
         name = f"state/{len(arrays)}"
         arrays[name] = value

@@ -1,8 +1,8 @@
-"""Flower's wrappers, mods and masks between a strategy and its clients: which may be there.
+"""Which of Flower's wrappers, mods and masks are allowed between a strategy and its clients.
 
 A strategy says by ``averages`` what its server rule takes the mean of. Clipping and noise are right
-around models, and wrong around changes that must add up; masks leave nothing but the mean. What
-does not go together is refused with a reason, before a reply of it counts.
+for models, and wrong for changes that must add up; masks reveal only the mean. A combination that
+is wrong is refused, with a reason, before any reply counts.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from fl_strategies.server.wire import checksum
 
 Averages: TypeAlias = Literal["models", "changes", ""]
 KEY_CLIPPING_NORM = "clipping_norm"
-"""Under which Flower's wrappers tell clients the bound to clip to."""
+"""Key by which Flower's wrappers tell clients the bound to clip to."""
 UNEQUAL = 1.001
-"""Ratio of weights above which they are not equal."""
+"""Weights whose ratio is above this are not equal."""
 
 
 @dataclass
 class Composition:
-    """What is between a strategy and its clients in the present run.
+    """What is between a strategy and its clients in the current run.
 
-    ``averages`` is the strategy's; ``wire`` describes what travels, ``layout`` the model alone, and
-    ``theta`` [d] is the model of the round.
+    ``averages`` is the strategy's; ``wire`` describes what travels, ``layout`` the model only, and
+    ``theta`` [d] is the global model of the round.
     """
 
     strategy: str
@@ -41,23 +41,23 @@ class Composition:
     layout: Layout | None = None
     theta: Vector = 0.0
     opened: bool = False
-    """Whether the strategy's own ``start`` or ``open`` began the run, and no wrapper."""
+    """Whether the strategy's own ``start`` or ``open``, not a wrapper, began the run."""
     wrapped: bool = False
     """Whether a wrapper calls the rounds."""
     masked: bool = False
     """Whether secure aggregation masks the uploads."""
     legacy: bool = False
-    """Whether a legacy server calls the rounds: its wrappers tell their bound to clients alone."""
+    """Whether a legacy server calls the rounds: its wrappers tell their bound to clients only."""
     bound: float = math.inf
-    """To which a wrapper tells the clients to clip their updates."""
+    """The bound to which a wrapper tells the clients to clip their updates."""
 
     @property
     def exact(self) -> bool:
-        """Whether a reply that cannot be used spoils those that can."""
+        """Whether one unusable reply makes all replies of the round unusable."""
         return self.wrapped or self.masked
 
     def wrap(self, buffers: Collection[str], *, watched: bool) -> None:
-        """Take note of a wrapper; raise ``ValueError`` where it would do harm.
+        """Note a wrapper; raise ``ValueError`` where it would do harm.
 
         ``watched`` says that the strategy has callbacks or checkpoints.
         """
@@ -83,7 +83,7 @@ class Composition:
         self.wrapped = True
 
     def check_hosts(self, hosts: Collection[int]) -> None:
-        """Raise ``ValueError`` where a wrapper would meet nodes that host several clients."""
+        """Raise ``ValueError`` if there is a wrapper and nodes host several clients."""
         if self.wrapped and hosts:
             raise ValueError(
                 f"a wrapper around {self.strategy} needs one client per message, whose update it"
@@ -92,28 +92,28 @@ class Composition:
             )
 
     def begin_round(self, config: ConfigRecord, theta: Vector) -> None:
-        """Take note of the round's model, and the bound that a wrapper tells clients in it."""
+        """Note the round's global model, and the bound that a wrapper tells clients."""
         self.theta = theta
         bound = config.get(KEY_CLIPPING_NORM)
         self.bound = float(bound) if isinstance(bound, int | float) else math.inf
 
     @property
     def intact(self) -> Collection[str]:
-        """The names of the arrays that must come as the client sent them."""
+        """The names of the arrays that must arrive as the client sent them."""
         if self.masked or self.wire is None:
             return ()
         return self.wire.buffers if self.averages == "models" else self.wire.shapes.keys()
 
     def ask(self, client: int) -> dict[str, Any]:
-        """Return that the client is to say what it sent."""
+        """Ask the client for a checksum of the arrays that it sends."""
         return {"checksums": True} if self.intact else {}
 
     def check(self, reply: Reply, upload: Upload) -> Upload:
-        """Return ``upload``; raise :class:`BadReply` where something changed it that must not.
+        """Return ``upload``; raise :class:`BadReply` if something changed it that must not.
 
-        Or where a wrapper told clients to clip, and this one did not.
+        Raises :class:`BadReply` too if a wrapper told clients to clip, and this client did not.
         """
-        if sent := reply.words.get("checksums"):  # else not asked for, or a client of another make
+        if sent := reply.words.get("checksums"):  # not asked for, or a foreign client, without it
             assert self.wire is not None
             intact, arrays = self.intact, reply.arrays
             found = dict(zip(self.wire.shapes, sent.split(), strict=False))
@@ -148,7 +148,7 @@ class Composition:
         """Nothing to keep."""
 
     def unequal(self, shares: Collection[float]) -> str:
-        """Return what to say of weights under a wrapper, whose noise counts on equal ones."""
+        """Return a warning of unequal weights under a wrapper, whose noise assumes equal ones."""
         if not self.wrapped or max(shares) <= UNEQUAL * min(shares):
             return ""
         return (

@@ -1,16 +1,16 @@
-"""A host's weighted mean in place of its clients' uploads.
+"""A host's weighted mean instead of its clients' uploads.
 
-Where the next model depends on a round's uploads through sum_i p_i v_i alone, p_i the
+If the next global model depends on a round's uploads only through sum_i p_i v_i, where p_i is the
 ``Algorithm.weight`` of client i, a host may send
 
     v = sum_i p_i v_i / sum_i p_i    over the clients i of one message
 
-in float64 (the plain mean where all p_i are 0), and buffers merged as the server merges them. The
-server puts v in place of each v_i: sum_i p_i v is the host's sum. What clients say in numbers and
-words comes client by client, so that weights, metrics and acknowledgements are exact.
+in float64 (the plain mean if all p_i are 0), and buffers merged as the server merges them. The
+server replaces each v_i by v: sum_i p_i v is the host's sum. Clients' numbers and texts are sent
+client by client, so that weights, metrics and acknowledgements are exact.
 
-A request that is to be folded carries :class:`Terms`, by which the host checks each upload as the
-server would. Sums then depend on how clients are spread, by rounding.
+A request for a mean carries :class:`Terms`, by which the host checks each upload as the server
+would. By rounding, sums then depend on how clients are spread over hosts.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from fl_strategies.server.identity import Identity
 from fl_strategies.server.wire import Content, decode_model, opened
 
 ROUNDING = 1e-9
-"""By which share of the bound a mean of vectors within it may be beyond it."""
+"""The share of the bound by which rounding may put a mean of vectors beyond the bound."""
 LOST = "the state which the server booked for it is lost"
 
 
 @dataclass(frozen=True)
 class Terms:
-    """By what a host folds, and what each upload must pass first.
+    """The weights by which a host folds, and the checks that each upload must pass first.
 
     ``by`` names the weight: "1", a number that clients report, or a quotient of two ("n / a").
-    ``nonces`` are, by client, those of the states that the server insists on.
+    ``nonces`` are, by client, those of the states that the server requires.
     """
 
     by: str
@@ -75,16 +75,16 @@ class Terms:
 
 @dataclass(frozen=True)
 class Fold:
-    """A host's mean as it came: of whose uploads, and its arrays."""
+    """A host's mean as it was received: the clients whose uploads it holds, and its arrays."""
 
     clients: tuple[int, ...]
     arrays: Mapping[str, npt.NDArray[Any]]
 
 
 class Folder:
-    """Takes in uploads one by one, each checked, and holds their sum alone.
+    """Checks uploads one by one, and holds only their sum.
 
-    ``received`` are the arrays of the request, the model and what travels beside it.
+    ``received`` are the arrays of the request: the model and what travels beside it.
     """
 
     def __init__(self, terms: Terms, received: Arrays) -> None:
@@ -109,7 +109,7 @@ class Folder:
     def take(
         self, client: int, numbers: Mapping[str, Any], words: Mapping[str, Any], arrays: Arrays
     ) -> None:
-        """Add a client's upload; raise :class:`BadReply` for one that the server would not take."""
+        """Add a client's upload; raise :class:`BadReply` for one that the server would reject."""
         content = Content({"metrics": numbers}, {"config": words}, {})
         bounds = {name: (low, high) for name, (low, high) in (self.terms.bounds or {}).items()}
         key, size = self.terms.weighted_by, len(self.wire.shapes)
@@ -131,7 +131,7 @@ class Folder:
         self._buffers.add(upload.buffers, upload.num_examples)
 
     def mean(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the arrays of the mean, those that are trained in float64, by their names."""
+        """Return the arrays of the mean by name; trained arrays are in float64."""
         if self._weight > 0.0:
             vector = np.concatenate(self._sums) / self._weight
         else:
@@ -143,7 +143,7 @@ class Folder:
 def added(
     sums: list[npt.NDArray[Any]], vectors: Sequence[npt.NDArray[Any]], weight: float
 ) -> list[npt.NDArray[Any]]:
-    """Return ``sums`` with ``weight`` times the vectors added, in place where there were any."""
+    """Return ``sums`` plus ``weight`` times the vectors; changes ``sums`` unless it is empty."""
     if not sums:
         return [weight * vector for vector in vectors]
     for total, vector in zip(sums, vectors, strict=True):
@@ -152,7 +152,7 @@ def added(
 
 
 def decode_fold(fold: Fold, wire: Layout) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays of a mean; raise :class:`BadReply` unless they fit ``wire``, in float64."""
+    """Return a mean's arrays; raise :class:`BadReply` unless they fit ``wire``, in float64."""
     exact = {
         name: dtype if name in wire.buffers else np.dtype(np.float64)
         for name, dtype in wire.dtypes.items()
@@ -161,7 +161,7 @@ def decode_fold(fold: Fold, wire: Layout) -> dict[str, npt.NDArray[Any]]:
 
 
 def upload_of(reply: Reply, layout: Layout, beside: Sequence[str]) -> Upload:
-    """Return what ``reply`` brings to the rule, its arrays as they lie."""
+    """Return ``reply`` as an upload for the rule, its arrays in place."""
     names, arrays = layout.trainable, reply.arrays
     return Upload(
         reply.client,

@@ -1,19 +1,19 @@
-"""One message about several clients of a node: how it is packed, and read without trust.
+"""One message about several clients of a node: how it is packed, and how it is read without trust.
 
 A *host* is a node with several clients. A request to it holds
 
-- the model and what travels beside it, once (one ArrayRecord), and the config that all have alike;
-- ``hosted``: a ConfigRecord that names whose each further record is, by their ids;
-- ``own-0``, ``own-1`` ...: tables (:mod:`fl_strategies.core.tables`) of what each is told alone;
-- ``missed``: the vectors that clients missed, each once; a client's row has the place of its own.
+- the model and what travels beside it, once (one ArrayRecord), and the config that all share;
+- ``hosted``: a ConfigRecord that gives, for each further record, the ids of its clients;
+- ``own-0``, ``own-1`` ...: tables (:mod:`fl_strategies.core.tables`) of each client's own settings;
+- ``missed``: the vectors that clients missed, each once; a client's row tells which is its own.
 
-Its reply holds ``hosted`` as well, and the clients that failed with their reasons in it; the arrays
-stacked ``[k, ...]``, a slice for each client named under ``arrays``; and tables of what each says,
-numbers in ``metrics-0`` ... and texts in ``config-0`` .... A reply to a
-request with ``fold`` in ``hosted`` (:mod:`fl_strategies.server.folding`) has one mean in place of
-the stacks, names its clients under ``folded``, and under ``refused`` those of the failed whose
-uploads the host did not take. Messages are bounded by :data:`MOST_CLIENTS` and :data:`MOST_BYTES`,
-so that a host may get several in a round.
+The reply also holds ``hosted``, which lists the clients that failed and their reasons; the arrays
+stacked ``[k, ...]``, with a slice for each client listed under ``arrays``; and tables of what each
+client reports, numbers in ``metrics-0`` ... and texts in ``config-0`` .... If a request has
+``fold`` in ``hosted`` (:mod:`fl_strategies.server.folding`), its reply has one mean instead of the
+stacks, lists the mean's clients under ``folded``, and lists under ``refused`` the failed clients
+whose uploads the host rejected. :data:`MOST_CLIENTS` and :data:`MOST_BYTES` limit a message, so
+that a host may get several in a round.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from fl_strategies.server.folding import Fold
 from fl_strategies.server.wire import Content, Failed, decode
 
 HOSTED = "hosted"
-"""The record by which a message about several clients is known."""
+"""The record that marks a message about several clients."""
 OWN, ARRAYS, METRICS, CONFIG = "own", "arrays", "metrics", "config"
 FAILED, REASONS, SECONDS = "failed", "reasons", "seconds"
 FOLD, FOLDED, REFUSED = "fold", "folded", "refused"
 MOST_CLIENTS = 1000
-"""Clients that one message is about at most."""
+"""The most clients in one message."""
 MOST_BYTES = 1 << 28
-"""Bytes of all arrays in one reply, at most, but for a single client's."""
+"""The most bytes of arrays in one reply; a single client's reply may be larger."""
 
 
 def is_hosted(content: RecordDict) -> bool:
@@ -47,7 +47,7 @@ def is_hosted(content: RecordDict) -> bool:
 
 
 def per_message(size: int) -> int:
-    """Return about how many clients one message is, whose reply has ``size`` bytes for each."""
+    """Return the number of clients in one message whose reply has ``size`` bytes per client."""
     return min(MOST_CLIENTS, max(1, MOST_BYTES // max(size, 1)))
 
 
@@ -62,8 +62,8 @@ def pack_request(
 ) -> RecordDict:
     """Return the request with ``arrays`` to the clients of ``configs``.
 
-    ``keys`` are the names of the records of the model and of the common config; ``fold`` is what
-    uploads are to be folded by (``folding.Terms``), "" if they are not.
+    ``keys`` are the names of the records of the model and of the common config; ``fold`` is how
+    uploads are folded (``folding.Terms``), or "" if they are not.
     """
     common, own = in_common(configs)
     missed = list(dict.fromkeys(row[MISSED] for row in own.values() if MISSED in row))
@@ -82,7 +82,7 @@ def pack_request(
 
 
 def unpack_request(content: RecordDict) -> tuple[ArrayRecord, dict[int, dict[str, Any]]]:
-    """Return the arrays and, by client, the config; raise ``ValueError`` for what is no request."""
+    """Return the arrays and, by client, the config; raise ``ValueError`` for a broken request."""
     records = dict(content.config_records)
     whose = {name: ids for name, ids in records.pop(HOSTED).items() if name != FOLD}
     missed: Any = records.pop(MISSED)[MISSED] if MISSED in records else []
@@ -100,7 +100,7 @@ def unpack_request(content: RecordDict) -> tuple[ArrayRecord, dict[int, dict[str
 
 
 def fold_of(content: RecordDict) -> str:
-    """Return what a request wants uploads folded by, "" if it does not."""
+    """Return how a request wants uploads folded, or ""."""
     return str(content.config_records[HOSTED].get(FOLD, ""))
 
 
@@ -108,7 +108,7 @@ def fold_of(content: RecordDict) -> str:
 
 
 class Said(NamedTuple):
-    """What one hosted client answers, in numbers and words."""
+    """The numbers and texts that one hosted client answers."""
 
     numbers: Mapping[str, Any]
     words: Mapping[str, Any]
@@ -126,7 +126,7 @@ def pack_reply(
     """Return the reply of a host that was busy for ``seconds``.
 
     ``arrays`` are stacked in the order of ``said``, or ``folded``; ``failed`` are reasons by
-    client, ``refused`` those of them whose uploads the host did not take.
+    client, ``refused`` those of these clients whose uploads the host rejected.
     """
     content: dict[str, Any] = {}
     whose: dict[str, Any] = {SECONDS: seconds}
@@ -152,9 +152,9 @@ def unpack_reply(content: RecordDict, *, folds: bool = False) -> dict[int, Conte
 
     ``folds`` says that the request asks for one mean of the uploads.
 
-    Raises :class:`BadReply`, with one reason, for a reply that does not hang together: ids that are
-    none or come twice, lists and stacks whose length is not the number of their clients. What a
-    client's part holds is not looked at.
+    Raises :class:`BadReply`, with one reason, for an inconsistent reply: ids that are invalid or
+    occur twice, lists and stacks whose length is not the number of their clients. The content of a
+    client's part is not checked.
     """
     try:
         whose = dict(content.config_records[HOSTED])
@@ -194,7 +194,7 @@ def unpack_reply(content: RecordDict, *, folds: bool = False) -> dict[int, Conte
 
 
 def busy_seconds(content: RecordDict) -> float:
-    """Return for how long the host says that it was busy, 0 where it says nothing sensible."""
+    """Return for how long the host says that it was busy; 0 if it says nothing valid."""
     records = content.config_records
     seconds = records[HOSTED].get(SECONDS, 0.0) if HOSTED in records else 0.0
     return seconds if isinstance(seconds, float) and 0.0 <= seconds < 1e9 else 0.0
@@ -203,7 +203,7 @@ def busy_seconds(content: RecordDict) -> float:
 def _tables(
     kind: str, named: dict[str, list[int]], records: Mapping[str, Any]
 ) -> Iterable[tuple[list[int], Mapping[str, Any]]]:
-    """Yield the tables of ``kind`` with their clients, taken out of ``named``."""
+    """Yield the tables of ``kind`` with their clients, and remove them from ``named``."""
     for name in [name for name in named if name.rpartition("-")[0] == kind]:
         yield named.pop(name), records[name]
 
@@ -211,7 +211,7 @@ def _tables(
 def _slices(
     clients: Sequence[int], records: Mapping[str, ArrayRecord]
 ) -> dict[int, dict[str, npt.NDArray[Any]]]:
-    """Return by client its arrays, out of the stacked ones, as views."""
+    """Return by client its arrays, as views of the stacked ones."""
     if not clients and not records:
         return {}
     if len({*clients}) < len(clients):
@@ -229,7 +229,7 @@ def _slices(
 
 
 def _fold(clients: Sequence[int], records: Mapping[str, ArrayRecord]) -> Fold:
-    """Return the mean that stands for the uploads of ``clients``."""
+    """Return the mean that replaces the uploads of ``clients``."""
     if len({*clients}) < len(clients):
         raise ValueError("clients are folded twice")
     if len(records) != 1:
@@ -239,7 +239,7 @@ def _fold(clients: Sequence[int], records: Mapping[str, ArrayRecord]) -> Fold:
 
 
 def _ids(name: str, value: Any) -> list[int]:
-    """Return the ids that ``name`` lists; raise ``ValueError`` for what are none."""
+    """Return the ids that ``name`` lists; raise ``ValueError`` for anything else."""
     if not isinstance(value, list) or not all(type(v) is int and v >= 0 for v in value):
         raise ValueError(f"{name!r} must list ids of clients, got {value!r:.100}")
     return value

@@ -1,7 +1,7 @@
-"""Whose reply it is: which algorithm its client ran, on which model layout.
+"""Which algorithm a reply's client ran, and on which model layout.
 
-Flower checks neither. Clients of this package say both; one of the user's own that says nothing is
-trusted as far as the algorithm allows, and the log says once what it may ignore.
+Flower checks neither. Clients of this package report both. A user's own client that reports nothing
+is trusted as far as the algorithm allows, and the log says once what the client may ignore.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from fl_strategies.core.layout import Layout
 from fl_strategies.core.records import BadReply, Reply, Upload
 
 FREE = "as with any client"
-"""What FedAvg trusts a client with that does not say which algorithm it ran."""
+"""FedAvg's trust in a client that does not say which algorithm it ran."""
 
 
 @dataclass
 class Identity:
-    """Algorithm and layout that replies must be of.
+    """The algorithm and layout that replies must have.
 
-    ``trust`` says what a client is trusted with that does not say which algorithm it ran, "" that
-    it is refused.
+    ``trust`` says how far a client is trusted that does not say which algorithm it ran; with ""
+    its replies are refused.
     """
 
     strategy: str
@@ -35,7 +35,7 @@ class Identity:
     warned: bool = False
 
     def ask(self, client: int) -> dict[str, Any]:
-        """Return what requests name."""
+        """Return the algorithm and layout, which each request names."""
         named = {"algorithm": self.algorithm}
         if self.layout is None:
             return named
@@ -43,7 +43,7 @@ class Identity:
         return {**named, "layout": self.layout.signature, **frozen}
 
     def admit(self, client: int, words: Mapping[str, str]) -> None:
-        """Raise :class:`BadReply` for another's reply, before its arrays are looked at."""
+        """Raise :class:`BadReply` for a reply of another algorithm, before its arrays are read."""
         ran = words.get("algorithm", "")
         if not ran:
             self._admit_unnamed(client)
@@ -72,14 +72,14 @@ class Identity:
             )
 
     def check(self, reply: Reply, upload: Upload) -> Upload:
-        """Return ``upload``: :meth:`admit` has seen to it."""
+        """Return ``upload``: :meth:`admit` has already checked it."""
         return upload
 
     def settle(self, used: Sequence[Upload]) -> None:
         """Nothing to keep."""
 
     def warn(self, used: Iterable[Reply], local: Iterable[str]) -> None:
-        """Say once of usable replies that name no algorithm what of ``local`` may be ignored."""
+        """Warn once, if usable replies name no algorithm, which of ``local`` may be ignored."""
         unnamed = [reply.client for reply in used if not reply.words.get("algorithm")]
         told = sorted(local)
         if not unnamed or self.warned or not (told or self.trust != FREE):

@@ -1,10 +1,11 @@
 """Which clients are connected, through which nodes.
 
-Flower's node ids are random and change when a node restarts, so each node is asked once for the
-stable id of its client, or, if it is a host, of its clients. A client is with the node that said so
-first, as long as this one is connected: another that says so later (restarted under a new node id,
-or hostile) waits until then. In a shared population, which the ServerApp's configuration allows
-(``shared_population``), any host may run any client, and a client is with :data:`ANY_HOST`.
+Flower's node ids are random and change when a node restarts. So each node is asked once for the
+stable id of its client or, if it is a host, of its clients. A client belongs to the node that named
+it first, as long as this node is connected. Another node that names the client later (restarted
+under a new node id, or hostile) waits until the first one has left. In a shared population, which
+the ServerApp's configuration allows (``shared_population``), any host may run any client; then the
+client's node is :data:`ANY_HOST`.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from fl_strategies.core.reasons import named, root_cause
-from fl_strategies.server.replies import answers, one_line
+from fl_strategies.server.replies import is_reply_to, one_line
 
 ATTEMPTS = 2
-"""Failed queries after which a node's own id serves as its client's."""
+"""After so many failed queries, a node's own id serves as its client's id."""
 NO_QUERY = "No query function registered"
-"""How Flower says that an app has none, which does not pass."""
+"""Flower's message for an app without a query function, which is permanent."""
 
 
 ANY_HOST = -1
-"""In place of the node of a client that any of the ``hosts`` may run."""
+"""Stands for the node of a client that any of the ``hosts`` may run."""
 
 
 class Nodes:
@@ -37,20 +38,20 @@ class Nodes:
     Parameters
     ----------
     patience : float > 0, seconds
-        How long a query may take, how long a node that did not answer one is left alone, and how
-        long the first round waits for nodes that the connected ones say exist.
+        How long a query may take, how long a node that did not answer is not asked again, and how
+        long the first round waits for nodes that the connected nodes say exist.
     population : int >= 0 (default 0)
         Size of the shared population: its clients 0, 1, ... are run by any host that offers to run
-        them all, and by no other node. 0: there is none, and such a node is refused.
+        them all, and by no other node. With 0 there is none, and such a host is refused.
 
     Attributes
     ----------
     known : set of int
         Ids of all clients ever connected.
     hosts : dict of int to bool
-        The connected nodes that take messages about several clients; whether they run any client.
+        The connected nodes that host several clients; whether they run any client.
     samples : dict of int to int
-        By client, the number of its samples, where its host has said that.
+        The number of samples by client, if its host has reported it.
     """
 
     def __init__(self, patience: float, population: int = 0) -> None:
@@ -70,10 +71,10 @@ class Nodes:
         self._met = False
 
     def wait(self, grid: Grid, needed: int) -> dict[int, int]:
-        """Return node by client id once ``needed`` clients are connected; the log says who waits.
+        """Wait until ``needed`` clients are connected; return each client's node.
 
-        The first call also waits, up to ``patience``, until as many are connected as the nodes'
-        ``num-partitions`` says.
+        The first call also waits, up to ``patience``, until as many clients are connected as the
+        nodes' ``num-partitions`` says. The log tells what is waited for.
         """
         started, said = time.monotonic(), 0.0
         while True:
@@ -90,7 +91,7 @@ class Nodes:
             time.sleep(min(0.05 + waited / 10, 1.0))
 
     def connected(self, grid: Grid) -> dict[int, int]:
-        """Return node by client id for all clients that are connected, asking new nodes first."""
+        """Ask new nodes for their clients; return the node of each connected client."""
         online = set(grid.get_node_ids())
         self._forget(online)
         now = time.monotonic()
@@ -108,7 +109,7 @@ class Nodes:
         return len(nodes) < self._expected or 0 < shared < self._expected_hosts
 
     def _forget(self, online: set[int]) -> None:
-        """Let nodes go that are not ``online``, and have those that wait for their clients."""
+        """Forget nodes that are not ``online``; nodes that wait for their clients get them."""
         self._refused &= online
         for node in self._clients_of.keys() - online:
             for client in self._clients_of.pop(node):
@@ -132,7 +133,7 @@ class Nodes:
         nameless: dict[str, list[int]] = {}
         for reply in grid.send_and_receive(queries, timeout=self.patience):
             node = reply.metadata.src_node_id
-            if node not in asked or not answers(reply, asked[node]):
+            if node not in asked or not is_reply_to(reply, asked[node]):
                 continue
             del asked[node]
             if reply.has_content():
@@ -145,9 +146,9 @@ class Nodes:
             log(WARNING, "%s, known by node id: %s", named(mine, "node"), reason)
 
     def _fail(self, node: int, reason: str) -> bool:
-        """Return whether the node's id serves as its client's from now on.
+        """Return whether the node's id serves as its client's id from now on.
 
-        A query may fail once for a passing reason; an app that has none always does.
+        A query may fail once for a temporary reason; without a query function it always fails.
         """
         self._failures[node] = self._failures.get(node, 0) + 1
         self._ask_again[node] = 0.0
@@ -181,9 +182,9 @@ class Nodes:
         self._claim(node, (client,), "calls itself")
 
     def _introduce_host(self, node: int, about: Mapping[str, Any]) -> None:
-        """Take a node that hosts clients of its own, if these are ids, each once.
+        """Accept a node that hosts its own clients, if it names valid ids, each once.
 
-        ``num-partitions`` bounds no ids: Flower's simulation counts nodes by it.
+        ``num-partitions`` does not limit these ids: Flower's simulation counts nodes by it.
         """
         clients = about["client-ids"]
         ids = clients if isinstance(clients, list) and all(map(_natural, clients)) else []
@@ -196,7 +197,7 @@ class Nodes:
         self._claim(node, ids, "hosts")
 
     def _introduce_any(self, node: int, about: Mapping[str, Any], partitions: int) -> None:
-        """Take a node that runs any client of the population, if that is the shared one."""
+        """Accept a node that runs any client of the population, if it is the shared one."""
         population = about["any-of"]
         if not self.population or population != self.population:
             own = self.population or "no"
@@ -216,7 +217,7 @@ class Nodes:
             self.known.update(everybody)
 
     def _note_samples(self, node: int, clients: Sequence[int], about: Mapping[str, Any]) -> None:
-        """Note what a host says of its clients' samples, by which work is spread alone."""
+        """Note the sample numbers that a host reports; they are used only to spread work."""
         samples = about.get("samples", [])
         if not samples:
             return
@@ -231,7 +232,7 @@ class Nodes:
         self._refused.add(node)
 
     def _claim(self, node: int, clients: Iterable[int], verb: str) -> None:
-        """Have ``node`` be those of ``clients`` that no connected one is, and wait for others."""
+        """Give ``node`` those ``clients`` that no connected node has; it waits for the others."""
         waits = [client for client in clients if not self._take(client, node)]
         if not waits:
             return
@@ -251,7 +252,7 @@ class Nodes:
         )
 
     def _take(self, client: int, node: int) -> bool:
-        """Return whether ``client`` is now with ``node``: with no other, and not shared."""
+        """Return whether ``client`` now belongs to ``node``: to no other node, and not shared."""
         if client < self.population or client in self._node_of:
             return False
         before = self._last.get(client, node)

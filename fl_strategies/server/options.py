@@ -47,9 +47,8 @@ class Options(Declared):
     train_metrics_aggr_fn: MetricsAggregation | None = option(
         default=None,
         type_name="callable",
-        about="As in Flower; by default means weighted by `weighted_by_key`. Names in what it"
-        " returns, and clients' own by default, are changed where they are the server's"
-        " (`fl_strategies.core.names`).",
+        about="As in Flower; by default means weighted by `weighted_by_key`. Metrics whose names"
+        " belong to the server are renamed (`fl_strategies.core.names`).",
     )
     evaluate_metrics_aggr_fn: MetricsAggregation | None = option(
         default=None,
@@ -63,13 +62,13 @@ class Options(Declared):
         low=0,
     )
     min_replies: int = number(
-        default=1, about="Usable replies below which a training round is void.", integer=True, low=1
+        default=1, about="A round with fewer usable replies is void.", integer=True, low=1
     )
     buffers: Iterable[str] = option(
         default=(),
         type_name="iterable of str",
         about="Names of the arrays that travel and are not trained (running statistics, counters):"
-        " floats are averaged by number of samples, integers take the largest.",
+        " floats are averaged, weighted by samples; of integers the largest is taken.",
     )
     ties: Iterable[Iterable[str]] = option(
         default=(),
@@ -81,57 +80,58 @@ class Options(Declared):
     frozen: Mapping[str, str] = option(
         default=MappingProxyType({}),
         type_name="mapping",
-        about="Digests, by name, of the arrays that nobody trains, which do not travel: a client"
-        " that has others is refused.",
+        about="Digests, by name, of the frozen arrays, which nobody trains and which do not"
+        " travel: a client with other arrays is refused.",
     )
     assume_algorithm: bool = flag(
         default=False,
-        about="Whether a reply that does not say which algorithm its client ran counts as this"
-        " one's: say so if your own ClientApp implements it. Our clients always say; a reply"
-        " that says another is never used. FedAvg takes such replies in any case, and"
-        " FedProx those of clients that heed `proximal-mu`.",
+        about="Whether a reply that names no algorithm counts as a reply of this one: set it if"
+        " your own ClientApp implements the algorithm. Our clients always name their algorithm;"
+        " a reply that names another is never used. FedAvg always uses replies without a name,"
+        " and FedProx those of clients that use `proximal-mu`.",
     )
     max_unusable_rounds: int = number(
         default=3,
-        about="Training rounds in a row, with answers and without a usable one, that end the run"
-        " with `fl_strategies.NothingUsable`; two clients at least must have answered in"
-        " them, or the only one there is.",
+        about="The run ends with `fl_strategies.NothingUsable` after so many training rounds in a"
+        " row with answers and without a usable one; at least two clients must have answered in"
+        " them, or the only one that exists.",
         integer=True,
         low=1,
     )
     local: Local = option(
         default=MappingProxyType({}),
         type_name="mapping",
-        about="How clients train, sent to them in every request (`clients.LocalTraining`):"
+        about="How clients train, sent in every request (`clients.LocalTraining`):"
         " `solver`, `lr`, `epochs`, `batch-size` ...; a number may be a schedule {first"
-        " round: number}. A client of your own is told anything else through `train_config`.",
+        " round: number}. Use `train_config` to tell your own client anything else.",
     )
     lost_state: LostState | None = choice(
         default=None,
         choices=("reset", "refuse", "warn"),
-        about="What to do with a reply of a client that no longer has the state which the server"
-        " booked (restarted without its files, replaced): count it as a newcomer, leave its"
-        " replies out, or count it as a newcomer with a warning. What its lost state had put"
-        " into the model stays there; the server keeps no copy that it could take out. So"
-        ' the default is "warn" where the server books changes (`books_changes`: FedADMM,'
-        ' FedDyn, A-FedPD, SCAFFOLD, FedBCD), "reset" elsewhere. "refuse" is right where the state'
-        " can be brought back, from a backup.",
+        about="What to do with a reply of a client that lost the state which the server booked"
+        " (restarted without its files, or replaced): count the client as a newcomer (reset),"
+        " leave its replies out (refuse), or count it as a newcomer with a warning (warn). What"
+        " the lost state added to the global model remains there: the server keeps no copy of it."
+        ' So the default is "warn" if the server books changes (`books_changes`: FedADMM,'
+        ' FedDyn, A-FedPD, SCAFFOLD, FedBCD), else "reset". Use "refuse" if you can restore the'
+        " state from a backup.",
     )
     callbacks: Sequence[Callback] = option(
         default=(),
         type_name="sequence of callables",
-        about="Called with a `RoundInfo` at the end of each round; True ends the run, and so does"
-        " what one raises, once all have seen the round and it has its checkpoint.",
+        about="Called with a `RoundInfo` at the end of each round. If one returns True, the run"
+        " ends. If one raises, the run ends after all have seen the round and its checkpoint is"
+        " written.",
     )
     acknowledge: bool = flag(
         default=True,
-        about="Whether requests say which reply was used last. Off, lost replies corrupt clients'"
-        " state.",
+        about="Whether requests say which reply was used last. Without this, lost replies corrupt"
+        " clients' states.",
     )
     node_wait: float = number(
         default=60.0,
         about="Seconds that a query for a client's id may take, and that the first round waits"
-        " for nodes that the connected ones say exist.",
+        " for nodes which, as the connected nodes say, exist.",
         above=0.0,
     )
     shared_population: int = number(
@@ -145,31 +145,30 @@ class Options(Declared):
     fold: Literal["auto", "on", "off"] = choice(
         default="auto",
         choices=("auto", "on", "off"),
-        about="Whether hosts send one weighted mean in float64 in place of their clients' uploads,"
-        ' where the rule needs sums alone. "auto": if those of a round would take more than'
-        " `fold_memory`. Sums then depend, by rounding, on how clients are spread, and hosts are"
-        " trusted to check uploads and to add them up (SECURITY.md).",
+        about="Whether hosts send one weighted mean in float64 instead of their clients' uploads,"
+        ' if the rule needs only sums. "auto": if the uploads of a round would take more than'
+        " `fold_memory`. By rounding, sums then depend on how clients are spread over hosts, and"
+        " hosts are trusted to check and to add uploads (SECURITY.md).",
     )
     fold_memory: int = number(
         default=250,
-        about='MB of uploads in a round from which on `fold="auto"` folds.',
+        about='`fold="auto"` folds if the uploads of a round take more MB than this.',
         integer=True,
         low=0,
     )
     checkpoints: Checkpoints | None = option(
         default=None,
         type_name="Checkpoints",
-        about="Where to write checkpoints, from which `start(resume=True)` goes on; none by"
+        about="Where to write checkpoints, from which `start(resume=True)` continues; none by"
         " default.",
     )
     clipping_norm: float | None = number(
         default=None,
-        about="Bound on the norm of the change that one upload makes to the model, and of that of"
-        " the floats among `buffers`: a larger one is scaled down to it. Where server and"
-        " clients both book uploads (`books_changes`), and for what travels beside the"
-        " model, the reply is left out instead: of a change scaled down, the server's sum"
-        " and the clients' state would disagree for good, whereas clients undo what was left"
-        " out.",
+        about="Bound on the norm of the change that one upload makes to the model, and to the"
+        " floats among `buffers`: a larger change is scaled down to it. If server and clients"
+        " both book uploads (`books_changes`), and for vectors that travel beside the model, the"
+        " reply is left out instead: after a scaled change, the server's sum and the clients'"
+        " states would disagree forever, while clients undo a reply that was left out.",
         above=0.0,
     )
 

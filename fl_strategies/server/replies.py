@@ -1,4 +1,4 @@
-"""What comes back in a phase: which replies count, and the clients' numbers as the round's."""
+"""The replies of a phase: which of them count, and the round's metrics from clients' numbers."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from fl_strategies.server.wire import MAX_METRICS, Content, Failed
 T = TypeVar("T")
 
 MOST_HOSTS = 16
-"""Hosts whose share of a phase is shown one by one."""
+"""The most hosts whose share of a phase is shown one by one."""
 
 Naming: TypeAlias = Callable[[str], str]
-"""What a client's number is called: ``names.in_training`` or ``names.in_evaluation``."""
+"""Returns the metric's name of a client's number: ``names.in_training`` or ``in_evaluation``."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One message: the node it goes to, the clients it is about, and what identifies it.
+    """One message: the node it goes to, the clients it is about, and its identity.
 
-    ``hosted`` says that it is packed as one about several (:mod:`fl_strategies.server.hosting`),
+    ``hosted`` says that it is packed for several clients (:mod:`fl_strategies.server.hosting`),
     ``folds`` that it asks for one mean of their uploads.
     """
 
@@ -46,13 +46,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Asked:
-    """The requests of one phase: who was asked, by which messages, from when on."""
+    """The requests of one phase: who was asked, by which messages, and since when."""
 
     clients: Sequence[int]
     bytes_down: int
     started: float
     rounds: Mapping[int, int] = field(default_factory=dict)
-    """By client, the round of its request where it is not the present one."""
+    """By client, the round of its request if it is not the current one."""
     requests: Sequence[Request] = ()
 
     @cached_property
@@ -66,10 +66,10 @@ class Asked:
 
 @dataclass(frozen=True)
 class Sifted(Generic[T]):
-    """What usable replies were read as, by client, ascending; why others are none; their counts.
+    """The usable replies, by client, ascending; the faults of the others; their counts.
 
-    ``unusable`` are the faults of the clients that did answer; ``busy`` is, by host, for how many
-    seconds it says that it worked.
+    ``unusable`` are the faults of clients that did answer; ``busy`` holds, by host, the seconds for
+    which it says that it worked.
     """
 
     good: dict[int, T]
@@ -80,15 +80,15 @@ class Sifted(Generic[T]):
 
 
 class NothingUsable(RuntimeError):
-    """Round after round every reply was unusable; the text tells each cause once."""
+    """Every reply was unusable, in several rounds in a row; the text tells each cause once."""
 
 
 class Patience:
-    """Ends a run in which nothing can be used.
+    """Ends a run in which no reply can be used.
 
-    That is after ``rounds`` training rounds in a row in which clients answered and no reply was
-    usable, if two clients or more answered in them (or the only client there is). A round in which
-    nobody answered does not count.
+    The run ends after ``rounds`` training rounds in a row in which clients answered and no reply
+    was usable, if at least two clients answered in them (or the only client that exists). A round
+    without any answer does not count.
     """
 
     def __init__(self, rounds: int) -> None:
@@ -97,9 +97,9 @@ class Patience:
         self._causes: dict[str, tuple[str, set[int]]] = {}
 
     def settle(self, used: int, unusable: Mapping[int, str], clients: int) -> None:
-        """Take note of a round; raise :class:`NothingUsable` if it was one too many.
+        """Note a round; raise :class:`NothingUsable` if it was one too many.
 
-        ``used`` replies were usable; ``clients`` is how many were ever connected.
+        ``used`` replies were usable; ``clients`` is the number of clients ever connected.
         """
         if used:
             self._in_a_row, self._causes = 0, {}
@@ -107,7 +107,7 @@ class Patience:
             return
         self._in_a_row += 1
         for client, reason in unusable.items():
-            # numbers differ from client to client where the cause is one
+            # texts of one cause may differ in their numbers from client to client
             self._causes.setdefault(re.sub(r"\d+", "#", reason), (reason, set()))[1].add(client)
         if self._in_a_row >= self.rounds and len(self._who()) >= min(2, clients):
             told = "; ".join(
@@ -120,10 +120,11 @@ class Patience:
 
 
 def sift(replies: Iterable[Message], asked: Asked, read: Callable[[int, Content], T]) -> Sifted[T]:
-    """Tell usable replies from others: the first to each request, that ``read`` can read.
+    """Tell usable replies from the rest.
 
-    They are read in the order of clients, whichever came first. Each distinct reason to leave
-    replies out is one log line, those that never came another.
+    A usable reply answers a request of this phase, is the first from its client, and passes
+    ``read``. Replies are read in the order of clients, not of arrival. The log has one line for
+    each distinct reason to leave replies out, and one for clients without a reply.
     """
     good: dict[int, T] = {}
     came: dict[int, Content | BadReply] = {}
@@ -137,11 +138,11 @@ def sift(replies: Iterable[Message], asked: Asked, read: Callable[[int, Content]
     def left_out(client: int | None, fault: BadReply) -> None:
         reason = one_line(str(fault))
         found.append((client, reason))
-        # what no check foresaw may as well be a mistake of ours
+        # an error that no check foresaw may be our mistake
         unforeseen.setdefault(reason, fault.__cause__)
 
     for message in replies:
-        lost = gone(message, asked)
+        lost = lost_request(message, asked)
         if lost is not None:
             for client in lost.clients:
                 left_out(client, BadReply(f"none came: {root_cause(message.error.reason)}"))
@@ -183,7 +184,7 @@ def sift(replies: Iterable[Message], asked: Asked, read: Callable[[int, Content]
                 del good[client]
                 said = f"its host folded it with {named(spoilt)}, which cannot be taken out"
                 left_out(client, BadReply(said))
-    for client in again:  # after what was wrong with the first
+    for client in again:  # after the fault of the first
         left_out(client, BadReply("it answered before in this round"))
     for reason, clients in by_reason(found).items():
         whose = f"repl{'y' if len(clients) == 1 else 'ies'} of {named(clients)}"
@@ -194,7 +195,7 @@ def sift(replies: Iterable[Message], asked: Asked, read: Callable[[int, Content]
         "clients-asked": len(asked.clients),
         "clients-used": len(good),
         "clients-rejected": len(came) - len(good),
-        "clients-failed": len(failed),  # of the rejected, those that answered by an error
+        "clients-failed": len(failed),  # of the rejected clients, those that answered by an error
         "clients-lost": len(missing),
         "bytes-down": asked.bytes_down,
         "bytes-up": bytes_up,
@@ -204,8 +205,8 @@ def sift(replies: Iterable[Message], asked: Asked, read: Callable[[int, Content]
     return Sifted(good, dict(found), counts, unusable, busy)
 
 
-def gone(message: Message, asked: Asked) -> Request | None:
-    """Return the request whose node is gone, where Flower says so: it names the request alone."""
+def lost_request(message: Message, asked: Asked) -> Request | None:
+    """Return the request of a lost node if Flower reports one; it names only that."""
     about = message.metadata
     if not message.has_error() or about.src_node_id in asked.by_node:
         return None
@@ -216,12 +217,12 @@ def gone(message: Message, asked: Asked) -> Request | None:
 
 
 def sender(message: Message, asked: Asked) -> Request:
-    """Return the request that ``message`` answers; raise :class:`BadReply` if it answers none."""
+    """Return the request that ``message`` answers; raise :class:`BadReply` if there is none."""
     node = message.metadata.src_node_id
     if node not in asked.by_node:
         reason = f": {root_cause(message.error.reason)}" if message.has_error() else ""
         raise BadReply(f"node {node} was not asked{reason}")
-    found = [request for request in asked.by_node[node] if answers(message, request.about)]
+    found = [request for request in asked.by_node[node] if is_reply_to(message, request.about)]
     if not found:
         raise BadReply(f"node {node} answers another request than this round's")
     if len(found) == 1:
@@ -229,10 +230,10 @@ def sender(message: Message, asked: Asked) -> Request:
     return replace(found[0], clients=tuple(c for request in found for c in request.clients))
 
 
-def answers(reply: Message, request: Metadata | None) -> bool:
-    """Return whether ``reply`` names ``request``, where the engine gave that an id.
+def is_reply_to(reply: Message, request: Metadata | None) -> bool:
+    """Return whether ``reply`` names ``request``, if the engine gave the request an id.
 
-    A node cannot know the id of another's request, nor is an older one's this one's.
+    A node cannot know the id of another node's request, and older requests have other ids.
     """
     return not (request and request.message_id) or (
         reply.metadata.reply_to_message_id == request.message_id
@@ -240,9 +241,9 @@ def answers(reply: Message, request: Metadata | None) -> bool:
 
 
 def contents(message: Message, request: Request) -> Mapping[int, Content | BadReply]:
-    """Return what ``message``, a reply to ``request``, holds of each client: content, or a fault.
+    """Return, by client, the content or the fault in ``message``, a reply to ``request``.
 
-    Of a reply of a host that is wrong as a whole all clients of the request have the fault.
+    If a host's whole reply is wrong, all clients of the request have this fault.
     """
     fault: BadReply | None = None
     if message.has_error():
@@ -260,9 +261,9 @@ def contents(message: Message, request: Request) -> Mapping[int, Content | BadRe
 
 
 def content_as(client: int, content: Content | BadReply, read: Callable[[int, Content], T]) -> T:
-    """Return what ``read`` makes of the content; raise :class:`BadReply` if it is bad.
+    """Return ``read(content)``; raise :class:`BadReply` if the content is bad.
 
-    Whatever else ``read`` raises, the content has made it raise: it is the cause of a BadReply.
+    Any other exception of ``read`` is due to the content, and becomes the cause of a BadReply.
     """
     if isinstance(content, BadReply):
         raise content
@@ -275,9 +276,9 @@ def content_as(client: int, content: Content | BadReply, read: Callable[[int, Co
 
 
 def one_line(text: str) -> str:
-    """Return ``text``, which others have written, as one line of at most 500 characters.
+    """Return a foreign ``text`` as one line of at most 500 characters.
 
-    What a terminal would take for a command, or not show, is escaped as Python writes it.
+    Characters that a terminal would obey or not show are escaped as in Python.
     """
     line = " ".join(text.split())[:500]
     shown = [c if c.isprintable() else c.encode("unicode_escape").decode() for c in line]
@@ -285,7 +286,7 @@ def one_line(text: str) -> str:
 
 
 def as_records(content: Any) -> RecordDict:
-    """Return what a client said in numbers and words as Flower's records."""
+    """Return a client's numbers and texts as Flower's records."""
     if isinstance(content, RecordDict):
         return content
     said: Any = {**content.metric_records, **content.config_records}
@@ -314,11 +315,12 @@ def by_client(
     return rows
 
 
-def spread(replies: Iterable[Reply], called: Naming = str) -> MetricRecord:
-    """Each metric's mean by samples, and over clients its mean, variance, min and max, and its
-    value at the client with the fewest samples and at the one with the most.
+def summary(replies: Iterable[Reply], called: Naming = str) -> MetricRecord:
+    """Summarize each metric over clients: its mean weighted by samples, its plain mean, variance,
+    minimum and maximum, and its value at the clients with the fewest and the most samples.
 
-    Of more than ``MAX_METRICS`` names those that most clients report; a log line counts the others.
+    If there are more than ``MAX_METRICS`` names, those that most clients report are summarized; a
+    log line counts the others.
     """
     values: dict[str, list[tuple[float, float]]] = {}
     for reply in replies:
@@ -331,7 +333,7 @@ def spread(replies: Iterable[Reply], called: Naming = str) -> MetricRecord:
     metrics = MetricRecord()
     for name, pairs in values.items():
         each = np.array([value for value, _ in pairs])
-        with np.errstate(over="ignore", invalid="ignore"):  # of numbers near the largest
+        with np.errstate(over="ignore", invalid="ignore"):  # large numbers overflow
             metrics[name] = float(np.average(each, weights=[weight for _, weight in pairs]))
             metrics[f"{name}-mean"] = float(each.mean())
             metrics[f"{name}-variance"] = float(each.var())
@@ -343,18 +345,18 @@ def spread(replies: Iterable[Reply], called: Naming = str) -> MetricRecord:
 
 
 def _numbers(reply: Reply, called: Naming) -> dict[str, float]:
-    """Return the reply's numbers, as they are called."""
+    """Return the reply's numbers under their metrics' names."""
     return renamed({n: v for n, v in reply.numbers.items() if not isinstance(v, list)}, called)
 
 
 def renamed(numbers: Mapping[str, Any], called: Naming) -> dict[str, Any]:
-    """Return ``numbers`` as they are called; of "loss" and "eval-loss" the latter stays."""
+    """Return ``numbers`` under their metrics' names; of "loss" and "eval-loss" the latter stays."""
     kept = {name: value for name, value in numbers.items() if called(name) == name}
     return {called(name): value for name, value in numbers.items()} | kept
 
 
 def taken_names(replies: Iterable[Reply], called: Naming) -> list[str]:
-    """Return the names under which clients report, and which are another's."""
+    """Return the names of clients' numbers that belong to another source."""
     reported = {name for reply in replies for name in reply.numbers}
     return sorted(name for name in reported if is_taken(name, called(name)))
 
@@ -362,9 +364,9 @@ def taken_names(replies: Iterable[Reply], called: Naming) -> list[str]:
 def busy_shares(
     busy: Mapping[int, float], hosts: Iterable[int], seconds: float
 ) -> dict[str, float]:
-    """Return which share of a phase's ``seconds`` each host worked, by its place among ``hosts``.
+    """Return the share of a phase's ``seconds`` that each host worked, by its number in ``hosts``.
 
-    Of more than ``MOST_HOSTS`` least and most alone.
+    For more than ``MOST_HOSTS`` hosts only the least and the largest share.
     """
     shares = [min(busy.get(host, 0.0) / max(seconds, 1e-9), 1.0) for host in sorted(hosts)]
     if not shares:
@@ -375,6 +377,6 @@ def busy_shares(
 
 
 def device_of(reply: Reply) -> str:
-    """Return the kind of device that the client says it computed on (``cuda``), "" for none."""
+    """Return the kind of device on which the client says it computed (``cuda``), or ""."""
     word = reply.words.get("device", "")
     return word if word.isascii() and word.isalnum() and len(word) <= 16 else ""

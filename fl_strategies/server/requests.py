@@ -1,6 +1,6 @@
-"""What clients are asked: the model, what they are told, and who of them.
+"""Requests: the model, the settings that clients are told, and which clients are asked.
 
-Every request is a message of its own: what the caller passed in is never written to.
+Every request is a new message; the caller's arguments are never changed.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ from fl_strategies.server.wire import decode
 
 
 class Part(Protocol):
-    """Something that has a say in a round beside the algorithm."""
+    """A part of a round besides the algorithm."""
 
     def ask(self, client: int) -> Mapping[str, Any]:
-        """Return what to add to the request to ``client``."""
+        """Return this part's addition to the request to ``client``."""
 
     def check(self, reply: Reply, upload: Upload) -> Upload:
-        """Return the upload as it is taken; raise :class:`BadReply` if it is not."""
+        """Return the upload, perhaps changed; raise :class:`BadReply` to reject it."""
 
     def settle(self, used: Sequence[Upload]) -> None:
-        """Take note of the uploads of a round that stands."""
+        """Note the uploads of a successful round."""
 
 
 class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its default
-    """The half of a round that goes out."""
+    """The outgoing half of a round."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,7 +83,7 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
         self.composition = Composition(name, self.averages)
         self.patience = Patience(self.max_unusable_rounds)
         self.faults: dict[int | None, str] = {}
-        """Why replies of the last phase were left out, by client."""
+        """The faults of the last phase's unusable replies, by client."""
         self.layout: Layout | None = None
         self._wire: Layout | None = None
         self._model: Arrays = NOTHING
@@ -97,16 +97,16 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
 
     @property
     def asked(self) -> list[int]:
-        """The clients asked in the present phase of the round, ascending."""
+        """The clients asked in the current phase of the round, ascending."""
         return sorted(self._asked.clients)
 
     @property
     def parts(self) -> list[Part]:
-        """What has a say in a round beside the algorithm, in the order in which it is asked."""
+        """The parts of a round besides the algorithm, in the order in which they are called."""
         return [self.identity, *self._checks, self.ledger]
 
     def read_model(self, arrays: ArrayRecord) -> None:
-        """Take ``arrays`` for the global model of the round."""
+        """Make ``arrays`` the global model of the round."""
         self._model = {name: decode(array) for name, array in arrays.items()}
         if self.layout is None:
             self.layout = Layout.of(self._model, self.buffers, self.ties, self.frozen)
@@ -120,27 +120,27 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
             self._checks.append(limit)
 
     def model_record(self, vector: Vector, buffers: Arrays = NOTHING) -> ArrayRecord:
-        """Return the model with its trainable arrays out of ``vector`` [d], and its ``buffers``."""
+        """Return the model with trainable arrays from ``vector`` [d], and with ``buffers``."""
         assert self.layout is not None
         model = self.layout.unpack(vector, {**self._model, **buffers})
         return ArrayRecord({name: encoded(array) for name, array in model.items()})
 
     def choose(self, server_round: int, nodes: Mapping[int, int]) -> list[int]:
-        """Return which of the connected clients train in the round, ascending."""
+        """Return the connected clients that train in the round, ascending."""
         return self.sample("sample", server_round, nodes, self.fraction_train, self.min_train_nodes)
 
     def sample(
         self, purpose: str, server_round: int, nodes: Iterable[int], fraction: float, least: int
     ) -> list[int]:
-        """Return a share of the connected clients, ascending, by the stream of ``purpose``."""
+        """Return a random share of the connected clients, ascending, by the stream ``purpose``."""
         clients = sorted(nodes)
-        # 1e-9 keeps 0.29 of 100 at 29, whatever the rounding of the product
+        # 1e-9: 0.29 of 100 must be 29, and the rounded product may be less
         size = max(int(fraction * len(clients) + 1e-9), least)
         log(DEBUG, "%s: %d of %d clients", purpose, size, len(clients))
         return sorted(draw(stream(self.seed, purpose, server_round), clients, size))
 
     def request(self, server_round: int, client: int) -> dict[str, Scalar]:
-        """Return the config that ``client`` is sent in ``server_round``."""
+        """Return the config for ``client`` in ``server_round``."""
         return self._alike(server_round) | self._own(server_round, client)
 
     def _alike(self, server_round: int) -> dict[str, Scalar]:
@@ -153,7 +153,7 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
         }
 
     def _own(self, server_round: int, client: int) -> dict[str, Scalar]:
-        """Return what ``client`` is told beside or in place of that."""
+        """Return what ``client`` is told besides or instead of that."""
         state = self.first_state(self.theta) if self.state is None else self.state
         request = _at(self.tell(state, server_round, client), server_round)
         for part in self.parts:
@@ -169,9 +169,9 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
         chosen: Sequence[int],
         message_type: str,
     ) -> list[Message]:
-        """Return the messages to the clients ``chosen``, and take note of who is asked.
+        """Return the messages to the clients ``chosen``, and note who is asked.
 
-        Each has one of its own, but for those of hosts, which get the model once.
+        Each client has its own message, except clients of a host: a host gets the model once.
         """
         trains = message_type == MessageType.TRAIN
         if self.beside and trains:
@@ -222,7 +222,7 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
     def _terms(
         self, configs: dict[int, dict[str, Any]], nodes: Mapping[int, int], size: int
     ) -> Terms | None:
-        """Return by what hosts are to fold, None if they are not."""
+        """Return the terms by which hosts fold, or None if they do not."""
         hosted = [c for c in configs if nodes[c] == ANY_HOST or nodes[c] in self.nodes.hosts]
         memory = size * len(hosted) / 1e6
         if self.fold == "off" or not self.folds_by or not hosted:
@@ -252,7 +252,7 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
         )
 
     def _fold(self, terms: Terms | None, clients: Sequence[int]) -> str:
-        """Return the ``terms`` as a request to the host of ``clients`` carries them."""
+        """Return the ``terms`` for a request to the host of ``clients``."""
         if terms is None:
             return ""
         booked = self.ledger.nonces if self.lost_state == "refuse" else {}
@@ -262,9 +262,9 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
     def _expected(
         self, configs: Mapping[int, Mapping[str, Any]], *, trains: bool
     ) -> dict[int, float]:
-        """Return what each client asked is expected to take, by its samples where they are known.
+        """Return each asked client's expected work, from its samples.
 
-        Else it counts as the mean of the others.
+        A client whose samples are unknown gets the mean of the others.
         """
         known = [n for client in configs if (n := self.nodes.samples.get(client)) is not None]
         usual = sum(known) / len(known) if known else 1.0
@@ -290,7 +290,7 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
                 yield node, clients[start : start + most]
 
     def _with_vectors(self, arrays: ArrayRecord) -> ArrayRecord:
-        """Return ``arrays`` followed by those of the vectors that travel beside the model."""
+        """Return ``arrays``, followed by the arrays of the vectors beside the model."""
         assert self._wire is not None
         vectors = self.vectors(self.state)
         all_of_them = [self.theta, *(vectors[name] for name in self.beside)]
@@ -299,5 +299,5 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
 
 
 def _at(values: Mapping[str, Any], server_round: int) -> dict[str, Scalar]:
-    """Return ``values`` with schedules as they are in the round."""
+    """Return ``values`` with each schedule's value in the round."""
     return {n: at(v, server_round) if isinstance(v, Mapping) else v for n, v in values.items()}

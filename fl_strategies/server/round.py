@@ -1,13 +1,13 @@
 """One communication round, from requests to the next global model.
 
-- ``nodes``: who is connected, by stable client ids, among which a generator seeded with (seed,
-  round) samples, so that a seed fixes who takes part;
-- ``wire`` and ``replies``: a reply is decoded and checked once; a bad one is left out, with a line;
-- ``identity``, ``composition``, ``bounds`` and the ledger (``core.ledger``) are parts of one
-  protocol (``requests.Part``): what they add to a request, what they check in an upload, what they
-  settle after a round that stands;
-- a round with fewer than ``min_replies`` usable replies, or whose model is not finite, is void:
-  what it came to is thrown away, and model, server state and ledger stay as they were.
+- ``nodes`` knows which clients are connected, by stable ids; a generator seeded with (seed, round)
+  samples among them, so that a seed fixes who takes part;
+- ``wire`` and ``replies`` decode and check each reply once; a bad reply is left out, with a line in
+  the log;
+- ``identity``, ``composition``, ``bounds`` and the ledger (``core.ledger``) share one protocol
+  (``requests.Part``): they add to a request, check an upload, and settle after a successful round;
+- a round with fewer than ``min_replies`` usable replies, or with a model that is not finite, is
+  void: its result is thrown away, and model, server state and ledger stay as they were.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from fl_strategies.server.replies import (
     device_of,
     renamed,
     sift,
-    spread,
+    summary,
     taken_names,
 )
 from fl_strategies.server.requests import Requests
@@ -60,7 +60,7 @@ class Round(Requests):
     """The part of a strategy that Flower's ``Strategy.start``, its wrappers and servers call."""
 
     _last_fold: tuple[Fold | None, Upload] = (None, Upload(-1, 0.0, 0.0))
-    """The mean that was looked at last, as an upload."""
+    """The mean that was checked last, as an upload."""
 
     @property
     def result(self) -> Result:
@@ -68,7 +68,7 @@ class Round(Requests):
         return self.run.result
 
     def open(self, initial_arrays: ArrayRecord, num_rounds: int) -> None:
-        """Begin a run: take the initial model, and forget the result of the last."""
+        """Begin a run with the initial model, and forget the result of the last run."""
         self.run.open(initial_arrays, num_rounds)
         self.layout = None
         self.read_model(initial_arrays)
@@ -108,7 +108,7 @@ class Round(Requests):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Return the next model and the round's metrics; no model when the round is void."""
+        """Return the next global model and the round's metrics; None if the round is void."""
         run, number = self.run, self.run.rounds_before + server_round
         waited = time.monotonic() - self._asked.started
         sifted = sift(replies, self._asked, self._taken)
@@ -139,15 +139,15 @@ class Round(Requests):
         return arrays, metrics
 
     def _taken(self, client: int, content: Content) -> tuple[Reply, Upload]:
-        """Return a reply and its upload as the rule takes it, given what is booked of its client.
+        """Return a reply and its upload, completed by what is booked of its client.
 
-        Raises :class:`BadReply` for one that cannot be used.
+        Raises :class:`BadReply` for a reply that cannot be used.
         """
         reply, upload = self.read(client, content)
         return reply, self.accept(self.ledger.check(reply, upload))
 
     def read(self, client: int, content: Content) -> tuple[Reply, Upload]:
-        """Return a reply and its upload; raise :class:`BadReply` for what no client may send."""
+        """Return a reply and its upload; raise :class:`BadReply` if it breaks a bound."""
         assert self.layout is not None
         assert self._wire is not None
         layout, wire = self.layout, self._wire
@@ -175,9 +175,9 @@ class Round(Requests):
         return reply, upload
 
     def _folded(self, reply: Reply, fold: Fold) -> Upload:
-        """Return a folded client's upload, in whose place its host's mean stands.
+        """Return a folded client's upload, which is its host's mean.
 
-        The mean is looked at once. Raises :class:`BadReply` for one that none of such uploads is.
+        The mean is checked once. Raises :class:`BadReply` for a mean that cannot be right.
         """
         assert self.layout is not None
         assert self._wire is not None
@@ -198,7 +198,7 @@ class Round(Requests):
         )
 
     def _void_for(self, uploads: Uploads) -> str:
-        """Return why the round is void, "" if it is not."""
+        """Return why the round is void, or "" if it is not."""
         if len(uploads) < (needed := self.replies_needed()):
             return f"{len(uploads)} usable replies, at least {needed} needed"
         if self.faults and self.composition.exact:
@@ -209,10 +209,10 @@ class Round(Requests):
         return ""
 
     def _next_model(self, uploads: Uploads) -> tuple[ArrayRecord | None, State]:
-        """Return the next model, None where it is not finite, and the server state with it."""
+        """Return the next global model, None if it is not finite, and the next server state."""
         assert self.layout is not None
         merged = BufferMean()
-        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is found just below
+        with np.errstate(over="ignore", invalid="ignore"):  # an overflow is found just below
             for upload in uploads:
                 merged.add(upload.buffers, upload.num_examples)
             vector, state = self.aggregate(self.state, self.theta, uploads)
@@ -222,7 +222,7 @@ class Round(Requests):
         return ArrayRecord({name: encoded(array) for name, array in model.items()}), state
 
     def _tell_shares(self, server_round: int, uploads: Uploads, metrics: MetricRecord) -> None:
-        """Note each client's share of the samples and of the next model."""
+        """Note each client's share of the samples and of the next global model."""
         weights = {upload.client: self.weight(upload) for upload in uploads}
         rows = self.run.clients
         total, samples = sum(weights.values()), sum(row["samples"] for row in rows.values())
@@ -259,7 +259,7 @@ class Round(Requests):
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Return the clients' evaluation: weighted means, and the spread over clients."""
+        """Return the clients' evaluation: weighted means, and the variation between clients."""
         if not self._asked.clients:
             return None
         assert self._wire is not None
@@ -285,14 +285,14 @@ class Round(Requests):
         called: Naming,
         phase: str = "",
     ) -> MetricRecord:
-        """Return the phase's numbers: the clients' and how many replies there were."""
+        """Return the phase's numbers: those of the clients, and the counts of replies."""
         self.faults = sifted.faults
         if not self._said_taken and (taken := taken_names(good, called)):
             self._said_taken = True
             log(WARNING, "clients use names of the server's, and get others: %.300r", taken)
         found: Mapping[str, Any] = {}
         if good and aggregation is None:
-            found = spread(good, called)
+            found = summary(good, called)
         elif good and aggregation is not None:
             contents = [as_records(reply.content) for reply in good]
             found = renamed(aggregation(contents, self.weighted_by_key), called)

@@ -1,4 +1,4 @@
-"""A run so far: its id, its rounds, its numbers, and what a checkpoint holds of them."""
+"""A run so far: its id, its rounds, its numbers, and their part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from fl_strategies.server.replies import one_line
 
 @dataclass
 class Run:
-    """One run, which several calls of ``start`` may go on with.
+    """One run, which several calls of ``start`` may continue.
 
-    ``round`` counts communication rounds in the present call, ``rounds_before`` those of the calls
-    before; ``devices`` are, by client, the kind of device that it last said it trained on.
+    ``round`` counts communication rounds in the current call, ``rounds_before`` those of earlier
+    calls; ``devices`` holds, by client, the kind of device on which it last trained.
     """
 
     algorithm: str
@@ -35,16 +35,16 @@ class Run:
     result: Result = field(default_factory=Result)
     devices: dict[int, str] = field(default_factory=dict)
     clients: dict[int, dict[str, float]] = field(default_factory=dict)
-    """The numbers of each client in the present round."""
+    """The numbers of each client in the current round."""
     tested: set[str] = field(default_factory=set)
-    """Names under which the server's own tests have reported."""
+    """Names of the metrics that the server's own tests have reported."""
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.algorithm}-{secrets.token_hex(8)}"
 
     @property
     def number(self) -> int:
-        """The number of the present communication round, 1, 2, ... through all calls."""
+        """The number 1, 2, ... of the current communication round, over all calls."""
         return self.rounds_before + self.round
 
     def open(self, arrays: ArrayRecord, num_rounds: int) -> None:
@@ -59,7 +59,7 @@ class Run:
     # ---- a round's numbers --------------------------------------------------------------------
 
     def metrics(self, server_round: int) -> dict[str, float]:
-        """Return the round's numbers, each side's under its own names."""
+        """Return the round's numbers; clients' and server's numbers have different names."""
         tests = self.result.evaluate_metrics_serverapp
         self.tested |= tests.get(0, {}).keys() | tests.get(server_round, {}).keys()
         trained, evaluated, tested = (
@@ -83,7 +83,7 @@ class Run:
     def tell(
         self, server_round: int, arrays: ArrayRecord, callbacks: Sequence[Callback]
     ) -> tuple[bool, list[Exception]]:
-        """Log the round and call back; return whether a callback ends the run, and their errors."""
+        """Log the round and call the callbacks; return whether one ends the run, and errors."""
         self.result.arrays = arrays
         metrics = self.metrics(server_round)
         told = [
@@ -113,7 +113,7 @@ class Run:
         *,
         stopped: bool,
     ) -> Checkpoint:
-        """Return what a checkpoint after ``server_round`` holds."""
+        """Return the checkpoint after ``server_round``."""
         run = {
             **identity,
             "rounds-before": self.rounds_before,
@@ -132,7 +132,7 @@ class Run:
         return Checkpoint(model, fields_of(state), ledger.record, run)
 
     def restore(self, run: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-        """Go back to where a checkpoint was made."""
+        """Restore the run as it was when a checkpoint was made."""
         self.id, self.devices = run["run-id"], dict(run["devices"])
         self.rounds_before, self.round = run["rounds-before"], run["round"]
         self.result.arrays = ArrayRecord({name: Array(array) for name, array in model.items()})
@@ -140,7 +140,7 @@ class Run:
             phase.update({number: MetricRecord(row) for number, row in rows})
 
     def claim(self, checkpoints: Checkpoints, before: str) -> None:
-        """Make the locked directory this run's, which was that of run ``before``."""
+        """Sign the locked directory, which belonged to run ``before``, for this run."""
         if not self.rounds_before:
             checkpoints.begin()
         elif before != self.id:
@@ -149,7 +149,7 @@ class Run:
 
 
 def fields_of(state: Any) -> dict[str, Any]:
-    """Return a server state's fields by name; those of no state, None, are none."""
+    """Return a server state's fields by name; the state None has none."""
     if state is None:
         return {}
     if is_dataclass(state):
@@ -161,7 +161,7 @@ def fields_of(state: Any) -> dict[str, Any]:
 def restored(state: Any, saved: Mapping[str, Any], where: object) -> Any:
     """Return a record like ``state`` with the fields that a checkpoint ``saved``.
 
-    Raises ``ValueError``, which names ``where`` it was, if they are another record's.
+    Raises ``ValueError``, which names the file ``where``, if the fields are another record's.
     """
     ours = fields_of(state)
     if ours.keys() != saved.keys():

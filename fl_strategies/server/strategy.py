@@ -1,8 +1,8 @@
 """The base of all strategies: a run of communication rounds, with callbacks and checkpoints.
 
 An algorithm declares its hyperparameters and adds :meth:`FederatedStrategy.aggregate`, its server
-rule; ``algorithm`` holds the other hooks, ``round`` what lies between it and Flower. This package,
-``fl_strategies.server``, is the only one that uses Flower, but for the legacy adapter.
+rule. The module ``algorithm`` holds the other hooks, ``round`` the steps between Flower and the
+rule. Only this package, ``fl_strategies.server``, and the legacy adapter use Flower.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ class FederatedStrategy(Round):
     ) -> Result:
         """Run ``num_rounds`` rounds, as Flower's ``Strategy.start``, with callbacks.
 
-        Called again, it goes on: clients keep their state, and rounds count on for schedules,
-        streams and acknowledgement (callbacks and results count from 1 in each call).
+        A second call continues: clients keep their states, and rounds are counted on for schedules,
+        random streams and acknowledgement (callbacks and results count from 1 in each call).
 
-        ``resume`` goes on from the last of ``checkpoints``, in a new process after the old one was
-        killed, to the result that the run would have come to; with no checkpoint yet, it begins.
-        ``num_rounds`` counts those before as well. Clients must still have their states
-        (``clients.DirectoryStore``). A callback with a method ``recall`` is handed the metrics of
-        the rounds before, by round. Callbacks see each round once; those after the last
-        checkpoint, which a killed run lost, come again. The run's id goes on as well, which
-        clients' states carry: a strategy made anew without ``resume`` is another run.
+        With ``resume`` the run continues from the last of ``checkpoints``, in a new process after
+        the old one was killed, and reaches the result of an uninterrupted run. Without a checkpoint
+        the run begins anew. ``num_rounds`` includes the earlier rounds. Clients must still have
+        their states (``clients.DirectoryStore``). A callback with a method ``recall`` gets the
+        metrics of the earlier rounds, by round. Callbacks see each round once; rounds after the
+        last checkpoint, which a killed run lost, are run again. The run keeps its id, which
+        clients' states carry: a new strategy without ``resume`` is another run.
 
-        Raises ``ValueError`` for a model with arrays that cannot be trained, a config that sets
-        what the strategy itself sends, and checkpoints that are another run's, or in use by one.
+        Raises ``ValueError`` for a model with arrays that cannot be trained, for a config that sets
+        what the strategy itself sends, and for checkpoints of another run or in use.
         """
         self.open(initial_arrays, num_rounds)
         run = self.run
@@ -107,7 +107,7 @@ class FederatedStrategy(Round):
         timeout: float,
         config: ConfigRecord,
     ) -> ArrayRecord | None:
-        """Have clients train, and return the next model; None when the round is void."""
+        """Have clients train, and return the next global model; None if the round is void."""
         requests = self.configure_train(server_round, arrays, config, grid)
         replies = grid.send_and_receive(requests, timeout=timeout)
         return self.aggregate_train(server_round, replies)[0]
@@ -120,8 +120,8 @@ class FederatedStrategy(Round):
     def close_round(self, server_round: int, arrays: ArrayRecord) -> bool:
         """End a round: callbacks, checkpoint; return whether a callback ends the run.
 
-        What a callback raises is raised when all have seen the round and it has its checkpoint:
-        a run that is resumed goes on after it.
+        An exception of a callback is raised after all callbacks have seen the round and the
+        checkpoint is written: a resumed run continues after this round.
         """
         stopped, errors = self.run.tell(server_round, arrays, self.callbacks)
         last = stopped or errors or server_round == self.run.num_rounds
@@ -141,13 +141,13 @@ class FederatedStrategy(Round):
 
     @property
     def _named(self) -> dict[str, Scalar]:
-        """What a checkpoint and the run that goes on from it must have in common."""
+        """What a checkpoint and the run that continues from it must have in common."""
         assert self.layout is not None
         model = self.layout.signature
         return {"algorithm": self.algorithm, "seed": self.seed, "model": model}
 
     def _take_checkpoints(self, *, resume: bool) -> bool:
-        """Lock the checkpoints, go back to the last if asked to; return whether it ended there."""
+        """Lock the checkpoints; with ``resume`` restore the last; return whether the run ended."""
         if self.checkpoints is None:
             if resume:
                 raise ValueError("resume needs checkpoints: give the strategy some")

@@ -1,4 +1,4 @@
-"""What comes over the wire, decoded without trust."""
+"""Decoding received messages without trust."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ if TYPE_CHECKING:
     from fl_strategies.core.layout import Layout
 
 MAX_HEADER = 4096
-"""Bytes that a NumPy array header may take (a usual one takes 128)."""
+"""The most bytes of a NumPy array header (a usual one has 128)."""
 MAX_METRICS = 1000
-"""Names that a reply may have in its MetricRecords, and as many in its ConfigRecords."""
+"""The most names in a reply's MetricRecords, and in its ConfigRecords."""
 MAX_NUMBERS = 10_000
-"""Numbers that it may have in all, those in lists included."""
+"""The most numbers in a reply, including numbers in lists."""
 MAX_NAME, MAX_TEXT = 200, 1000
-"""Characters of a name, and of a text."""
+"""The most characters of a name, and of a text."""
 MAX_LISTING = 100
-"""Characters for each array of the model in a text that speaks of all arrays."""
+"""The most characters for each array of the model in a text about all arrays."""
 LISTINGS = ("checksums", "layout")
-"""Texts that speak of all arrays."""
+"""Texts about all arrays."""
 FEW = 5
-"""How many of many names an error says."""
+"""How many of many names an error shows."""
 
 
 class Content(NamedTuple):
-    """What one client sent, by a message of its own (its ``RecordDict``) or by its host's."""
+    """What one client sent, in its own message (its ``RecordDict``) or in its host's."""
 
     metric_records: Mapping[str, Mapping[str, Any]]
     config_records: Mapping[str, Mapping[str, Any]]
     array_records: Mapping[str, Mapping[str, Any]]
     fold: Any = None
-    """The mean that its host sent in place of uploads (``folding.Fold``), if it did."""
+    """The mean that its host sent instead of uploads (``folding.Fold``), if it did."""
 
 
 class Failed(BadReply):
-    """A client's error in place of a reply."""
+    """A client's error instead of a reply."""
 
 
 def decode(array: Array) -> npt.NDArray[Any]:
     """Return the array in ``array.data`` as a read-only view of those bytes.
 
-    Nothing is allocated by what the bytes claim. Raises :class:`BadReply` unless the bytes are
-    one plain NumPy array (no pickle) of exactly the size that their header states.
+    The bytes' claims never decide how much memory is allocated. Raises :class:`BadReply` unless the
+    bytes are one plain NumPy array (no pickle) of exactly the size that their header states.
     """
     try:
         width = {b"\x01\x00": 2, b"\x02\x00": 4}[array.data[6:8]]  # by the format's version
@@ -74,7 +74,7 @@ def decode(array: Array) -> npt.NDArray[Any]:
 def _header(start: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """Return shape, Fortran order and type from the bytes before the values.
 
-    Kept, for every round brings the same few, and NumPy compiles each as Python.
+    Results are cached: every round has the same few headers, and NumPy parses each as Python.
     """
     file = io.BytesIO(start)
     read = {
@@ -89,7 +89,7 @@ def decode_model(
 ) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays of ``record``; raise :class:`BadReply` unless they fit ``layout``.
 
-    Those of a hosted client, slices of its host's, are decoded already.
+    A hosted client's arrays, slices of its host's, are decoded already.
     """
     if record.keys() != layout.shapes.keys():
         missing = sorted(layout.shapes.keys() - record.keys())[:FEW]
@@ -121,7 +121,7 @@ def decode_model(
 
 
 def checksum(array: npt.NDArray[Any]) -> str:
-    """Return the CRC-32 of the array's bytes, to see whether it was changed on its way."""
+    """Return the CRC-32 of the array's bytes, which shows whether the array was changed."""
     return f"{zlib.crc32(np.ascontiguousarray(array).data):08x}"
 
 
@@ -130,7 +130,7 @@ def check_sizes(
 ) -> None:
     """Raise :class:`BadReply` for more metrics, longer names or longer texts than a client needs.
 
-    ``arrays`` is the number of the model's arrays, to which :data:`LISTINGS` are in proportion.
+    ``arrays`` is the number of the model's arrays, which limits the length of :data:`LISTINGS`.
     """
     listing = MAX_TEXT + MAX_LISTING * arrays
     for kind, records in (("metrics", list(numbers)), ("texts", list(words))):
@@ -163,10 +163,10 @@ def opened(
     bounds: Mapping[str, tuple[float, float]] = NOTHING,
     admit: Callable[[int, Mapping[str, str]], None] = lambda client, words: None,
 ) -> Reply:
-    """Return what a reply says in numbers and words; its arrays are still to be decoded.
+    """Return a reply's numbers and texts; its arrays are decoded later.
 
     ``arrays`` is the number of the model's arrays. Raises :class:`BadReply` beyond the bounds, and
-    what ``admit`` raises of the client's words before its numbers are looked at.
+    what ``admit`` raises for the client's texts, before numbers are read.
     """
     records, texts = [*content.metric_records.values()], [*content.config_records.values()]
     check_sizes(records, texts, arrays)
@@ -183,7 +183,7 @@ def opened(
 
 
 def check_scalars(scalars: Mapping[str, Any], bounds: Mapping[str, tuple[float, float]]) -> None:
-    """Raise :class:`BadReply` unless all are finite, and those that ``bounds`` names within."""
+    """Raise :class:`BadReply` unless all numbers are finite and those in ``bounds`` within them."""
     for name, value in scalars.items():
         values = value if isinstance(value, list) else [value]
         if not all(math.isfinite(number) for number in values):
