@@ -17,6 +17,9 @@ q      fairness, >= 0; with q = 0 and one rate for all, (4) is FedAvg's mean wit
 Clients keep nothing. F + 1e-10 stands for F in (3) and (4), as in the authors' code and in Flower's
 own QFedAvg: F = 0 has no power q - 1. Clients all count alike, whatever their number of samples.
 
+(4) takes sum_i F_i^q w_i/lr_i and each F_i, lr_i and ||theta - w_i||^2, so that a host may send a
+mean of w_i by F_i^q/lr_i in their place, and the distances beside it.
+
 Reference: Li, Sanjabi, Beirami, Smith, "Fair Resource Allocation in Federated Learning", ICLR 2020,
 Algorithm 2.
 """
@@ -24,7 +27,7 @@ Algorithm 2.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from fl_strategies import fedavg
 from fl_strategies.core.hyperparameters import Schedule, number
@@ -50,16 +53,24 @@ def fairness_weight(loss: Any, q: float) -> Any:
     return (loss + EPSILON) ** q
 
 
-def server_rule(
-    theta: Vector, uploads: Iterable[tuple[Vector, float, float]], *, q: float
-) -> Vector:
-    """Return the next model, by (2)-(4), from each client's (w_i, F_i, lr)."""
+class Local(NamedTuple):
+    """w_i or its host's mean, F_i, lr, and ||theta - w_i||^2 where ``w`` is not w_i."""
+
+    w: Vector
+    loss: Any
+    lr: Any
+    distance2: float | None = None
+
+
+def server_rule(theta: Vector, uploads: Iterable[Local], *, q: float) -> Vector:
+    """Return the next model, by (2)-(4), from each client's upload."""
     moved: Vector = 0.0
     bound = 0.0
-    for w, loss, lr in uploads:
+    for w, loss, lr, distance2 in uploads:
         weight, delta = fairness_weight(loss, q), (theta - w) / lr
+        squared = float(delta @ delta) if distance2 is None else distance2 / lr**2
         moved = moved + weight * delta
-        bound += q * fairness_weight(loss, q - 1.0) * float(delta @ delta) + weight / lr
+        bound += q * fairness_weight(loss, q - 1.0) * squared + weight / lr
     return theta - moved / bound
 
 
@@ -72,6 +83,7 @@ class QFedAvg(FederatedStrategy):
     """
 
     algorithm = "q-fedavg"
+    folds_distances = True
     card = Card(
         "q-FedAvg",
         "gives clients with a higher loss a larger weight",
@@ -91,8 +103,15 @@ class QFedAvg(FederatedStrategy):
         return {LOSS: (0.0, largest), RATE: (1e-12, 1e12)}
 
     def weight(self, upload: Upload) -> float:
-        return float(fairness_weight(upload.scalars[LOSS], at(self.q, upload.round)))
+        loss, rate = upload.scalars[LOSS], upload.scalars[RATE]
+        return float(fairness_weight(loss, at(self.q, upload.round)) / rate)
+
+    @property
+    def folds_by(self) -> str:
+        return f"({LOSS} + {EPSILON})^{at(self.q, self.run.number)} / {RATE}"
 
     def aggregate(self, state: State, theta: Vector, uploads: Uploads) -> tuple[Vector, State]:
-        found = ((up.vector, up.scalars[LOSS], up.scalars[RATE]) for up in uploads)
+        found = (
+            Local(up.vector, up.scalars[LOSS], up.scalars[RATE], up.distance2) for up in uploads
+        )
         return server_rule(theta, found, q=at(self.q, uploads.round)), state

@@ -123,6 +123,35 @@ ROUNDS = [
         },
     ),
     *of(
+        "fl_strategies/server/folding.py",
+        "tests/test_folding.py",
+        {
+            "** float(power)": "",
+            "over / float(numbers[under]) if under else over": "over",
+            "np.concatenate(self._sums) / self._weight": "np.concatenate(self._sums)",
+            "np.concatenate(self._plain) / self._count": "np.concatenate(self._plain)",
+            "self._weight + weight, self._count + 1": "self._weight + 1.0, self._count + 1",
+            "total += weight * vector": "total += vector",
+            "[weight * vector for vector in vectors]": "[*vectors]",
+            "if booked and reply.words": "if not booked and reply.words",
+            "upload = self.bound.check(reply, upload)": "self.bound.check(reply, upload)",
+            "moved = mine[0] - self.theta": "moved = mine[0]",
+            "float(moved @ moved)": "float(moved @ moved) ** 0.5",
+        },
+    ),
+    *of(
+        "fl_strategies/server/round.py",
+        "tests/test_folding.py",
+        {
+            "bounds[DISTANCE] = 0.0, (most": "bounds[DISTANCE] = -math.inf, (most",
+            "(most * (1.0 + ROUNDING)) ** 2": "math.inf",
+            "within = bound * (1.0 + ROUNDING)": "within = math.inf",
+            "np.dot(weights, distances2)) / total": "np.dot(weights, distances2))",
+            "most + rounding:": "math.inf:",
+            "ROUNDING * most + 1e-12 * norm(mean)": "0.0",
+        },
+    ),
+    *of(
         "fl_strategies/server/hosting.py",
         "tests/test_hosts.py tests/test_host_claims.py",
         {

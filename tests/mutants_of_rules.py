@@ -57,6 +57,18 @@ RULES = [
         },
     ),
     *of(
+        "fl_strategies/q_fedavg.py",
+        "tests/test_folding.py -k 'q_fedavg or q-fedavg'",
+        {
+            "distance2 / lr**2": "distance2",
+            "^{at(self.q, self.run.number)}": "^{at(self.q, 1)}",
+            "({LOSS} + {EPSILON})": "({LOSS} + 1.0)",
+            " / {RATE}": "",
+            "upload.round)) / rate": "upload.round))",
+            "folds_distances = True": "folds_distances = False",
+        },
+    ),
+    *of(
         "fl_strategies/fedadmm.py",
         "tests/test_fedadmm.py tests/test_laws.py tests/test_membership.py"
         " tests/test_leaving.py -k 'fedadmm or membership or leaving'",

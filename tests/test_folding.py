@@ -15,7 +15,8 @@ from problems import make_client_app, quadratics, to_record
 
 from clients import AnyAlgorithmClient, InProcessGrid
 from clients.node.in_process import Fault
-from fl_strategies import FedADMM, FedAvg, FederatedStrategy, QFedAvg, RoundInfo
+from fl_strategies import FedADMM, FedAvg, FederatedStrategy, QFedAvg, RoundInfo, q_fedavg
+from fl_strategies.core.records import Reply, Upload
 
 CLIENTS = 7
 FOLDABLE = [row for row in TABLE if row.strategy(local=local()).folds_by]
@@ -50,7 +51,6 @@ def told(strategy: FederatedStrategy, on: InProcessGrid, rounds: int) -> tuple[A
 
 def test_the_rules_that_need_sums_alone_are_those() -> None:
     assert {row.name for row in TABLE} - {row.name for row in FOLDABLE} == {
-        "q-fedavg",
         "fedbcd",
         "fedbcd-i",
         "fedbcd-async",
@@ -100,6 +100,120 @@ def test_one_mean_travels_in_place_of_a_hosts_uploads() -> None:
 
     train(FedAvg(local=local(), fold="on"), federation(fault=look), 1)
     assert shapes == [("float64", (1,), [0, 1, 2, 3]), ("float64", (1,), [4, 5])]
+
+
+# ---- q-FedAvg, which needs distances beside the sum ----------------------------------------------
+
+
+class Own(AnyAlgorithmClient):
+    """Clients of different rates, some of which report a distance that nobody asked them for."""
+
+    def __init__(self, problem: Any, *, client_id: int, **options: Any) -> None:
+        super().__init__(problem, client_id=client_id, **options)
+        self.number = client_id
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        arrays, samples, metrics = super().fit(
+            parameters, config | {"lr": 0.02 + 0.01 * self.number}
+        )
+        return (
+            arrays,
+            samples,
+            metrics | {"folded-distance2": 1e-30} if self.number % 2 else metrics,
+        )
+
+
+@pytest.mark.parametrize("bound", [None, 1e-2])
+def test_q_fedavg_folds_whatever_its_clients_rates_and_losses_and_by_a_schedule(
+    bound: float | None,
+) -> None:
+    options: dict[str, Any] = {"q": {0: 0.5, 2: 2.0, 3: 0.0}, "clipping_norm": bound}
+    (model, rows), (folded, others) = (
+        told(QFedAvg(local=local(), fold=fold, **options), federation(client=Own), 4)
+        for fold in ("off", "on")
+    )
+    np.testing.assert_allclose(folded, model, rtol=1e-12)
+    assert not np.allclose(model, START)
+    for (_, clients), (_, each) in zip(others, rows, strict=True):
+        for client, found in clients.items():
+            assert found["weight-share"] == pytest.approx(each[client]["weight-share"], rel=1e-9)
+
+
+def test_a_client_weighs_in_q_fedavg_by_its_loss_and_its_rate() -> None:
+    """As moving its upload moves the model, all else as it was."""
+    rng = np.random.default_rng(2)
+    theta, w = rng.normal(size=3), rng.normal(size=(4, 3))
+    loss, rate = rng.uniform(0.1, 2.0, (2, 4))
+    shares = loss**2.5 / rate / (loss**2.5 / rate).sum()
+
+    def moved(w: np.ndarray) -> np.ndarray:
+        return q_fedavg.server_rule(
+            theta,
+            (q_fedavg.Local(*each, distance2=1.0) for each in zip(w, loss, rate, strict=True)),
+            q=2.5,
+        )
+
+    slopes = [np.linalg.norm(moved(w + 1e-3 * np.eye(4)[i][:, None]) - moved(w)) for i in range(4)]
+    np.testing.assert_allclose(np.array(slopes) / sum(slopes), shares, rtol=1e-6)
+    one = QFedAvg(q=2.5)
+    told_of = [
+        Upload(i, w[i], 1.0, {"global-loss": loss[i], "lr": rate[i]}, round=1) for i in range(4)
+    ]
+    weights = np.array([one.weight(upload) for upload in told_of])
+    np.testing.assert_allclose(weights / weights.sum(), shares, rtol=1e-8)
+
+
+DISTANCES = {
+    "too small for the mean": ([1e-12] * 4, "from the model, and the clients' root mean square"),
+    "negative": ([-1.0, 1.0, 1.0, 1.0], r"metric 'folded-distance2' must be in \[0, 1e\+06\]"),
+    "beyond the bound": ([2e6, 1.0, 1.0, 1.0], r"must be in \[0, 1e\+06\], got 2000000"),
+    "not finite": ([np.nan, 1.0, 1.0, 1.0], "metric 'folded-distance2' is not finite"),
+    "missing": (None, "metric 'folded-distance2' must be one number, got None"),
+}
+
+
+@pytest.mark.parametrize("forgery", DISTANCES)
+def test_distances_that_cannot_be_are_refused(
+    forgery: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    values, reason = DISTANCES[forgery]
+
+    def change(records: dict[str, Any]) -> None:
+        if values is None:
+            del records["metrics-0"]["folded-distance2"]
+        else:
+            records["metrics-0"]["folded-distance2"] = values
+
+    one = QFedAvg(local=local(), fraction_evaluate=0.0, fold="on", clipping_norm=1e3)
+    train(one, federation(fault=forged(change)), 2)
+    assert one.ledger.acked == {c: 1 if c < 4 else 2 for c in range(CLIENTS)}
+    assert re.search(reason, caplog.text)
+
+
+@pytest.mark.parametrize("far", [1e-9, 1.0, 1e9])
+def test_distances_that_are_true_pass_wherever_the_mean_lies(far: float) -> None:
+    """Rounding of the mean must not look like a lie: all clients come to about the same point."""
+    rng = np.random.default_rng(1)
+    theta = rng.normal(size=50) * 1e3
+    target = theta + far * rng.normal(size=50)
+    one = QFedAvg()
+    for _ in range(50):
+        w, p = target + 1e-9 * far * rng.normal(size=(5, 50)), rng.uniform(0.1, 1.0, 5)
+        told_of = [
+            (
+                Reply(i, 1, 1.0, {}, {}),
+                Upload(
+                    i,
+                    p @ w / p.sum(),
+                    1.0,
+                    {"global-loss": p[i], "lr": 1.0},
+                    distance2=float(np.sum((w[i] - theta) ** 2)),
+                ),
+            )
+            for i in range(5)
+        ]
+        one.theta = theta
+        one.check_fold(told_of)
 
 
 # ---- what a host checks -------------------------------------------------------------------------
@@ -268,9 +382,10 @@ def test_auto_folds_where_uploads_take_more_than_the_setting_and_says_so(
 
 
 def test_a_rule_that_needs_each_upload_cannot_be_made_to_fold() -> None:
-    with pytest.raises(ValueError, match=r'fold must be "auto" or "off" for QFedAvg'):
-        QFedAvg(fold="on")
-    train(QFedAvg(local=local(), fold_memory=0), federation(), 2)
+    (row,) = (row for row in TABLE if row.name == "fedbcd")
+    with pytest.raises(ValueError, match=r'fold must be "auto" or "off" for FedBCD'):
+        row.strategy(local=local(), fold="on")
+    train(row.strategy(local=local(), fold_memory=0), federation(), 2)
 
 
 def test_the_model_given_is_untouched() -> None:

@@ -173,7 +173,7 @@ def test_the_rule_writes_to_nothing_and_takes_any_order() -> None:
     rng = np.random.default_rng(4)
     theta, ws = rng.normal(size=DIM), rng.normal(size=(3, DIM))
     given = theta.copy(), ws.copy()
-    uploads = [(w, 0.5 + i, 0.1) for i, w in enumerate(ws)]
+    uploads = [q_fedavg.Local(w, 0.5 + i, 0.1) for i, w in enumerate(ws)]
     found = q_fedavg.server_rule(theta, uploads, q=1.5)
     np.testing.assert_allclose(q_fedavg.server_rule(theta, uploads[::-1], q=1.5), found, rtol=1e-13)
     np.testing.assert_array_equal(theta, given[0])

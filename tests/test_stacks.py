@@ -345,8 +345,8 @@ def test_server_rules_take_the_rows_of_stacks_and_columns() -> None:
     rng = np.random.default_rng(3)
     w, lam, loss, lr = rng.normal(size=(3, DIM)), *rng.uniform(0.1, 0.9, (3, 3, 1))
     theta = rng.normal(size=DIM)
-    plain = [(w[i], float(loss[i, 0]), float(lr[i, 0])) for i in range(3)]
-    made = q_fedavg.server_rule(theta, zip(w, loss, lr, strict=True), q=1.7)
+    plain = [q_fedavg.Local(w[i], float(loss[i, 0]), float(lr[i, 0])) for i in range(3)]
+    made = q_fedavg.server_rule(theta, map(q_fedavg.Local, w, loss, lr), q=1.7)
     np.testing.assert_allclose(made, q_fedavg.server_rule(theta, plain, q=1.7), rtol=1e-13)
     z, total = proximity.server_rule(zip(w, lam, strict=True))
     alone = proximity.server_rule((w[i], float(lam[i, 0])) for i in range(3))

@@ -104,10 +104,8 @@ class Host:
         said = {c: Said(*divided(samples, found)) for c, (_, samples, found) in good.items()}
         if terms := fold_of(message.content):
             sent = {client: fitted[0] for client, fitted in good.items()}
-            mean, refused = _folded(
-                Folder(Terms.of(terms), dict(zip(names, arrays, strict=True))), said, sent
-            )
-            taken = {client: row for client, row in said.items() if client not in refused}
+            folder = Folder(Terms.of(terms), dict(zip(names, arrays, strict=True)))
+            mean, taken, refused = _folded(folder, said, sent)
             reasons = self._reasons(failed) | refused
             seconds = time.monotonic() - started
             return pack_reply(taken, reasons, mean, seconds, folded=True, refused=[*refused])
@@ -166,18 +164,21 @@ class Host:
 
 def _folded(
     folder: Folder, said: Mapping[int, Said], uploads: Mapping[int, Arrays]
-) -> tuple[ArrayRecord | None, dict[int, str]]:
-    """Return the mean of the uploads (None if no upload is used), and why others are not used."""
+) -> tuple[ArrayRecord | None, dict[int, Said], dict[int, str]]:
+    """Return the mean of the used uploads (None if none is), their clients, and the other faults."""
+    taken: dict[int, Said] = {}
     refused: dict[int, str] = {}
     for client, row in said.items():
         try:
             mine = dict(zip(folder.received, uploads[client], strict=True))
-            folder.take(client, row.numbers, row.words, mine)
+            further = folder.take(client, row.numbers, row.words, mine)
+            taken[client] = row._replace(numbers={**row.numbers, **further})
         except BadReply as fault:
             refused[client] = str(fault)
-    if len(refused) == len(said):
-        return None, refused
-    return ArrayRecord({name: encoded(array) for name, array in folder.mean().items()}), refused
+    if not taken:
+        return None, taken, refused
+    mean = ArrayRecord({name: encoded(array) for name, array in folder.mean().items()})
+    return mean, taken, refused
 
 
 def _like(names: Sequence[str], received: Arrays, result: Fitted | Exception) -> Fitted:

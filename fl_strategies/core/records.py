@@ -42,7 +42,8 @@ class Upload(NamedTuple):
 
     ``vector`` [d] holds the trainable arrays, ``beside`` the algorithm's further vectors [d] by
     name, ``buffers`` the arrays that are not trained. ``newcomer`` says that no reply of this
-    client was used before; ``round`` is the round of the request.
+    client was used before; ``round`` is the round of the request. If ``vector`` is a host's mean,
+    ``distance2`` is the host's word for ||v - theta||^2, v being the client's own vector.
     """
 
     client: int
@@ -54,6 +55,7 @@ class Upload(NamedTuple):
     newcomer: bool = False
     round: int = 0
     nonce: str = ""
+    distance2: float | None = None
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,8 @@ class Algorithm(Options):
     the received one, or "changes", of models or states, which must add up. Else ""."""
     books_changes: ClassVar[bool] = False
     """Whether uploads are changes that the server and the client both add to their states."""
+    folds_distances: ClassVar[bool] = False
+    """Whether the rule also needs ||v_i - theta||^2 of each upload (``Upload.distance2``)."""
     unnamed: ClassVar[str] = ""
     """What a client may do that does not say which algorithm it ran; "" if it is refused."""
     num_clients = 0
@@ -145,8 +147,8 @@ class Algorithm(Options):
     def folds_by(self) -> str:
         """:meth:`weight` as text, if the rule needs only sum_i weight_i v_i of the uploads v_i.
 
-        "1", a number that clients report, or a quotient "n / a" (:mod:`.folding`); "" if the rule
-        needs more.
+        "1", a number that clients report, a power "(n + c)^q" of one, or a quotient "... / a" of
+        these (:mod:`.folding`); "" if the rule needs more.
         """
         return ""
 

@@ -7,7 +7,8 @@ If the next global model depends on a round's uploads only through sum_i p_i v_i
 
 in float64 (the plain mean if all p_i are 0), and buffers merged as the server merges them. The
 server replaces each v_i by v: sum_i p_i v is the host's sum. Clients' numbers and texts are sent
-client by client, so that weights, metrics and acknowledgements are exact.
+client by client, so that weights, metrics and acknowledgements are exact. If the rule also needs
+``||v_i - theta||^2`` (``Algorithm.folds_distances``), the host sends it with the client's numbers.
 
 A request for a mean carries :class:`Terms`, by which the host checks each upload as the server
 would. By rounding, sums then depend on how clients are spread over hosts.
@@ -16,6 +17,7 @@ would. By rounding, sums then depend on how clients are spread over hosts.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -33,14 +35,17 @@ from fl_strategies.server.wire import Content, decode_model, opened
 ROUNDING = 1e-9
 """The share of the bound by which rounding may put a mean of vectors beyond the bound."""
 LOST = "the state which the server booked for it is lost"
+DISTANCE = "folded-distance2"
+"""The number of a folded client that is ||v_i - theta||^2."""
+WEIGHT = re.compile(r"(?:\(([\w-]+) \+ (\S+)\)\^(\S+)|([\w-]+))(?: / ([\w-]+))?")
 
 
 @dataclass(frozen=True)
 class Terms:
     """The weights by which a host folds, and the checks that each upload must pass first.
 
-    ``by`` names the weight: "1", a number that clients report, or a quotient of two ("n / a").
-    ``nonces`` are, by client, those of the states that the server requires.
+    ``by`` names the weight (``Algorithm.folds_by``). ``nonces`` are, by client, those of the states
+    that the server requires. ``distances`` says whether the host sends ``DISTANCE``.
     """
 
     by: str
@@ -56,6 +61,7 @@ class Terms:
     clipping_norm: float | None = None
     books_changes: bool = False
     nonces: Mapping[str, str] | None = None
+    distances: bool = False
 
     def to_text(self) -> str:
         """Return the terms as they travel."""
@@ -69,8 +75,11 @@ class Terms:
     def weight(self, reply: Reply) -> float:
         """Return p_i."""
         numbers = {**reply.numbers, "num-examples": reply.num_examples, "1": 1.0}
-        over, _, under = self.by.partition(" / ")
-        return float(numbers[over]) / (float(numbers[under]) if under else 1.0)
+        if not (found := WEIGHT.fullmatch(self.by)):
+            raise ValueError(f"a weight must be written as folds_by is, got {self.by!r}")
+        base, shift, power, plain, under = found.groups()
+        over = (numbers[base] + float(shift)) ** float(power) if base else float(numbers[plain])
+        return over / float(numbers[under]) if under else over
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,7 @@ class Folder:
         self.layout = Layout.of(model, terms.buffers, terms.ties, dict(terms.frozen or {}))
         self.wire = self.layout.beside(terms.beside)
         self.identity = Identity(terms.strategy, terms.algorithm, terms.trust, self.layout)
+        self.theta = self.layout.pack(model) if terms.distances else 0.0
         self.bound: NormBound | None = None
         if terms.clipping_norm is not None:
             theta = 0.0 if terms.books_changes else self.layout.pack(model)
@@ -108,8 +118,11 @@ class Folder:
 
     def take(
         self, client: int, numbers: Mapping[str, Any], words: Mapping[str, Any], arrays: Arrays
-    ) -> None:
-        """Add a client's upload; raise :class:`BadReply` for one that the server would reject."""
+    ) -> dict[str, float]:
+        """Add a client's upload, and return the numbers that the host sends with the client's own.
+
+        Raises :class:`BadReply` for an upload that the server would reject.
+        """
         content = Content({"metrics": numbers}, {"config": words}, {})
         bounds = {name: (low, high) for name, (low, high) in (self.terms.bounds or {}).items()}
         key, size = self.terms.weighted_by, len(self.wire.shapes)
@@ -129,6 +142,10 @@ class Folder:
         self._sums = added(self._sums, mine, weight)
         self._weight, self._count = self._weight + weight, self._count + 1
         self._buffers.add(upload.buffers, upload.num_examples)
+        if not self.terms.distances:
+            return {}
+        moved = mine[0] - self.theta
+        return {DISTANCE: float(moved @ moved)}
 
     def mean(self) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays of the mean by name; trained arrays are in float64."""

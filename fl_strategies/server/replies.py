@@ -119,11 +119,17 @@ class Patience:
         return {client for _, who in self._causes.values() for client in who}
 
 
-def sift(replies: Iterable[Message], asked: Asked, read: Callable[[int, Content], T]) -> Sifted[T]:
+def sift(
+    replies: Iterable[Message],
+    asked: Asked,
+    read: Callable[[int, Content], T],
+    check_fold: Callable[[Sequence[T]], None] = lambda folded: None,
+) -> Sifted[T]:
     """Tell usable replies from the rest.
 
     A usable reply answers a request of this phase, is the first from its client, and passes
-    ``read``. Replies are read in the order of clients, not of arrival. The log has one line for
+    ``read``. ``check_fold`` raises :class:`BadReply` if replies that share one mean contradict it.
+    Replies are read in the order of clients, not of arrival. The log has one line for
     each distinct reason to leave replies out, and one for clients without a reply.
     """
     good: dict[int, T] = {}
@@ -179,11 +185,15 @@ def sift(replies: Iterable[Message], asked: Asked, read: Callable[[int, Content]
     folds: dict[int, Fold] = {id(fold): fold for fold in fold_of.values() if fold is not None}
     for fold in folds.values():
         mine = [client for client in fold.clients if fold_of.get(client) is fold]
-        if spoilt := [c for c in fold.clients if c not in mine or c not in good]:
+        try:
+            if spoilt := [c for c in fold.clients if c not in mine or c not in good]:
+                said = f"its host folded it with {named(spoilt)}, which cannot be taken out"
+                raise BadReply(said)
+            check_fold([good[client] for client in mine])
+        except BadReply as fault:
             for client in [client for client in mine if client in good]:
                 del good[client]
-                said = f"its host folded it with {named(spoilt)}, which cannot be taken out"
-                left_out(client, BadReply(said))
+                left_out(client, fault)
     for client in again:  # after the fault of the first
         left_out(client, BadReply("it answered before in this round"))
     for reason, clients in by_reason(found).items():

@@ -249,6 +249,7 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
             bounds=dict(self.scalar_bounds),
             clipping_norm=self.clipping_norm,
             books_changes=self.books_changes,
+            distances=self.folds_distances,
         )
 
     def _fold(self, terms: Terms | None, clients: Sequence[int]) -> str:

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +31,7 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
+from fl_strategies.core.clipping import norm
 from fl_strategies.core.layout import BufferMean
 from fl_strategies.core.names import in_evaluation, in_training
 from fl_strategies.core.records import BadReply, Reply, Upload, Uploads
@@ -37,7 +39,7 @@ from fl_strategies.core.vectors import finite
 from fl_strategies.server.algorithm import State
 from fl_strategies.server.bounds import NormBound
 from fl_strategies.server.encoding import encoded
-from fl_strategies.server.folding import ROUNDING, Fold, decode_fold, upload_of
+from fl_strategies.server.folding import DISTANCE, ROUNDING, Fold, decode_fold, upload_of
 from fl_strategies.server.options import MetricsAggregation
 from fl_strategies.server.replies import (
     Asked,
@@ -111,7 +113,7 @@ class Round(Requests):
         """Return the next global model and the round's metrics; None if the round is void."""
         run, number = self.run, self.run.rounds_before + server_round
         waited = time.monotonic() - self._asked.started
-        sifted = sift(replies, self._asked, self._taken)
+        sifted = sift(replies, self._asked, self._taken, self.check_fold)
         good = [reply for reply, _ in sifted.good.values()]
         metrics = self._phase(sifted, good, self.train_metrics_aggr_fn, in_training)
         self.patience.settle(len(good), sifted.unusable, len(self.nodes.known))
@@ -152,19 +154,22 @@ class Round(Requests):
         assert self._wire is not None
         layout, wire = self.layout, self._wire
         number = self._asked.rounds.get(client, self.run.number)
-        key = self.weighted_by_key
+        fold, key = getattr(content, "fold", None), self.weighted_by_key
+        bounds = dict(self.scalar_bounds)
+        if fold is not None and self.folds_distances:
+            most = math.inf if self.clipping_norm is None else self.clipping_norm
+            bounds[DISTANCE] = 0.0, (most * (1.0 + ROUNDING)) ** 2
         reply = opened(
             client,
             number,
             content,
             key,
             len(wire.shapes),
-            bounds=self.scalar_bounds,
+            bounds=bounds,
             admit=self.identity.admit,
         )
-        fold = getattr(content, "fold", None)
         if fold is not None:
-            return reply, self._folded(reply, fold)
+            return self._folded(reply, fold)
         if len(content.array_records) != 1:
             raise BadReply(f"{len(content.array_records)} ArrayRecords, expected one")
         arrays = decode_model(next(iter(content.array_records.values())), wire)
@@ -174,8 +179,8 @@ class Round(Requests):
             upload = part.check(reply, upload)
         return reply, upload
 
-    def _folded(self, reply: Reply, fold: Fold) -> Upload:
-        """Return a folded client's upload, which is its host's mean.
+    def _folded(self, reply: Reply, fold: Fold) -> tuple[Reply, Upload]:
+        """Return a folded client's reply and upload, which is its host's mean.
 
         The mean is checked once. Raises :class:`BadReply` for a mean that cannot be right.
         """
@@ -190,12 +195,33 @@ class Round(Requests):
                     reply, mean
                 )
             self._last_fold = fold, mean
-        return self._last_fold[1]._replace(
+        numbers = dict(reply.numbers)
+        distance2 = numbers.pop(DISTANCE) if self.folds_distances else None
+        return replace(reply, numbers=numbers), self._last_fold[1]._replace(
             client=reply.client,
             num_examples=reply.num_examples,
-            scalars=reply.numbers,
+            scalars=numbers,
             round=reply.round,
+            distance2=distance2,
         )
+
+    def check_fold(self, folded: Sequence[tuple[Reply, Upload]]) -> None:
+        """Raise :class:`BadReply` if a mean is further from the model than its clients' distances.
+
+        ||sum_i p_i u_i||^2 <= sum_i p_i ||u_i||^2 for all u_i and all shares p_i.
+        """
+        weights = [self.weight(upload) for _, upload in folded]
+        if not self.folds_distances or not (total := sum(weights)):
+            return
+        distances2 = [upload.distance2 or 0.0 for _, upload in folded]
+        most = math.sqrt(float(np.dot(weights, distances2)) / total)
+        mean = np.asarray(folded[0][1].vector)
+        rounding = ROUNDING * most + 1e-12 * norm(mean)
+        if (size := norm(mean - self.theta)) > most + rounding:
+            raise BadReply(
+                f"its host's mean is {size:g} from the model, and the clients' root mean square"
+                f" distance is said to be {most:g}"
+            )
 
     def _void_for(self, uploads: Uploads) -> str:
         """Return why the round is void, or "" if it is not."""
