@@ -1,4 +1,4 @@
-"""Data sets as arrays: decoded once per process, kept as one array, indexed per client.
+"""Data sets as arrays, indexed per client.
 
 digits, synthetic, fedpd-weak, fedpd-strong
                those of :mod:`simulations.generated`, which need no network
@@ -38,25 +38,23 @@ then on the Hugging Face Hub. Folders hold parquet files named by split, as on t
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from inspect import getfullargspec
-from io import BytesIO
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 from numpy.typing import NDArray
-from PIL import Image
 
 from fl_strategies.core.randomness import stream
 from simulations import hub, text
-from simulations.generated import BUILT_IN, Dataset, Floats, Inputs, Ints
-
-Scale: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
+from simulations.generated import BUILT_IN, Dataset, Inputs, Ints
+from simulations.images import PIXELS, Images, Scale, measured, scaled
 
 HUB = {
     "mnist": "ylecun/mnist",
@@ -73,7 +71,6 @@ CLASSES = ("label", "fine_label", "character", "y")
 NATURAL = ("writer_id", "character_id")
 """Columns, the first that is there counts."""
 NORMALISE = ("own", "authors", "none")
-# Mean and standard deviation per channel of pixels in [0, 1].
 OWN: dict[str, Scale] = {
     "mnist": ((0.1307,), (0.3081,)),
     "fashion_mnist": ((0.2860,), (0.3530,)),
@@ -148,7 +145,7 @@ def _stored(
     name: str, folder: Path | None, normalise: str, options: tuple[tuple[str, Any], ...]
 ) -> Dataset:
     found = _read(name, folder, normalise, **dict(options))
-    pa.default_memory_pool().release_unused()  # what the images were decoded from
+    pa.default_memory_pool().release_unused()  # the tables
     return found
 
 
@@ -184,10 +181,15 @@ def _read(
     y, test_y = (_classes(name, table[labels]) for table in tables)
     classes = int(max(_classes(name, train[labels]).max(), test_y.max())) + 1
     vocabulary = None
+    scale: Scale | None = None
     x: Inputs
     test_x: Inputs
     if inputs[0] in ("image", "img"):
-        x, test_x = _images(name, normalise, *(table[inputs[0]] for table in tables))
+        reads = [partial(_column, inputs[0], i, name, folder, whose, owners) for i in (0, 1)]
+        if folder is None:  # the Hub's are mapped into memory, and asking for them takes seconds
+            reads = [partial(operator.getitem, table, inputs[0]) for table in tables]
+        x, test_x = (Images(name, read) for read in reads)
+        scale = _scale(name, normalise, x, test_x)
     elif inputs == ("x",):
         x, test_x = (text.characters(table["x"].to_pylist()) for table in tables)
         classes = vocabulary = len(text.CHARACTERS)
@@ -196,7 +198,15 @@ def _read(
         source = text.DISTILBERT if tokenizer is None else tokenizer
         length = 128 if tokens is None else tokens
         (x, vocabulary), (test_x, _) = (text.tokens(both, source, length) for both in columns)
-    return Dataset(name, x, y, test_x, test_y, classes, owner, test_owner, vocabulary)
+    return Dataset(name, x, y, test_x, test_y, classes, owner, test_owner, vocabulary, scale)
+
+
+def _column(
+    column: str, split: int, name: str, folder: Path | None, whose: str | None, owners: int | None
+) -> Any:
+    """Return a column of training (0) or test samples (1)."""
+    train = _table(name, folder, "train")
+    return _splits(name, folder, train, whose, False, owners)[0][split][column]
 
 
 def _splits(
@@ -275,44 +285,16 @@ def _classes(name: str, column: Any) -> Ints:
     return y
 
 
-def _images(name: str, normalise: str, train: Any, test: Any) -> tuple[Floats, Floats]:
-    """Return training and test images, to the scale asked for."""
-    x, test_x = _pixels(name, train.to_pylist()), _pixels(name, test.to_pylist())
+def _scale(name: str, normalise: str, x: Images, test_x: Images) -> Scale:
+    """Return mean and deviation by which images are scaled, as ``normalise`` says."""
     if x.shape[1:] != test_x.shape[1:]:
         raise ValueError(
             f"data set {name!r} trains on {x.shape[1:]} and tests on {test_x.shape[1:]}"
         )
-    if normalise != "none":
-        published = AUTHORS if normalise == "authors" else OWN
-        mean, std = published[name] if name in published else _measure(x)
-        for part in (x, test_x):
-            part -= np.asarray(mean, np.float32)[:, None, None]
-            part /= np.asarray(std, np.float32)[:, None, None]
-    return x, test_x
-
-
-def _pixels(name: str, files: list[dict[str, Any]]) -> NDArray[np.float32]:
-    """Return images [n, channels, height, width] in [0, 1]."""
-    first = _open(files[0])
-    mode = "L" if first.mode in ("1", "L") else "RGB"
-    pixels = np.empty((len(files), first.height, first.width, len(mode)), np.uint8)
-    for i, file in enumerate(files):
-        image = _open(file)
-        if image.size != first.size:
-            raise ValueError(f"data set {name!r}: image 0 is {first.size}, image {i} {image.size}")
-        pixels[i].flat = np.asarray(image if image.mode == mode else image.convert(mode)).flat
-    x = pixels.transpose(0, 3, 1, 2).astype(np.float32, order="C")
-    x /= 255
-    return x
-
-
-def _open(file: dict[str, Any]) -> Image.Image:
-    return Image.open(BytesIO(file["bytes"]) if file["bytes"] else file["path"])
-
-
-def _measure(x: NDArray[np.float32]) -> tuple[Floats, Floats]:
-    axes = (0, 2, 3)
-    return x.mean(axes, dtype=np.float64), x.std(axes, dtype=np.float64)
+    if normalise == "none":
+        return PIXELS
+    published = AUTHORS if normalise == "authors" else OWN
+    return published[name] if name in published else measured(scaled(x[:], PIXELS))
 
 
 def _unknown(name: str, why: object = "") -> str:

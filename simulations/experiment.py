@@ -85,8 +85,11 @@ def run(
     Raises ``ValueError`` for a folder that another run is writing to, ``StateError`` for a state
     directory that holds another run's states, and ``RuntimeError`` when all rounds were void.
     """
-    model, folder = prepare(config)
+    by_workers = is_simulated(grid) and not isinstance(grid, InProcessGrid)
+    model, folder = prepare(config, partition=not by_workers)
     shared = shared_population(config, grid)
+    if by_workers and not shared:
+        parts(config)  # hosts would have said what is wrong with it
     lock = FolderLock(folder)
     before = lock.take()
     try:
@@ -273,12 +276,14 @@ def check_no_states(config: RunConfig) -> None:
         )
 
 
-def prepare(config: RunConfig) -> tuple[FlatModel, Path]:
+def prepare(config: RunConfig, *, partition: bool = True) -> tuple[FlatModel, Path]:
     """Return the initial model and the results folder; raise for what could not run, before it.
 
-    The model is on the CPU: no GPU is touched.
+    The model is on the CPU: no GPU is touched. Without ``partition`` the clients' data are not made
+    (flwr-datasets and what it needs take 150 MB).
     """
-    parts(config)
+    if partition:
+        parts(config)
     model = fresh_model(config)
     if (states := state_folder(config)) is not None:
         if (found := DirectoryStore.owner(states)) is not None:

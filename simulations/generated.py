@@ -17,20 +17,24 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from fl_strategies.core.randomness import stream
+from simulations.images import Images, Scale, scaled
 from simulations.partitions import power_law
 from simulations.text import Symbols
 
 Floats: TypeAlias = NDArray[np.floating[Any]]
 Ints: TypeAlias = NDArray[np.int64]
-Inputs: TypeAlias = Floats | Symbols
+Inputs: TypeAlias = Floats | Symbols | Images
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Training and test data. Shared by all who load them: not to be written to."""
+    """Training and test data. Shared by all who load them: not to be written to.
+
+    Models get what :meth:`inputs` makes of ``x``.
+    """
 
     name: str
-    x: Inputs  # [n, ...], float32 unless another dtype was asked for; integers for text
+    x: Inputs  # [n, ...], images as they came, integers of text, else floats
     y: Ints  # [n], classes 0 ... num_classes - 1
     test_x: Inputs  # [n_test, ...]
     test_y: Ints  # [n_test]
@@ -38,6 +42,15 @@ class Dataset:
     owner: Ints | None = None  # [n], the natural client of each training sample
     test_owner: Ints | None = None  # [n_test]
     vocabulary: int | None = None  # of text: x are integers 0 ... vocabulary - 1
+    scale: Scale | None = None  # of images
+
+    def inputs(self, rows: slice = slice(None), *, test: bool = False) -> NDArray[Any]:
+        """Return training or test samples as models take them: images in float32, to scale.
+
+        Images [n, channels, height, width] lie channels-last. Made anew at each call.
+        """
+        stored = (self.test_x if test else self.x)[rows]
+        return stored if self.scale is None else scaled(stored, self.scale)
 
 
 def synthetic(

@@ -24,6 +24,7 @@ from flwr.serverapp import Grid
 from clients import CLIENTS
 from clients.node.in_process import InProcessGrid
 from fl_strategies.core.files import write_atomically
+from fl_strategies.core.reasons import root_cause
 from fl_strategies.server.nodes import Nodes
 from simulations.config import RunConfig
 
@@ -162,11 +163,13 @@ def shared_population(config: RunConfig, grid: Grid) -> int:
 
 
 def _offers_any(node: int, grid: Grid, timeout: float) -> bool:
-    """Return whether a simulated node is a host, which may have to make its data first."""
+    """Return whether a simulated node is a host, which may have to make its data first.
+
+    Raises ``ValueError`` with what is wrong with these.
+    """
     query = Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY)
-    replies = grid.send_and_receive([query], timeout=timeout)
-    return any(
-        "any-of" in reply.content.config_records.get("client", {})
-        for reply in replies
-        if reply.has_content()
-    )
+    for reply in grid.send_and_receive([query], timeout=timeout):
+        if reply.has_error():
+            raise ValueError(f"clients' data cannot be made: {root_cause(reply.error.reason)}")
+        return "any-of" in reply.content.config_records.get("client", {})
+    return False

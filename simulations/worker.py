@@ -87,10 +87,9 @@ def placed(
     found: generated.Dataset, test: bool, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return inputs and labels of the training or test set, once per process, on ``device``."""
-    x, y = (found.test_x, found.test_y) if test else (found.x, found.y)
-    inputs = torch.as_tensor(x)
+    inputs = torch.as_tensor(found.inputs(test=test))
     inputs = inputs.to(device, dtype) if inputs.is_floating_point() else inputs.to(device)
-    return laid_out(inputs), torch.as_tensor(y).to(device)
+    return laid_out(inputs), torch.as_tensor(found.test_y if test else found.y).to(device)
 
 
 def parts(config: RunConfig) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -172,12 +171,13 @@ def check_memory(config: RunConfig) -> None:
     if device.type != "cuda":
         return
     found, model = dataset(config), fresh_model(config)
-    first = Problem(model, cross_entropy, *(torch.as_tensor(v[:1]) for v in (found.x, found.y)))
+    x, y = found.inputs(slice(1)), found.y[:1]
+    first = Problem(model, cross_entropy, torch.as_tensor(x), torch.as_tensor(y))
     samples = max(len(rows) for rows, _ in parts(config))
     vectors, batch = client_bytes(first, min(samples, config.batch_size or samples))
     d, size = model.vector.numel(), model.vector.element_size()
     numbers = found.x.size + found.test_x.size
-    each = size if first.inputs.is_floating_point() else found.x.itemsize
+    each = size if first.inputs.is_floating_point() else x.itemsize
     clients = max(1, round(config.fraction * config.clients))
     at_once = 0 if config.cohort == "off" else min(clients * (vectors + batch), MEMORY)
     room = Room(numbers * each, 2 * d * size, vectors, batch, at_once)

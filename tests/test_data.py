@@ -9,10 +9,12 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+import torch
 from scipy.optimize import linprog
 from sklearn.datasets import load_digits
 from tiny_data import cifar100, encoded
 
+from clients.learning.problem import laid_out
 from simulations import data, generated
 
 SHARED = Path(os.environ.get("FL_DATA", Path(__file__).parents[2] / "shared/datasets"))
@@ -61,15 +63,15 @@ def folder(path: Path, pixels: np.ndarray, column: str = "image", kind: str = "P
 def test_mnist_is_mnist(shared: None) -> None:
     mnist = data.load("mnist")
     assert (mnist.x.shape, mnist.test_x.shape) == ((60_000, 1, 28, 28), (10_000, 1, 28, 28))
-    assert mnist.x.dtype == np.float32
+    assert mnist.inputs().dtype == np.float32
     assert mnist.y.dtype == np.int64
     assert mnist.num_classes == 10
     assert mnist.y[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
     counts = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
     assert np.bincount(mnist.y).tolist() == counts
     # The published 0.1307 and 0.3081 are rounded at the fourth digit.
-    assert abs(mnist.x.mean(dtype=np.float64)) < 0.00005 / 0.3081
-    assert abs(mnist.x.std(dtype=np.float64) - 1) < 0.00005 / 0.3081
+    assert abs(mnist.inputs().mean(dtype=np.float64)) < 0.00005 / 0.3081
+    assert abs(mnist.inputs().std(dtype=np.float64) - 1) < 0.00005 / 0.3081
     assert mnist.owner is None
 
 
@@ -78,8 +80,8 @@ def test_the_cifar10_subset_stands_in_for_cifar10(shared: None) -> None:
     cifar = data.load("cifar10")
     assert (cifar.x.shape, cifar.test_x.shape) == ((7000, 3, 32, 32), (1400, 3, 32, 32))
     assert np.bincount(cifar.y).tolist() == [700] * 10
-    assert np.abs(cifar.x.mean((0, 2, 3))).max() < 0.05  # a subset: near the full set's only
-    assert np.abs(cifar.x.std((0, 2, 3)) - 1).max() < 0.05
+    assert np.abs(cifar.inputs().mean((0, 2, 3))).max() < 0.05  # a subset: near the full set's only
+    assert np.abs(cifar.inputs().std((0, 2, 3)) - 1).max() < 0.05
 
 
 @pytest.mark.parametrize(("pixels", "column"), [(GREY, "image"), (COLOUR, "img")])
@@ -89,11 +91,14 @@ def test_a_folder_gives_back_its_pixels(
     forbid_the_hub(monkeypatch)
     own = data.load(str(folder(tmp_path / "own", pixels, column)), normalise="none")
     expected = pixels.reshape(12, 6, 5, -1).transpose(0, 3, 1, 2) / 255
-    np.testing.assert_allclose(np.concatenate([own.x, own.test_x]), expected, rtol=1e-6)
+    np.testing.assert_allclose(
+        np.concatenate([own.inputs(), own.inputs(test=True)]), expected, rtol=1e-6
+    )
     assert own.y.tolist() == LABELS[:8]
     assert own.test_y.tolist() == LABELS[8:]
     assert own.num_classes == 4
-    assert own.x.flags.c_contiguous
+    images = torch.from_numpy(own.inputs())
+    assert laid_out(images) is images  # no copy is made for convolutions
 
 
 def test_a_set_without_published_scale_is_standardised_by_its_training_images(
@@ -101,10 +106,10 @@ def test_a_set_without_published_scale_is_standardised_by_its_training_images(
 ) -> None:
     path = str(folder(tmp_path / "own", COLOUR))
     raw, own = data.load(path, normalise="none"), data.load(path)
-    np.testing.assert_allclose(own.x.mean((0, 2, 3)), 0, atol=1e-6)
-    np.testing.assert_allclose(own.x.std((0, 2, 3)), 1, atol=1e-6)
-    slope = own.test_x.std((0, 2, 3)) / raw.test_x.std((0, 2, 3))
-    np.testing.assert_allclose(slope, 1 / raw.x.std((0, 2, 3)), rtol=1e-5)
+    np.testing.assert_allclose(own.inputs().mean((0, 2, 3)), 0, atol=1e-6)
+    np.testing.assert_allclose(own.inputs().std((0, 2, 3)), 1, atol=1e-6)
+    slope = own.inputs(test=True).std((0, 2, 3)) / raw.inputs(test=True).std((0, 2, 3))
+    np.testing.assert_allclose(slope, 1 / raw.inputs().std((0, 2, 3)), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +138,7 @@ def test_normalisation_maps_mean_to_zero_and_mean_plus_std_to_one(
     scaled = data.load(name, normalise=normalise)
     raw = pixels[:8].reshape(8, 6, 5, -1) / 255
     np.testing.assert_allclose(
-        scaled.x.transpose(0, 2, 3, 1), (raw - mean) / std, rtol=1e-5, atol=1e-6
+        scaled.inputs().transpose(0, 2, 3, 1), (raw - mean) / std, rtol=1e-5, atol=1e-6
     )
 
 
@@ -153,14 +158,14 @@ def test_fl_data_comes_before_the_path_and_both_before_the_hub(
 
     monkeypatch.setattr(datasets, "load_dataset", hub)
     monkeypatch.delenv("FL_DATA", raising=False)
-    from_path = data.load("mnist", normalise="none").x
+    from_path = data.load("mnist", normalise="none").inputs()
     monkeypatch.setenv("FL_DATA", str(there))
-    from_fl_data = data.load("mnist", normalise="none").x
+    from_fl_data = data.load("mnist", normalise="none").inputs()
     assert not asked
     np.testing.assert_allclose(from_path, 1 - from_fl_data, atol=1e-6)
     monkeypatch.chdir(tmp_path / "nowhere")
     monkeypatch.delenv("FL_DATA")
-    from_hub = data.load("mnist", normalise="none").x
+    from_hub = data.load("mnist", normalise="none").inputs()
     assert asked == [("ylecun/mnist", "train"), ("ylecun/mnist", "test")]
     np.testing.assert_array_equal(from_hub, from_path[:4])
 
@@ -309,3 +314,15 @@ def test_a_folder_that_is_no_data_set_is_refused_with_what_it_lacks(tmp_path: Pa
         data.load(str(tmp_path))
     with pytest.raises(ValueError, match=r"needs columns 'image' or 'img', .* got picture, label"):
         data.load(str(folder(tmp_path / "odd", GREY, "picture")))
+
+
+def test_images_of_several_sizes_are_refused_before_any_is_decoded(tmp_path: Path) -> None:
+    rows = {"image": encoded(GREY[:3]) + encoded(GREY[3:4, :5]), "label": LABELS[:4]}
+    made = datasets.Dataset.from_dict(
+        rows,
+        features=datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")}),
+    )
+    for split in ("train", "test"):
+        made.to_parquet(tmp_path / f"{split}.parquet")
+    with pytest.raises(ValueError, match=r"image 0 is \(5, 6\), image 3 \(5, 5\)"):
+        data.load(str(tmp_path))

@@ -78,3 +78,10 @@ def test_states_that_nobody_named_a_place_for_go_with_their_run(
         assert states is not None
         assert states.parent.stat().st_mode & 0o777 == 0o700
     assert not states.parent.exists()
+
+
+def test_what_is_wrong_with_the_data_of_hosts_is_told_before_the_run(tmp_path: Path) -> None:
+    config = config_of(tmp_path, partition="dirichlet", partition_params="alpha=0.001", clients=99)
+    grid = InProcessGrid(worker.app, 99, hosts=2, run_config=config.to_run_config())
+    with pytest.raises(ValueError, match=r"cannot be made: .*client \d+ is left without"):
+        population.shared_population(config, grid)

@@ -165,7 +165,7 @@ class Host:
 def _folded(
     folder: Folder, said: Mapping[int, Said], uploads: Mapping[int, Arrays]
 ) -> tuple[ArrayRecord | None, dict[int, Said], dict[int, str]]:
-    """Return the mean of the used uploads (None if none is), their clients, and the other faults."""
+    """Return the mean of the used uploads (None without any), who sent them, and faults."""
     taken: dict[int, Said] = {}
     refused: dict[int, str] = {}
     for client, row in said.items():

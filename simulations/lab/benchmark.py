@@ -13,14 +13,12 @@ import json
 import logging
 import multiprocessing
 import os
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,12 +28,19 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from clients import LocalTraining, solve
+from clients.learning.problem import laid_out
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.subproblem import Subproblem
 from simulations import data, models
 from simulations.config import RunConfig
 from simulations.experiment import run_in_process
-from simulations.lab import benchmark_cohort, benchmark_scale, benchmark_server
+from simulations.lab import (
+    benchmark_cohort,
+    benchmark_memory,
+    benchmark_scale,
+    benchmark_server,
+)
+from simulations.lab.benchmark_memory import memory_of
 from simulations.lab.command_line import Command
 from simulations.lab.deployment import Federation
 from simulations.lab.superlink import ROOT, flwr_run, running
@@ -74,7 +79,7 @@ def plain_loop(config: RunConfig, steps: list[int]) -> float:
     found = data.load(config.dataset)
     model = models.build(config.model, found.x.shape[1:], found.num_classes, seed=1)
     model = model.to(memory_format=torch.channels_last)
-    x = torch.from_numpy(found.x[:600]).contiguous(memory_format=torch.channels_last)
+    x = laid_out(torch.from_numpy(found.inputs(slice(600))))
     y = torch.from_numpy(found.y[:600])
     rng = np.random.default_rng(0)
 
@@ -193,33 +198,6 @@ def startup(folder: Path) -> list[list[str]]:
     return [["seconds"], [f"{time.perf_counter() - started:.1f}"]]
 
 
-def memory(folder: Path) -> list[list[str]]:
-    """1,000 clients x CNN1, 100 a round, 10 rounds, state in a directory, one step each, on Ray."""
-    config = RunConfig.parse(
-        CNN
-        | {
-            "algorithm": "fedadmm",
-            "clients": 1000,
-            "rounds": 10,
-            "random-epochs": "false",
-            "steps": 1,
-            "batch-size": 20,
-            "state-dir": str(folder / "state"),
-            "output": str(folder / "run"),
-        }
-    )
-    rows = [["round", "server process, MB resident", "its peak, MB"]]
-
-    def look(line: str) -> None:
-        if found := re.search(r" round (\d+)/", line):
-            resident, peak = memory_of("flwr-simulation")
-            rows.append([found[1], f"{resident:.0f}", f"{peak:.0f}"])
-            print(line, rows[-1], file=sys.stderr, flush=True)
-
-    flwr_run(config.to_run_config(), num_supernodes=2, workers=2, on_line=look)
-    return rows
-
-
 def load(folder: Path, clients: int = 200, rounds: int = 20) -> list[list[str]]:
     """Digits, FedADMM, 200 clients, all of them in each of 20 rounds: one SuperLink with TLS and
     keys, its ServerApp, and the clients as threads of one process (``simulations.lab.load``)."""
@@ -296,33 +274,13 @@ def delta_sgd(folder: Path) -> list[list[str]]:
     return rows
 
 
-def memory_of(program: str) -> tuple[float, float]:
-    """Return resident and peak memory, in MB, of the youngest process of that name below this."""
-    parents, found = {}, []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, KeyError):  # gone meanwhile
-            about = dict(
-                re.findall(r"(PPid|VmRSS|VmHWM):\s+(\d+)", (process / "status").read_text())
-            )
-            pid = int(process.name)
-            parents[pid] = int(about["PPid"])
-            if program in (process / "cmdline").read_text():
-                found.append((pid, int(about["VmRSS"]) / 1024, int(about["VmHWM"]) / 1024))
-
-    def ours(pid: int) -> bool:
-        return pid == os.getpid() or (pid in parents and ours(parents[pid]))
-
-    _, resident, peak = max(row for row in found if ours(row[0]))
-    return resident, peak
-
-
 BENCHMARKS: dict[str, Callable[[Path], list[list[str]]]] = {
     "cnn": cnn,
     "small": small,
     "aggregation": benchmark_server.aggregation,
     "nodes": benchmark_server.nodes,
     "startup": startup,
-    "memory": memory,
+    "memory": benchmark_memory.memory,
     "load": load,
     "delta-sgd": delta_sgd,
     "cohort": benchmark_cohort.cohort,

@@ -1,0 +1,158 @@
+"""Of what the memory of a simulation's server process is."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import re
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from simulations.config import RunConfig
+from simulations.lab.superlink import flwr_run
+
+SETTING: dict[str, Any] = {
+    "dataset": "mnist",
+    "model": "cnn1",
+    "partition": "iid",
+    "algorithm": "fedadmm",
+    "clients": 1000,
+    "lr": 0.1,
+    "momentum": 0.0,
+    "random-epochs": "false",
+    "steps": 1,
+    "batch-size": 20,
+}
+EVERY = 10
+"""Rounds between two rows."""
+BARE = {
+    "pyproject.toml": """\
+[project]
+name = "bare"
+version = "1.0.0"
+license = "Apache-2.0"
+[tool.flwr.app]
+publisher = "nobody"
+[tool.flwr.app.components]
+serverapp = "bare.apps:server"
+clientapp = "bare.apps:client"
+""",
+    "bare/__init__.py": "",
+    "bare/apps.py": """\
+import time
+import torch
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+client = ClientApp()
+server = ServerApp()
+@server.main()
+def main(grid, context):
+    while len(list(grid.get_node_ids())) < 2:
+        time.sleep(0.1)
+    time.sleep(5)
+    print("it is ready", flush=True)
+    time.sleep(2)
+""",
+}
+"""A Flower App of PyTorch that does nothing."""
+
+
+def memory_of(program: str) -> tuple[float, float]:
+    """Return resident and peak memory, in MB, of the youngest process of that name below this."""
+    parents, found = {}, []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, KeyError):  # gone meanwhile
+            about = dict(
+                re.findall(r"(PPid|VmRSS|VmHWM):\s+(\d+)", (process / "status").read_text())
+            )
+            pid = int(process.name)
+            parents[pid] = int(about["PPid"])
+            if program in (process / "cmdline").read_text():
+                found.append((pid, _mb(about["VmRSS"]), _mb(about["VmHWM"])))
+
+    def ours(pid: int) -> bool:
+        return pid == os.getpid() or (pid in parents and ours(parents[pid]))
+
+    _, resident, peak = max(row for row in found if ours(row[0]))
+    return resident, peak
+
+
+def memory(folder: Path, rounds: int = 50) -> list[list[str]]:
+    """1,000 clients x CNN1, 100 a round, FedADMM, state in a directory, one step each, on Ray with
+    two workers: MB of the server process, and of what they are."""
+    bare = without_clients(folder / "bare")
+    rows = [["server process", "MB resident", "its peak, MB"]]
+    rows.append(["PyTorch, Flower and Ray, without clients", f"{bare:.0f}", ""])
+    rows += [[f"then {what}", f"+ {mb:.0f}", ""] for what, mb in parts_of(SETTING)]
+    given = {"rounds": rounds, "state-dir": str(folder / "state"), "output": str(folder / "run")}
+    config = RunConfig.parse(SETTING | given)
+
+    def look(line: str) -> None:
+        if found := re.search(r" round (\d+)/", line):
+            sizes = [f"{mb:.0f}" for mb in memory_of("flwr-simulation")]
+            print(line, sizes, file=sys.stderr, flush=True)
+            if (number := int(found[1])) == 1 or number % EVERY == 0:
+                rows.append([f"after round {number}", *sizes])
+
+    flwr_run(config.to_run_config(), num_supernodes=2, workers=2, on_line=look)
+    return rows
+
+
+def without_clients(folder: Path) -> float:
+    """Return the MB of a server process in which nothing is computed."""
+    for name, text in BARE.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    found: list[float] = []
+
+    def look(line: str) -> None:
+        if line == "it is ready":
+            found.append(memory_of("flwr-simulation")[0])
+
+    flwr_run({}, num_supernodes=2, workers=2, on_line=look, app=folder)
+    return found[0]
+
+
+def parts_of(setting: dict[str, Any]) -> list[tuple[str, float]]:
+    """Return what a server does before the first round, and by how many MB its process grows."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_grown, (setting,))
+
+
+def _grown(setting: dict[str, Any]) -> list[tuple[str, float]]:
+    for name in ("torch", "ray", "flwr.serverapp", "flwr.clientapp"):
+        importlib.import_module(name)
+    found: list[tuple[str, float]] = []
+
+    def note(what: str, step: Callable[[], Any]) -> Any:
+        before = _resident()
+        made = step()
+        found.append((what, _resident() - before))
+        return made
+
+    server_app = note("this package", lambda: importlib.import_module("simulations.server_app"))
+    server_app.return_memory()
+    from simulations import worker
+
+    config = RunConfig.parse(setting)
+    partitioners = "flwr_datasets.partitioner"
+    note("flwr-datasets, with pandas and SciPy", lambda: importlib.import_module(partitioners))
+    note("the data set, without its images", lambda: worker.dataset(config))
+    note("the partition", lambda: worker.parts(config))
+    test = note("test images and a model", lambda: worker.problem(config, "test"))
+    note("a test of the model", test.evaluate)
+    return found
+
+
+def _resident() -> float:
+    found = re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found is not None
+    return _mb(found[1])
+
+
+def _mb(kilobytes: str) -> float:
+    return int(kilobytes) * 1024 / 1e6
