@@ -2,6 +2,9 @@
 
 from trials import of
 
+A_FEDPD = "tests/test_a_fedpd.py tests/test_hosts.py -k 'a-fedpd or a_fedpd'"
+"""Tests of what a request carries for one client alone."""
+
 ROUNDS = [
     # ---- core: sums, layouts, schedules, streams, files ----------------------------------------
     *of(
@@ -159,6 +162,34 @@ ROUNDS = [
             "type(v) is int and v >= 0": "type(v) is int",
             "len(stack) != len(clients)": "False",
             "twice = {*failures} & {*numbers, *words, *slices}": "twice = {*()}",
+        },
+    ),
+    *of(
+        "fl_strategies/server/requests.py",
+        A_FEDPD,
+        {
+            "self.ledger.acked.get(client, -1)": "self.run.number",
+            "sum(map(len, {*missed}))": "sum(map(len, missed))",
+            "size * len(clients) + sum(map(len, missed))": "size * len(clients)",
+            "        if trains:\n            self._add_missed(configs)\n": "",
+        },
+    ),
+    *of(
+        "fl_strategies/server/hosting.py",
+        A_FEDPD,
+        {
+            "row[MISSED] = missed[row[MISSED]]": "row[MISSED] = missed[0]",
+            "dict.fromkeys(row[MISSED] for row in own.values() if MISSED in row)": (
+                "row[MISSED] for row in own.values() if MISSED in row"
+            ),
+        },
+    ),
+    *of(
+        "clients/cohort.py",
+        A_FEDPD,
+        {
+            "one if isinstance(one, Tensor) else 0.0 * like for": "missed[0] for",
+            '"layout", MISSED)': '"layout")',
         },
     ),
     *of(

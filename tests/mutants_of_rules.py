@@ -364,7 +364,8 @@ RULES = [
             "state.means[since] if since > 0 else 0.0": "0.0",
             "or since == max(state.means)": "or since > 0",
             "{**state.means, uploads.round": "{uploads.round",
-            "for r, mean in state.means.items() if r in last": "for r, mean in state.means.items()",
+            "            if r in last\n": "",
+            "mean if r == now else mean": "mean",
         },
     ),
     *of(

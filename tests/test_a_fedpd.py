@@ -16,8 +16,8 @@ import pytest
 import torch
 from cohorts import ROWS, assert_alike, classified, smooth
 from federations import drop, lose, run_legacy
-from flwr.app import Message
-from hosted import CLIENTS
+from flwr.app import Array, ArrayRecord, Message
+from hosted import CLIENTS, shared
 from hosted import federation as hosted
 from laws import RATE, START, STEPS, quiet, train
 from problems import (
@@ -236,6 +236,33 @@ def test_the_server_keeps_v_of_those_rounds_that_are_some_clients_last() -> None
     one.callbacks = (ended,)
     train(one, grid(quadratics(6), fault=drop(0.3)), 30)
     assert 2 < max(seen) <= 6
+
+
+def test_v_goes_on_in_double_precision_and_those_of_before_are_kept_as_they_travel() -> None:
+    federation = grid(quadratics(6), dtype=torch.float32)
+    one = strategy(fraction_train=0.34)
+    head, tail = np.float32(START[:4]).reshape(2, 2), np.float32(START[4:])
+    one.start(federation, ArrayRecord({"head": Array(head), "tail": Array(tail)}), 12)
+    now = max(one.state.means)
+    types = {number: mean.dtype for number, mean in one.state.means.items()}
+    assert types.pop(now) == np.float64
+    assert {*types.values()} == {np.dtype(np.float32)}
+    np.testing.assert_allclose(one.state.mean, duals(one, federation).mean(0), atol=1e-5)
+
+
+def test_its_bytes_do_not_depend_on_a_shared_populations_hosts() -> None:
+    def bytes_of(shape: str) -> list[Any]:
+        found: list[Any] = []
+        one = strategy(fraction_train=0.5, **shared(shape))
+        one.callbacks = (lambda info: found.append(info.metrics["bytes-down"]),)
+        train(one, hosted(shape), 4)
+        return found
+
+    usual, *others = (
+        bytes_of(shape) for shape in ("nodes of one", "1 host that shares", "3 hosts that share")
+    )
+    assert others == [usual, usual]
+    assert usual[-1] > usual[0]
 
 
 def test_a_legacy_server_sends_it_as_well() -> None:

@@ -70,6 +70,11 @@ class Layout:
         return [n for n in self.shapes if n not in self.buffers and n not in self.copies]
 
     @cached_property
+    def dtype(self) -> np.dtype[Any]:
+        """The type that holds the numbers of all trainable arrays."""
+        return np.result_type(*(self.dtypes[name] for name in self.trainable))
+
+    @cached_property
     def copies(self) -> dict[str, str]:
         """For each further name of a tied parameter, the name under which it counts."""
         return {copy: first for first, *others in self.ties for copy in others}
