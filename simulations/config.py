@@ -87,6 +87,7 @@ class RunConfig:
     lost_state: str = key("", "clients without their booked state: `reset refuse warn`")
     lost_rounds: int = key(3, "rounds in a row with lost clients that end a simulation; 0: any")
     cohort: str = key("off", "clients of a host trained at once: `off`, `auto` or a number")
+    clients_per_message: int = key(1000, "clients in one message to a host at most")
     fold: str = key("auto", "hosts send one mean of their clients' uploads: `auto`, `on`, `off`")
     fold_memory: int = key(250, "MB of uploads in a round above which `auto` does")
     state_memory: int = key(1000, "MB of clients' states in memory in-process; others: a file")
@@ -233,6 +234,7 @@ class RunConfig:
             seed=self.seed,
             min_replies=self.min_replies,
             clipping_norm=self.clipping_norm or None,
+            clients_per_message=self.clients_per_message,
             fold=self.fold,  # type: ignore[arg-type]  # checked there
             fold_memory=self.fold_memory,
             lost_state=self.lost_state or None,  # type: ignore[arg-type]  # checked there

@@ -155,6 +155,11 @@ ROUNDS = [
         },
     ),
     *of(
+        "fl_strategies/server/requests.py",
+        "tests/test_hosts.py -k 'bounded or slow'",
+        {"min(self.clients_per_message, per_message(size))": "per_message(size)"},
+    ),
+    *of(
         "fl_strategies/server/hosting.py",
         "tests/test_hosts.py tests/test_host_claims.py",
         {

@@ -43,8 +43,9 @@ def test_models_and_numbers_are_the_same_to_the_bit_however_clients_are_spread(r
 
 
 @pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize("by", ["bytes", "clients"])
 def test_messages_are_about_a_bounded_number_of_clients(
-    most: int, monkeypatch: pytest.MonkeyPatch
+    by: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
 
@@ -55,8 +56,10 @@ def test_messages_are_about_a_bounded_number_of_clients(
 
     size = sum(len(array.data) for array in to_record(START).values())
     expected = train(admm(), federation("nodes of one"), 4)
-    monkeypatch.setattr(hosting, "MOST_BYTES", most * size)
-    np.testing.assert_array_equal(train(admm(), federation(fault=count), 4), expected)
+    if by == "bytes":
+        monkeypatch.setattr(hosting, "MOST_BYTES", most * size)
+    one = admm(clients_per_message=most) if by == "clients" else admm()
+    np.testing.assert_array_equal(train(one, federation(fault=count), 4), expected)
     assert max(sizes) == most
     assert sum(sizes) == 4 * 3
 
@@ -110,6 +113,25 @@ def test_a_failing_client_takes_no_other_with_it(
     assert one.faults.keys() == {1, 4}
     assert "its disk is full" in one.faults[1]
     assert one.ledger.acked == {0: 5, 1: 1, 2: 5, 3: 5, 4: 1, 5: 5}
+
+
+@pytest.mark.parametrize(("most", "lost"), [(1, {1}), (2, {0, 1}), (1000, {0, 1, 2})])
+def test_a_slow_client_costs_a_round_the_clients_of_its_message(most: int, lost: set[int]) -> None:
+    """From round 2 on, client 1 takes longer than the round."""
+
+    def late(request: Message, reply: Message) -> Message | None:
+        if request.content.config_records.get("config", {}).get("server-round", 0) < 2:
+            return reply
+        if hosting.is_hosted(request.content):
+            return None if 1 in hosting.unpack_request(request.content)[1] else reply
+        return None if request.metadata.dst_node_id in slow else reply
+
+    one = admm(fraction_train=1.0, clients_per_message=most)
+    found = train(one, federation(fault=late), 5)
+    assert one.ledger.acked == {c: 1 if c in lost else 5 for c in range(CLIENTS)}
+    nodes = federation("nodes of one", fault=late)
+    slow = {node for place, node in enumerate(nodes.contexts) if place in lost}
+    np.testing.assert_array_equal(found, train(admm(fraction_train=1.0), nodes, 5))
 
 
 @pytest.mark.parametrize("shape", ["2 hosts", "1 host", "a host and nodes of one"])

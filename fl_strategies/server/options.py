@@ -142,6 +142,15 @@ class Options(Declared):
         integer=True,
         low=0,
     )
+    clients_per_message: int = number(
+        default=1000,
+        about="The largest number of clients in one message to a host; 268 MB of uploads bound it"
+        " too. A host answers when the last client of the message is done: with a `timeout`, a"
+        " slow client costs the round all clients of its message, which take back their work."
+        " With 1, it costs the round that client alone, and the model travels once per client.",
+        integer=True,
+        low=1,
+    )
     fold: Literal["auto", "on", "off"] = choice(
         default="auto",
         choices=("auto", "on", "off"),

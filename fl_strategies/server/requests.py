@@ -285,7 +285,7 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
         hosts = sorted(node for node, any_client in self.nodes.hosts.items() if any_client)
         shared = {client: each for client, each in work.items() if nodes[client] == ANY_HOST}
         of |= spread(shared, hosts)
-        most = per_message(size)
+        most = min(self.clients_per_message, per_message(size))
         for node, clients in of.items():
             for start in range(0, len(clients), most):
                 yield node, clients[start : start + most]
