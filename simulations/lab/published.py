@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fl_strategies import FedADMM, FedBC
+from simulations.lab.ablations import FEDADMM_NEEDS
 from simulations.lab.board import Rule, Setting
 from simulations.lab.studies import DELTA_SGD_SOLVERS, FEDBC_RATES
 
@@ -230,6 +231,7 @@ def niid_bench(dataset: str) -> Setting:
 BOARD: dict[str, list[Setting]] = {
     "fedadmm": table_iii(CNN, "fedadmm"),
     "fedadmm-mlp": table_iii(MLP, "fedadmm-mlp"),
+    "fedadmm-needs": FEDADMM_NEEDS,
     "fedbc": [fedbc_table_1(data, epochs) for epochs in (1, 5) for data in range(5)],
     "delta-sgd": [
         *(
