@@ -1,8 +1,8 @@
 """What an algorithm's results depend on: variants of it beside the baselines, with equal budgets.
 
 The settings are the board's (``simulations.lab.board``), without published numbers: every rule has
-the same learning rates to choose from and the same seeds. ``notebooks/pages/fedadmm-needs.md`` tells
-what came of them.
+the same learning rates to choose from and the same seeds. What came of them is in
+``notebooks/pages/fedadmm-needs.md``.
 """
 
 from __future__ import annotations

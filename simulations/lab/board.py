@@ -12,8 +12,9 @@ difference      of the paper's rule less the best baseline (by its mean here), i
 *Reproduced* is a setting whose difference lies on the published side of 0 with its whole interval,
 and whose published number lies in the interval of prediction; *order only*, if the number does not;
 *not*, if the interval holds 0 or lies on the other side. A setting without a paper's rule, of a
-benchmark, is reproduced if each published number lies in its rule's interval of prediction. What
-cannot be run says why.
+benchmark, is reproduced if each published number lies in its rule's interval of prediction. A
+setting without published numbers says whether the rule is *ahead* of the best baseline or *behind*
+it with the whole interval, or *level*. What cannot be run says why.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ from fl_strategies.core.params import format_params
 from simulations.config import RunConfig
 from simulations.experiment import run_in_process
 from simulations.lab.cells import diverging_allowed, finished, run_cells
-from simulations.tables import curve, grid, run_figures, score, tuned
+from simulations.tables import curve, run_figures, score, tuned
 
-Verdict = Literal["reproduced", "order only", "not", "not run", "not possible here"]
+Verdict = Literal[
+    "reproduced", "order only", "not", "not run", "not possible here", "ahead", "level", "behind"
+]
 Figure = Literal["rounds_to_target", "final_accuracy", "late_accuracy"]
 """``late_accuracy`` is the mean over the last ten tests: partial participation is noisy."""
 
@@ -157,7 +160,10 @@ def judge(setting: Setting, rows: Sequence[Row]) -> Judged:
     )
     side = -sign if behind else sign  # where the paper's own numbers have the difference
     verdict: Verdict = "not"
-    if (found.low if side > 0 else -found.high) > 0:
+    if not setting.published:
+        low, high = sorted((sign * found.low, sign * found.high))
+        verdict = "ahead" if low > 0 else "behind" if high < 0 else "level"
+    elif (found.low if side > 0 else -found.high) > 0:
         verdict = "reproduced" if _within(ours) else "order only"
     return Judged(setting, tuple(rows), best.rule, found, verdict)
 
@@ -297,76 +303,7 @@ def _value(setting: Setting, config: RunConfig) -> float:
     return value
 
 
-# ---- what is written ----------------------------------------------------------------------------
-
-
-def records(board: Sequence[Judged]) -> list[dict[str, Any]]:
-    """Return the board as ``board.json`` holds it: an object per setting and rule."""
-    return [
-        {
-            "setting": each.setting.name,
-            "where": each.setting.where,
-            "figure": each.setting.figure,
-            "rule": row.rule,
-            "published": row.published,
-            "values": list(row.values),
-            "lr": row.lr,
-            "seconds": row.seconds,
-            "best baseline": each.best,
-            "difference": None if each.difference is None else list(each.difference),
-            "verdict": each.verdict,
-        }
-        for each in board
-        for row in each.rows
-    ]
-
-
-def markdown(board: Sequence[Judged], command: str) -> str:
-    """Return a table per setting: published, ours, the interval; and the verdict below it."""
-    return "\n".join(_section(each, command) for each in board)
-
-
-def _section(each: Judged, command: str) -> str:
-    setting = each.setting
-    title = f"### {setting.where}\n"
-    if setting.impossible:
-        return f"{title}\n*Not possible here:* {setting.impossible}.\n"
-    heads = ["rule", "published", "ours", "95 % interval", "lr", "seeds", "core-hours"]
-    rows = []
-    for row in each.rows:
-        name = f"**{row.rule}**" if row.rule == setting.ours else row.rule
-        about = ["-" if row.published is None else _told(setting, row.published)]
-        if row.values:
-            about.append(_told(setting, fmean(row.values)))
-            about.append(_range(setting, row.values))
-            about += [f"{row.lr:g}", str(len(row.values)), f"{row.seconds / 3600:.2f}"]
-        rows.append([name, *about, *["-"] * (len(heads) - 1 - len(about))])
-    verdict = f"Verdict: *{each.verdict}*."
-    if each.difference is not None:
-        low, high = each.difference.low, each.difference.high
-        verdict += (
-            f" {setting.ours} less {each.best}, in pairs: {_plain(setting, each.difference.mean)}"
-            f" [{_plain(setting, low)}, {_plain(setting, high)}]."
-        )
-    run_it = f"`{command} --only {setting.name}`"
-    return f"{title}\n{grid(heads, rows)}\n{verdict} {run_it}\n"
-
-
-def _range(setting: Setting, values: Sequence[float]) -> str:
-    if len(values) < 2:
-        return "-"
-    found = interval(values)
-    return f"[{_plain(setting, found.low)}, {_plain(setting, found.high)}]"
-
-
-def _told(setting: Setting, value: float) -> str:
-    if setting.figure in FEWER_IS_BETTER:
-        return f"> {setting.horizon}" if value > setting.horizon else f"{value:.4g}"
-    return f"{100 * value:.1f} %"
-
-
-def _plain(setting: Setting, value: float) -> str:
-    return f"{value:.1f}" if setting.figure in FEWER_IS_BETTER else f"{100 * value:.1f} %"
+# ---- in short ------------------------------------------------------------------------------------
 
 
 def shrunk(setting: Setting) -> Setting:

@@ -5,10 +5,11 @@
 A study is a list of cells (``studies``), or settings of the board (``published``), whose numbers
 stand beside ours, with intervals over seeds and a verdict (``board``). A cell that is finished
 under DIR, with the same settings, is not run again, so that the command can be repeated after an
-interruption; ``DIR/table.md``, or ``DIR/board.md`` and ``DIR/board.json``, is written anew after
-every cell. A cell ends at its number of rounds, at its target, when all its clients diverge, or
-when as many rounds as its patience bring no new best accuracy. ``--quick`` runs two rounds of two
-settings of the board with a small model: whether it all still runs.
+interruption. ``DIR/table.md``, or ``DIR/board.md`` and ``DIR/board.json``, is written anew after
+every cell; each setting of the board gets a figure. A cell ends at its number of rounds, at its
+target, when all its clients diverge, or when as many rounds as its patience bring no new best
+accuracy. ``--quick`` runs two rounds of two settings of the board with a small model: whether it
+all still runs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fl_strategies import EarlyStop, RoundInfo
 from fl_strategies.core.files import write_atomically
 from simulations.experiment import run_in_process
 from simulations.figures import read_history
-from simulations.lab import board
+from simulations.lab import board, board_page
 from simulations.lab.cells import diverging_allowed, interrupted, run_cells
 from simulations.lab.command_line import Command
 from simulations.lab.published import BOARD
@@ -254,9 +255,11 @@ def run_settings(args: argparse.Namespace, folder: Path) -> str:
 
     def write_board() -> str:
         found = [*judged.values()]
-        text = board.markdown(found, command)
+        text = board_page.markdown(found, command)
         write_atomically(folder / "board.md", text.encode())
-        write_atomically(folder / "board.json", json.dumps(board.records(found), indent=2).encode())
+        write_atomically(
+            folder / "board.json", json.dumps(board_page.records(found), indent=2).encode()
+        )
         return text
 
     def note(setting: board.Setting) -> None:
@@ -265,6 +268,8 @@ def run_settings(args: argparse.Namespace, folder: Path) -> str:
 
     wanted = chosen(settings, args.only)
     board.run(wanted, folder, jobs=args.jobs, quiet=args.quiet, on_done=note)
+    for setting in wanted:
+        board_page.draw(judged[setting.name], folder / f"{setting.name}.png")
     return write_board()
 
 
