@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import matplotlib.font_manager  # noqa: F401  # else the first notebook reports its cache
@@ -52,6 +54,18 @@ def test_a_notebook_runs_anywhere_without_a_warning_and_draws(path: Path, tmp_pa
 def test_a_notebook_is_committed_without_outputs(path: Path) -> None:
     for cell in code(path):
         assert (cell.outputs, cell.execution_count, cell.metadata) == ([], None, {}), cell.id
+
+
+def test_every_notebook_begins_with_the_same_install_cell() -> None:
+    (cell,) = {code(path)[0].source for path in NOTEBOOKS}
+    assert 'SOURCE = ""' in cell  # what .ci/notebook fills in
+
+
+def test_the_install_cell_asks_for_a_source_where_nothing_is_installed(tmp_path: Path) -> None:
+    cell = code(NOTEBOOKS[0])[0].source
+    bare = [sys.executable, "-I", "-S", "-c", cell]  # without installed packages
+    done = subprocess.run(bare, cwd=tmp_path, capture_output=True, text=True)
+    assert "fl_strategies is not installed: set SOURCE" in done.stderr
 
 
 def test_one_notebook_alone_defines_an_algorithm() -> None:

@@ -13,9 +13,11 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -29,6 +31,7 @@ from fl_strategies.proximity import State as FedBCState
 from simulations.config import RunConfig
 
 ROOT = Path(__file__).parents[1]
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 QUICKSTART = "notebooks/pages/quickstart.md"
@@ -40,6 +43,21 @@ def blocks(language: str, page: str = "README.md") -> list[str]:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_badges_say_what_pyproject_says() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    low, below = re.findall(r"3\.(\d+)", project["requires-python"])
+    (flwr,) = re.findall(r"flwr>=([\d.]+),", " ".join(project["dependencies"]))
+    facts = [
+        ("python", f"3.{low} to 3.{int(below) - 1}"),
+        ("flwr", f">= {flwr}"),
+        ("license", project["license"]),
+    ]
+    texts = [*ElementTree.parse(ROOT / "notebooks/badges.svg").iter(f"{SVG}text")]
+    assert [text.text for text in texts] == [word for fact in facts for word in fact]
+    said = "; ".join(" ".join(fact) for fact in facts).replace("python", "Python")
+    assert f"![{said}](notebooks/badges.svg)" in (ROOT / "README.md").read_text()
 
 
 def test_the_readmes_python_runs_as_one_program(
