@@ -1,1 +1,1 @@
-"""The Flower App: data sets, partitions, models, and the two apps `flwr run .` starts."""
+"""The Flower App: data sets, partitions, models, and the two apps that `flwr run .` starts."""

@@ -1,4 +1,4 @@
-"""What a run is made of: the keys of the run-config, checked, with defaults per data set."""
+"""The settings of a run: the keys of the run-config, checked, with defaults per data set."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from simulations.defaults import ANY
 Scalar: TypeAlias = str | int | float | bool
 
 DEVICES = ("cpu", "cuda", "xpu", "mps")
-"""Types of devices that may be named."""
+"""The types of devices that a setting may name."""
 
 
 def key(default: Scalar, about: str) -> Any:
@@ -33,7 +33,7 @@ def key(default: Scalar, about: str) -> Any:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The keys of the run-config (kebab-case there), with what each means.
+    """The keys of the run-config (kebab-case there), with their meanings.
 
     ``""`` for a text and -1 for a number stand for the default of the data set and algorithm
     (``simulations.defaults``).
@@ -71,31 +71,35 @@ class RunConfig:
     residual: float = key(
         -1.0, "stop at this squared norm of the subproblem's gradient; -1: not measured"
     )
-    fraction_evaluate: float = key(0.0, "share of the clients that evaluate on data of their own")
-    local_test: float = key(0.0, "share of each client's data held out for that")
+    fraction_evaluate: float = key(0.0, "share of the clients that evaluate on their own test data")
+    local_test: float = key(0.0, "share of each client's samples held out as its test data")
     pooled: bool = key(False, "merge training and test data; test on all that clients hold out")
-    validation: float = key(0.0, "share of each client's data to test the run on, not the test set")
-    fine_tune: str = key("off", "measure models after a step on `train` or `test-batch` as well")
-    fine_tune_lr: float = key(-1.0, "rate of that step; -1 is `lr`")
+    validation: float = key(0.0, "share of each client's samples that replaces the test set")
+    fine_tune: str = key("off", "also measure models after a step on `train` or `test-batch`")
+    fine_tune_lr: float = key(-1.0, "learning rate of `fine-tune`'s step; -1 is `lr`")
     gradient_norm: str = key("", "`true`: report the squared norm of grad f, f the clients' mean")
     evaluate_every: int = key(1, "rounds from one test to the next; the last is always tested")
-    target: float = key(-1.0, "test accuracy whose first round is reported")
-    stop_at_target: bool = key(False, "end the run there")
-    min_replies: int = key(1, "usable replies below which a round is void")
+    target: float = key(-1.0, "test accuracy; the first round that reaches it is reported")
+    stop_at_target: bool = key(False, "end the run at `target`")
+    min_replies: int = key(1, "a round with fewer usable replies is void")
     clipping_norm: float = key(0.0, "bound on the norm of an upload's change; 0: none")
     timeout: float = key(3600.0, "seconds that a round waits for replies")
-    lost_state: str = key("", "clients without their booked state: `reset refuse warn`")
-    lost_rounds: int = key(3, "rounds in a row with lost clients that end a simulation; 0: any")
+    lost_state: str = key("", "what to do with clients that lost their state: `reset refuse warn`")
+    lost_rounds: int = key(
+        3, "a simulation ends after so many rounds in a row with lost clients; 0: never"
+    )
     cohort: str = key("off", "clients of a host trained at once: `off`, `auto` or a number")
     clients_per_message: int = key(1000, "clients in one message to a host at most")
     fold: str = key("auto", "hosts send one mean of their clients' uploads: `auto`, `on`, `off`")
-    fold_memory: int = key(250, "MB of uploads in a round above which `auto` does")
-    state_memory: int = key(1000, "MB of clients' states in memory in-process; others: a file")
+    fold_memory: int = key(
+        250, "`fold`'s `auto` sends means above so many MB of uploads in a round"
+    )
+    state_memory: int = key(1000, "in-process: MB of clients' states in memory; the rest in a file")
     state_dir: str = key("", "directory for clients' state; empty: Flower's `context.state`")
-    checkpoint_every: int = key(0, "rounds from one checkpoint to the next; 0: none are made")
-    checkpoint_keep: int = key(2, "checkpoints kept beside the best by test accuracy")
-    resume: bool = key(False, "go on from the last checkpoint in `output`, if there is one")
-    device: str = key("auto", "`auto`: `cuda` where there is one; `cpu`, `cuda`, `xpu`, `mps`")
+    checkpoint_every: int = key(0, "rounds from one checkpoint to the next; 0: no checkpoints")
+    checkpoint_keep: int = key(2, "checkpoints kept besides the one of the best test accuracy")
+    resume: bool = key(False, "continue from the last checkpoint in `output`, if there is one")
+    device: str = key("auto", "`auto`: `cuda` if there is one; `cpu`, `cuda`, `xpu`, `mps`")
     dtype: str = key("float32", "type of the model: `float32`, `float64`, `bfloat16`")
     autocast: str = key("", "lower precision of forward passes: `bfloat16`")
     output: str = key("", "results folder; empty: a new one under `~/fl-strategies-results`")
@@ -116,7 +120,7 @@ class RunConfig:
         return cls(**values).completed()
 
     def completed(self) -> RunConfig:
-        """Return this config with the defaults of its data set and algorithm filled in, checked."""
+        """Fill in the defaults of the data set and algorithm; return the checked config."""
         from simulations.defaults import defaults
 
         if self.algorithm not in STRATEGIES:
@@ -134,7 +138,7 @@ class RunConfig:
         return full
 
     def check(self) -> None:
-        """Raise ``ValueError`` for anything that could not run, before any work."""
+        """Raise ``ValueError`` for settings that cannot run, before any work."""
         check("clients", self.clients, low=1)
         check("rounds", self.rounds, low=1)
         check("fraction", self.fraction, above=0.0, high=1.0)
@@ -191,7 +195,7 @@ class RunConfig:
         return {f.name.replace("_", "-"): getattr(self, f.name) for f in fields(self)}
 
     def local(self) -> dict[str, Any]:
-        """Return how clients train, as strategies send it: what the algorithm has a use for."""
+        """Return the local settings that the algorithm uses, as strategies send them."""
         settings, unused = self._settings(), self._unused()
         return {name: value for name, value in settings.items() if name not in unused}
 
@@ -209,7 +213,7 @@ class RunConfig:
         return fedpd.unused_by("II", self._settings()) if own_steps else []
 
     def _check_used(self) -> None:
-        """Raise ``ValueError`` for what the algorithm cannot use and is not by default."""
+        """Raise ``ValueError`` for settings, not by default, that the algorithm cannot use."""
         from simulations.defaults import defaults
 
         usual = {key.name: key.default for key in fields(self)}
@@ -250,19 +254,19 @@ class RunConfig:
 
     @property
     def torch_device(self) -> torch.device:
-        """Where to compute in this process: on the named device, or the CPU where it lacks that."""
+        """The device of this process: the named one, or the CPU if the process lacks it."""
         device = torch.device("cuda" if self.device == "auto" else self.device)
         return device if _is_here(device) else torch.device("cpu")
 
     def gpus(self) -> int:
-        """Return how many GPUs of the kind that Ray shares out this machine has for the run."""
+        """Return how many of this machine's GPUs, of a kind that Ray assigns, the run may use."""
         device = self.torch_device
         return torch.cuda.device_count() if device.type == "cuda" else 0
 
     def check_device(self) -> None:
-        """Raise ``ValueError`` where this process, which is to compute on it, lacks the device.
+        """Raise ``ValueError`` if this process, which computes on the device, lacks it.
 
-        A server without it may still send clients there.
+        A server without the device may still have clients that use it.
         """
         if self.device != "auto" and not _is_here(torch.device(self.device)):
             raise ValueError(
@@ -296,7 +300,7 @@ def configs_for(
     """Return one checked config per algorithm, before anything runs.
 
     Each of ``params`` ("name=value", or "algorithm.name=value") goes to every algorithm that has
-    the hyperparameter; one that no algorithm has is refused.
+    the hyperparameter; a hyperparameter that no algorithm has is refused.
     """
     if unknown := sorted(set(algorithms) - STRATEGIES.keys()):
         raise ValueError(f"unknown algorithms {unknown}; known: {sorted(STRATEGIES)}")
@@ -337,11 +341,11 @@ NO_SETTINGS = (
     "lost_rounds",
     "state_memory",
 )
-"""Keys that do not change what a run that finishes comes to."""
+"""Keys that do not change the result of a run that finishes."""
 
 
 def differences(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """Return in words how ``settings`` differ in effect from those ``stored`` by an earlier run."""
+    """Return the effective differences of ``settings`` from those ``stored`` by an earlier run."""
     found, wanted = _effective(stored), _effective(settings)
     return [
         f"{name} was {found.get(name)}, is {wanted.get(name)}"
@@ -351,10 +355,10 @@ def differences(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> list[
 
 
 def _effective(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what settings come to, whatever the version of this package that wrote them.
+    """Return the effective settings, for settings of any version of this package.
 
-    A key that was not known yet had no effect: it counts with its neutral value. So do
-    hyperparameters of the algorithm with their defaults.
+    A key that the version did not know had no effect and gets its neutral value. Missing
+    hyperparameters of the algorithm get their defaults.
     """
     known = {key.name: ANY.get(key.name, key.default) for key in fields(RunConfig)}
     found = known | dict(settings)

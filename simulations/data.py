@@ -1,7 +1,7 @@
 """Data sets as arrays, indexed per client.
 
 digits, synthetic, fedpd-weak, fedpd-strong
-               those of :mod:`simulations.generated`, which need no network
+               see :mod:`simulations.generated`; they need no network
 mnist          ylecun/mnist, [1, 28, 28]
 fashion_mnist  zalando-datasets/fashion_mnist, [1, 28, 28]
 cifar10        uoft-cs/cifar10, [3, 32, 32]
@@ -10,26 +10,27 @@ femnist        flwrlabs/femnist, [1, 28, 28], 62 characters, owned by their writ
 shakespeare    flwrlabs/shakespeare, 80 characters [80] and the next one, owned by their roles
 ag_news, dbpedia
                fancyzhx/ag_news, fancyzhx/dbpedia_14: tokens of a text, or of title and content
-any other      a folder or Hub name with such columns, below; so ``mnist_writers``, digits of 100
-               writers in FEMNIST's schema
+any other      a folder or Hub name with the columns below; for example ``mnist_writers``, digits of
+               100 writers in FEMNIST's schema
 
 Inputs are in the column ``image`` or ``img`` (images), ``x`` (characters, the next one in ``y``),
 ``text``, or ``title`` and ``content``; classes 0, 1, ... in ``label``, ``fine_label`` or
 ``character``; natural clients, if any, in ``writer_id`` or ``character_id``. Splits are ``train``
-and ``test``. Where there is no ``test`` but natural clients (FEMNIST, Shakespeare on the Hub), a
-fifth of each client's rows is for testing, rounded down, always the same: of images one drawn at
-random, of characters the last ones in the file's order (no character to be told in them is then in
-a training sample). Options (``dataset-params``), where the data have what they are about:
+and ``test``. If there is no ``test`` but there are natural clients (FEMNIST, Shakespeare on the
+Hub), a fifth of each client's samples, rounded down and always the same, is for testing: images
+drawn at random; for characters the last samples in the file's order (so no training sample holds a
+character that is to be predicted in a test). Options (``dataset-params``) for data that have these
+columns:
 
 label          the column of the classes
-owners         keep so many natural clients, drawn once for all: those of ``owners=10`` are among
-               those of ``owners=20``. Test rows of clients that do not train stay
+owners         keep so many natural clients, drawn once: those of ``owners=10`` are among those of
+               ``owners=20``. Test samples of clients that do not train stay
 tokenizer      folder or Hub name of a tokenizer of ``transformers`` (DistilBERT's). Its token for
                padding must be the one of the model's configuration
-tokens         the length of a text in tokens (128): longer ones are cut, shorter ones padded
+tokens         the length of a text in tokens (128): longer texts are cut, shorter texts padded
 
 Characters and tokens are kept as the smallest integers that hold them (37 MB for 466,014 windows of
-80 characters), and reach a model as int64, a batch at a time.
+80 characters), and reach a model as int64, one mini-batch at a time.
 
 A name is looked up in the folder that the environment variable ``FL_DATA`` names, then as a path,
 then on the Hugging Face Hub. Folders hold parquet files named by split, as on the Hub
@@ -69,7 +70,7 @@ HUB = {
 INPUTS = (("image",), ("img",), ("x",), ("text",), ("title", "content"))
 CLASSES = ("label", "fine_label", "character", "y")
 NATURAL = ("writer_id", "character_id")
-"""Columns, the first that is there counts."""
+"""Column names; the first one that exists counts."""
 NORMALISE = ("own", "authors", "none")
 OWN: dict[str, Scale] = {
     "mnist": ((0.1307,), (0.3081,)),
@@ -85,21 +86,22 @@ AUTHORS: dict[str, Scale] = {
 
 
 def load(name: str, *, normalise: str = "own", **options: Any) -> Dataset:
-    """Return data set ``name``; asked again, the same object.
+    """Return data set ``name``; further calls return the same object.
 
     Parameters
     ----------
     name : a short name of this module's table, a folder, or a name on the Hub
-    normalise : of images: ``"own"``, the set's published mean and standard deviation per channel
-        (those of the training images where none are published); ``"authors"``, FedADMM's code;
-        ``"none"``, pixels in [0, 1]. Digits, synthetic data and text stay as they are
-    options : of the generated sets see their functions, of folders and the Hub this module's table
+    normalise : for images: ``"own"``, the data set's published mean and standard deviation per
+        channel (if none are published, those of the training images); ``"authors"``, those of
+        FedADMM's code; ``"none"``, pixels in [0, 1]. Digits, synthetic data and text stay as they
+        are
+    options : for generated sets see their functions; for others see this module's table
 
     Raises
     ------
     ValueError
-        An unknown name, normalisation or option; a data set without the columns or splits above;
-        text without ``transformers``.
+        For an unknown name, normalisation or option; for a data set without the columns or splits
+        above; for text without ``transformers``.
     """
     if normalise not in NORMALISE:
         raise ValueError(f"unknown normalise {normalise!r}, known are {', '.join(NORMALISE)}")
@@ -127,7 +129,7 @@ def _built_in(name: str, options: tuple[tuple[str, Any], ...]) -> Dataset:
 
 
 def _find(name: str) -> Path | None:
-    """Return the folder of ``name``, or None where it can only be on the Hub."""
+    """Return the folder of ``name``, or None if it can only be on the Hub."""
     root = os.environ.get("FL_DATA")
     aliases = [name, "cifar10_subset"] if name == "cifar10" else [name]
     folders = [Path(root).expanduser() / alias for alias in aliases] if root else []
@@ -236,13 +238,13 @@ def _splits(
 
 
 def _codes(column: Any) -> Ints:
-    """Return the number of each entry's value, values being numbered as they appear."""
+    """Return each entry's value as a number; values are numbered in order of appearance."""
     codes: Ints = column.combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64)
     return codes
 
 
 def _held_out(owner: Ints, last: bool) -> NDArray[np.bool_]:
-    """Return which rows are for testing: a fifth of each owner's, the last ones or drawn."""
+    """Return which samples are for testing: a fifth of each owner's, the last ones or drawn."""
     order = np.arange(len(owner)) if last else stream(0, "held-out").permutation(len(owner))
     order = order[np.argsort(owner[order], kind="stable")]  # the rows of each owner together
     counts = np.bincount(owner)
@@ -253,7 +255,7 @@ def _held_out(owner: Ints, last: bool) -> NDArray[np.bool_]:
 
 
 class _NoSplit(ValueError):
-    """The data are there, this split of them is not."""
+    """The data set exists, but lacks this split."""
 
 
 def _table(name: str, folder: Path | None, split: str) -> Any:
@@ -298,7 +300,7 @@ def _scale(name: str, normalise: str, x: Images, test_x: Images) -> Scale:
 
 
 def _unknown(name: str, why: object = "") -> str:
-    """Return what is wrong with a data set that was not found, and how to have it found."""
+    """Return why a data set was not found, and how to provide it."""
     root = os.environ.get("FL_DATA")
     there = "unset" if root is None else root if Path(root).is_dir() else f"{root}, no folder"
     message = (

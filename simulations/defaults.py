@@ -1,4 +1,4 @@
-"""What a run takes where it is not told: sensible settings per data set and algorithm."""
+"""The default settings of runs, per data set and algorithm."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ DATASETS: dict[str, dict[str, Any]] = {
     "fedpd-weak": FEDPD | {"target": 0.55},
     "fedpd-strong": FEDPD | {"target": 0.55},
 }
-"""Over ``ANY``: the papers' models and targets (FedADMM, Table II; FedPD, Section V)."""
+"""Overrides ``ANY``: the papers' models and targets (FedADMM, Table II; FedPD, Section V)."""
 
 TWO_CLASSES: dict[str, dict[str, Any]] = {
     "fedsgd": {"lr": 1.0},
@@ -89,7 +89,7 @@ TWO_CLASSES: dict[str, dict[str, Any]] = {
     },
     "pfedme": {"lr": 0.3, "params": "lam=1 eta=1"},
 }
-"""Of each algorithm on both data sets of FedPD."""
+"""For each algorithm on both data sets of FedPD."""
 
 ALGORITHMS: dict[tuple[str, str], dict[str, Any]] = {
     ("fedsgd", ""): {"solver": "gd", "epochs": 1, "random_epochs": "false"},
@@ -136,12 +136,12 @@ ALGORITHMS: dict[tuple[str, str], dict[str, Any]] = {
         for algorithm, found in TWO_CLASSES.items()
     },
 }
-"""Over those, for (algorithm, data set), and for (algorithm, "") on any. On the data sets that are
-built in, no algorithm stays far behind FedAvg: notebooks/pages/board.md."""
+"""Overrides those, for (algorithm, data set), and for (algorithm, "") on any data set. On the
+built-in data sets no algorithm is far behind FedAvg: notebooks/pages/board.md."""
 
 
 SOLVERS: dict[str, dict[str, Any]] = {solver: {"lr": rate} for solver, rate in RATES.items()}
-"""Over those, for a solver that is asked for: one setting for all data sets is their point."""
+"""Overrides those, for a solver that the user names: it has one setting for all data sets."""
 
 
 def defaults(algorithm: str, dataset: str, solver: str = "") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One run on any engine: the server's half."""
+"""One run on any engine: the server half."""
 
 from __future__ import annotations
 
@@ -69,21 +69,22 @@ def run(
 ) -> Summary:
     """Run ``config`` on ``grid``, write its results folder, and return the summary.
 
-    A line a round is printed, if ``quiet`` for rounds with lost clients alone: those that gave no
-    reply or an error. ``lost-rounds`` such rounds in a row end a simulation with ``RuntimeError``.
+    Each round prints a line; with ``quiet`` only rounds with lost clients do, which are clients
+    that gave no reply or an error. ``lost-rounds`` such rounds in a row end a simulation with
+    ``RuntimeError``.
 
-    ``callbacks`` are called at the end of each round in which the model was tested, beside the ones
-    that write the results, which are called in every round.
+    ``callbacks`` are called at the end of each round in which the model was tested. The callbacks
+    that write the results are called in every round.
 
-    The folder holds ``config.json``, ``history.jsonl`` (a line a round, written as it ends),
-    ``clients.jsonl`` (a line for each client that took part in a round),
-    ``model.safetensors``, ``summary.json`` and ``curve.png``, also when the run is interrupted; one
-    that is killed leaves model and summary of the last ``SAVE_SECONDS`` or earlier. Async-cloud
-    FedBCD adds ``cloud-N.safetensors``, the model of each cloud server, and ``checkpoint-every``
-    the folder ``checkpoints``. ``run.lock`` names the run, and is locked as long as that lasts.
+    The folder holds ``config.json``, ``history.jsonl`` (a line per round, written at its end),
+    ``clients.jsonl`` (a line for each client that took part in a round), ``model.safetensors``,
+    ``summary.json`` and ``curve.png``, also after an interrupted run. A killed run leaves a model
+    and a summary that are ``SAVE_SECONDS`` old or older. Async-cloud FedBCD adds
+    ``cloud-N.safetensors``, the model of each cloud server; ``checkpoint-every`` adds the folder
+    ``checkpoints``. ``run.lock`` names the run, and is locked during the run.
 
     Raises ``ValueError`` for a folder that another run is writing to, ``StateError`` for a state
-    directory that holds another run's states, and ``RuntimeError`` when all rounds were void.
+    directory that holds another run's states, and ``RuntimeError`` if all rounds were void.
     """
     by_workers = is_simulated(grid) and not isinstance(grid, InProcessGrid)
     model, folder = prepare(config, partition=not by_workers)
@@ -150,7 +151,7 @@ def _run(
 
     strategy = config.strategy(
         **model.layout_options,
-        # on a busy machine some answer late, and who is sampled must not depend on that
+        # on a busy machine some nodes answer late, and sampling must not depend on that
         min_available_nodes=config.clients if simulated else 1,
         callbacks=[
             note_devices,
@@ -213,7 +214,7 @@ def _run(
             progress.given_up = str(error)
         try:
             save(finished=bool(progress.given_up))
-        except Exception as later:  # what ended the run is what is told
+        except Exception as later:  # the error that ended the run is reported
             error.add_note(f"nor could its results be saved: {type(later).__name__}: {later}")
         raise
     summary = save(finished=not void)
@@ -227,7 +228,7 @@ def _run(
 
 @contextmanager
 def _one_line_a_round() -> Iterator[None]:
-    """Keep the strategy's line for each round out of the log: the progress is the one."""
+    """Keep the strategy's line for each round out of the log: the progress line replaces it."""
 
     def keep(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith("round=%d algorithm=")
@@ -255,7 +256,7 @@ class _IfTested:
 
 
 def check_resumes(config: RunConfig, folder: Path) -> None:
-    """Raise ``ValueError`` unless the run in ``folder`` had these settings, but for its rounds."""
+    """Raise ``ValueError`` unless the run in ``folder`` had these settings, rounds excepted."""
     try:
         stored = json.loads((folder / "config.json").read_text())
         found = differences(stored | {"rounds": config.rounds}, asdict(config))
@@ -267,7 +268,7 @@ def check_resumes(config: RunConfig, folder: Path) -> None:
 
 
 def check_no_states(config: RunConfig) -> None:
-    """Raise ``StateError`` if the state directory holds states: they are another run's."""
+    """Raise ``StateError`` if the state directory holds the states of another run."""
     states = state_folder(config)
     if states is not None and (owner := DirectoryStore.owner(states)) is not None:
         raise StateError(
@@ -277,10 +278,10 @@ def check_no_states(config: RunConfig) -> None:
 
 
 def prepare(config: RunConfig, *, partition: bool = True) -> tuple[FlatModel, Path]:
-    """Return the initial model and the results folder; raise for what could not run, before it.
+    """Return the initial model and the results folder; raise for settings that cannot run.
 
-    The model is on the CPU: no GPU is touched. Without ``partition`` the clients' data are not made
-    (flwr-datasets and what it needs take 150 MB).
+    The model is on the CPU: no GPU is used here. Without ``partition`` the clients' data are not
+    made (flwr-datasets and what it needs take 150 MB).
     """
     if partition:
         parts(config)
@@ -307,9 +308,9 @@ def run_in_process(
 
 
 def metrics_of(**keys: Scalar) -> list[Mapping[str, float]]:
-    """Run in this process, printing nothing and leaving no files; return each round's metrics.
+    """Run in this process, without output and files; return each round's metrics.
 
-    ``keys`` are those of the run-config, spelt with underscores: ``metrics_of(batch_size=10)``.
+    ``keys`` are those of the run-config, with underscores: ``metrics_of(batch_size=10)``.
     """
     rows: list[Mapping[str, float]] = []
     config = {name.replace("_", "-"): value for name, value in keys.items()}

@@ -1,4 +1,4 @@
-"""Figures, drawn from the tables that were written first."""
+"""Figures, drawn from tables that were written before."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fl_strategies.core.files import DamagedFile, read_lines
 
 
 class Panel(NamedTuple):
-    """What is drawn against which columns of ``simulations.tables.curve``, in which units."""
+    """A panel: its columns of ``simulations.tables.curve``, and their units."""
 
     x: str
     ys: tuple[str, ...]
@@ -43,9 +43,9 @@ PANELS = (
 
 
 def read_history(path: Path, *names: str) -> list[dict[str, float]]:
-    """Return the rows of a ``history.jsonl``, each of which has numbers of these ``names``.
+    """Return the rows of a ``history.jsonl``; each must have numbers of these ``names``.
 
-    Raises ``ValueError``, with the line, for a damaged one.
+    Raises ``ValueError``, with the line's number, for a damaged line.
     """
     rows = read_lines(path)
     for number, row in enumerate(rows, start=1):
@@ -57,12 +57,12 @@ def read_history(path: Path, *names: str) -> list[dict[str, float]]:
 def draw_curves(
     rows: Sequence[Mapping[str, Any]], path: Path, panels: Sequence[Panel] = PANELS
 ) -> Figure:
-    """Draw each algorithm's mean over its seeds, the standard deviation around it as a band.
+    """Draw each algorithm's mean over its seeds, with its standard deviation as a band.
 
-    ``rows`` are those of ``simulations.tables.curve``; a panel for which there are none, or which
-    would repeat that of rounds, is left out. The n-th reports of the seeds are averaged, in both
-    directions, as far as all seeds have one. Each panel shows the range of the curves after their
-    first quarter. Written to ``path`` (PNG), and as vectors (SVG) beside it.
+    ``rows`` are those of ``simulations.tables.curve``. A panel is left out if it has no data, or if
+    it would repeat the panel of rounds. The n-th reports of the seeds are averaged, in both
+    directions, while all seeds have one. Each panel shows the range of the curves after their
+    first quarter. The figure is written to ``path`` (PNG), and as vectors (SVG) beside it.
     """
     from matplotlib.figure import Figure
 
@@ -89,7 +89,7 @@ def draw_curves(
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the figure to ``path`` (PNG), and as vectors (SVG) beside it, alike each time."""
+    """Write the figure to ``path`` (PNG), and as vectors (SVG) beside it, reproducibly."""
     from matplotlib import rc_context
 
     figure.savefig(path, dpi=120)
@@ -98,7 +98,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def panels_by_line(count: int) -> list[int]:
-    """Return how many panels each line has, three at most, as evenly as can be."""
+    """Return the number of panels in each line, at most three, as even as possible."""
     lines = -(-count // 3)
     return [count // lines + (line < count % lines) for line in range(lines)]
 
@@ -128,7 +128,7 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Sequence[Mapping[str, Any]]) -> 
 
 
 def title(algorithm: str) -> str:
-    """Return an algorithm's proper name; another label as it is."""
+    """Return an algorithm's proper name; any other label stays as it is."""
     card = getattr(STRATEGIES.get(algorithm), "card", None)  # an algorithm of one's own needs none
     return algorithm if card is None else card.title
 

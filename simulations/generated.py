@@ -28,7 +28,7 @@ Inputs: TypeAlias = Floats | Symbols | Images
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Training and test data. Shared by all who load them: not to be written to.
+    """Training and test data. All callers share them; nobody may write to them.
 
     Models get what :meth:`inputs` makes of ``x``.
     """
@@ -67,12 +67,12 @@ def synthetic(
     Device i draws u_i ~ N(0, alpha), W_i [60, 10] and b_i [10] ~ N(u_i, 1); B_i ~ N(0, beta),
     v_i [60] ~ N(B_i, 1), x ~ N(v_i, Sigma) with Sigma_jj = j^-1.2; y = argmax(x W_i + b_i).
     As in the generator of Li et al., which FedBC adapts, alpha and beta are standard deviations.
-    The first 80 % of a device's rows are for training. alpha changes no label: u_i adds the same
-    u_i (1 + sum_j x_j) to all ten scores, so only beta makes devices more or less alike.
+    The first 80 % of a device's samples are for training. alpha changes no label: u_i adds the same
+    u_i (1 + sum_j x_j) to all ten scores, so only beta makes devices more or less heterogeneous.
 
-    ``sizes``: ``"power-law"``, the paper's word without numbers: 50 rows, and a share of 200 rows
-    per device proportional to 1.1^-i; ``"lognormal"``, the authors' code: 50 + lognormal(4, 2);
-    ``"uniform"``: 20 to 60, for many devices.
+    ``sizes``: ``"power-law"``, which the paper names without numbers: 50 samples, and a share,
+    proportional to 1.1^-i, of 200 samples per device; ``"lognormal"``, the authors' code:
+    50 + lognormal(4, 2); ``"uniform"``: 20 to 60, for many devices.
 
     References: Bedi et al., "FedBC: Calibrating Global and Local Models via Federated Learning
     Beyond Consensus", appendix E.1; Li et al., "FedProx", MLSys 2020.
@@ -117,9 +117,10 @@ def two_classes(
 ) -> Dataset:
     """Return FedPD's data for logistic regression: 19 normal features and a constant 1, 2 classes.
 
-    "Weakly non-IID": fair random labels. "Strongly": client i draws a model x_i [20] ~ U[-10, 10]
-    and its label is 1 where <a, x_i> + N(0, 1) > 0. ``samples`` rows a client for training; the
-    paper has no test data, here there are ``test_samples`` a client by the same law.
+    "Weakly non-IID": fair random labels. "Strongly non-IID": client i draws a model
+    x_i [20] ~ U[-10, 10], and a label is 1 where <a, x_i> + N(0, 1) > 0. Each client has
+    ``samples`` training samples. The paper has no test data; here each client has ``test_samples``
+    of the same distribution.
 
     Reference: Zhang et al., "FedPD", IEEE Transactions on Signal Processing 2021, Section V.
     """

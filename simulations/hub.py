@@ -1,4 +1,4 @@
-"""The Hugging Face Hub, which may be out of reach: found out in seconds, not by its own retries."""
+"""The Hugging Face Hub may be out of reach; this module finds out in seconds, without retries."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 HUB_SECONDS = 5.0
-"""How long the Hub has to answer."""
+"""Seconds in which the Hub must answer."""
 
 
 def reachable() -> bool:
-    """Return whether the Hub answers in time; never where ``HF_HUB_OFFLINE`` is set."""
+    """Return whether the Hub answers in time; False if ``HF_HUB_OFFLINE`` is set."""
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -36,8 +36,8 @@ def reachable() -> bool:
 
 @contextmanager
 def asked_briefly() -> Iterator[None]:
-    """Have ``datasets`` and ``transformers`` take at once what was downloaded before, or fail,
-    where the Hub does not answer."""
+    """If the Hub does not answer, let ``datasets`` and ``transformers`` use earlier downloads, or
+    fail, at once."""
     if reachable():
         yield
         return

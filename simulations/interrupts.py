@@ -1,4 +1,4 @@
-"""Work that Ctrl-C cannot split: it is done whole, and the interruption takes effect after it."""
+"""Work that Ctrl-C cannot split: it is completed, and the interruption takes effect after it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM)
 def undivided() -> Iterator[None]:
     """Hold back SIGINT and SIGTERM until the end of the block.
 
-    Python gives signals to the main thread alone; elsewhere there is nothing to hold back.
+    Python delivers signals to the main thread only; in other threads there is nothing to hold back.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

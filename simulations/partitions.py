@@ -1,25 +1,25 @@
-"""How the rows of a data set are spread over clients, by flwr-datasets wherever it knows how.
+"""How a data set's samples are spread over clients: by flwr-datasets if it has the partitioner.
 
-A partition is a list with one array per client: the sorted int64 indices of that client's rows.
-Every row belongs to one client at most; which rows is decided by the seed alone. Kinds:
+A partition is a list with one array per client: the sorted int64 indices of that client's samples.
+Every sample belongs to at most one client; only the seed decides which. Kinds:
 
-iid         equal sizes, rows at random
-shards      rows sorted by label, cut into equal shards, ``shards_per_client`` (2) each
-            (McMahan et al. 2017; FedADMM's non-IID setting); rows that equal shards leave over,
-            fewer than there are shards, stay unused
+iid         equal sizes, samples at random
+shards      samples sorted by label and cut into equal shards, ``shards_per_client`` (2) for each
+            client (McMahan et al. 2017; FedADMM's non-IID setting); the samples that equal shards
+            leave over, fewer than there are shards, stay unused
 dirichlet   each class is spread over the clients by a draw of Dirichlet(``alpha``, ..., ``alpha``)
-            (0.5), drawn again, up to ten times, while it leaves a client empty. With
-            ``rows_per_client`` it is each client that draws its mixture of the classes from that
-            distribution, and so many rows by it, while they last (Hsu et al. 2019; Delta-SGD)
-power-law   client k holds a share proportional to ``exponent``^-k of the rows (1.1), of
-            ``classes_per_client`` classes where given (FedBC): :func:`power_law`
-diversity   every client has rows of ``labels_per_client`` classes (3), drawn so that each class
-            goes to as many clients as any other, give or take one, which share its rows evenly
-            (FedBCD); with few clients a class may go to none, and its rows stay unused
-imbalanced  FedADMM, Table VI: clients in groups of two, a member of group j = 1, 2, ... gets j of
-            ``shards`` label-sorted shards, the last group what is left, evenly. By default
-            (clients/2)^2 shards: the paper's 10,000 for its 200 clients
-natural     by the client ids of the rows, ``owner`` (int64 [n])
+            (0.5), which is repeated, up to ten times, while it leaves a client empty. With
+            ``rows_per_client``, each client draws its mixture of classes from this distribution,
+            and so many samples by it, while they last (Hsu et al. 2019; Delta-SGD)
+power-law   client k holds a share of the samples proportional to ``exponent``^-k (1.1), of
+            ``classes_per_client`` classes if given (FedBC): :func:`power_law`
+diversity   every client has samples of ``labels_per_client`` classes (3), drawn so that the numbers
+            of clients per class differ by at most one; these clients share the class evenly
+            (FedBCD). With few clients a class may have no client, and its samples stay unused
+imbalanced  FedADMM, Table VI: clients in groups of two; each member of group j = 1, 2, ... gets j
+            of ``shards`` label-sorted shards, and the last group shares the rest evenly. The
+            default is (clients/2)^2 shards: the paper's 10,000 for its 200 clients
+natural     by the client ids of the samples, ``owner`` (int64 [n])
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ Draw: TypeAlias = np.random.Generator
 def partition(
     kind: str, labels: NDArray[Any], clients: int, *, seed: int, **options: Any
 ) -> list[Rows]:
-    """Return the row indices of each of ``clients`` clients.
+    """Return the indices of the samples of each of ``clients`` clients.
 
     Parameters
     ----------
     kind : one of the kinds of this module's table
-    labels : integer array [n], the class of each row
+    labels : integer array [n], the class of each sample
     clients : number of clients, from 1 to n
-    seed : >= 0; the same seed gives the same partition (``natural`` has nothing to draw)
+    seed : >= 0; the same seed gives the same partition (``natural`` draws nothing)
     options : the options of the kind, see the table
 
     Raises
     ------
     ValueError
-        An unknown kind or option, a number out of its range, a client left without rows.
+        For an unknown kind or option, a number out of its range, or a client without samples.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown partition {kind!r}, known are {', '.join(KINDS)}")
@@ -78,10 +78,10 @@ def partition(
 
 
 def power_law(total: int, clients: int, exponent: float) -> Rows:
-    """Return sizes [clients] that sum to ``total``, size k being proportional to exponent^-k.
+    """Return sizes [clients] that sum to ``total``; size k is proportional to exponent^-k.
 
-    This is the "power law exponent" of FedBC: the largest and smallest sizes of its Table 5 are a
-    factor exponent^(clients - 1) apart. Fractions are rounded so that the sum is met.
+    This is the "power law exponent" of FedBC: the largest and smallest sizes of its Table 5 differ
+    by a factor exponent^(clients - 1). Fractions are rounded so that the sum is ``total``.
     """
     if not exponent >= 1:
         raise ValueError(f"exponent must be >= 1, got {exponent}")
@@ -92,10 +92,10 @@ def power_law(total: int, clients: int, exponent: float) -> Rows:
 
 
 def train_test(parts: Sequence[Rows], fraction: float, seed: int) -> list[tuple[Rows, Rows]]:
-    """Split each client's rows at random into (train, test), both sorted.
+    """Split each client's samples at random into (train, test), both sorted.
 
-    ``fraction`` in [0, 1) is the share held out for testing; a client keeps at least one row for
-    training, so one with a single row has an empty test set.
+    ``fraction`` in [0, 1) is the share held out for testing. A client keeps at least one sample for
+    training, so a client with a single sample has an empty test set.
     """
     if not 0 <= fraction < 1:
         raise ValueError(f"fraction must be in [0, 1), got {fraction}")
@@ -110,7 +110,7 @@ def train_test(parts: Sequence[Rows], fraction: float, seed: int) -> list[tuple[
 
 
 def describe(parts: Sequence[Rows], labels: NDArray[Any]) -> Rows:
-    """Return how many rows of each class each client holds, [clients, classes]."""
+    """Return how many samples of each class each client holds, [clients, classes]."""
     classes = int(np.max(labels)) + 1
     return np.stack([np.bincount(labels[rows], minlength=classes) for rows in parts])
 
@@ -204,11 +204,11 @@ def _dirichlet(
 def _mixtures(
     labels: NDArray[Any], clients: int, rng: Draw, alpha: float, rows_per_client: int
 ) -> list[Rows]:
-    """Give each client ``rows_per_client`` rows by a mixture of the classes that it draws.
+    """Give each client ``rows_per_client`` samples, by a mixture of classes that it draws.
 
-    A class that runs out leaves the others in their proportions. Mixtures are kept as logarithms:
-    with a small alpha most shares are smaller than a double can be, and the flwr-datasets
-    partitioner of this kind then divides 0 by 0.
+    When a class runs out, the others keep their proportions. Mixtures are kept as logarithms: with
+    a small alpha most shares are too small for a double, and the flwr-datasets partitioner of this
+    kind then divides 0 by 0.
     """
     pools = [rng.permutation(np.flatnonzero(labels == c)) for c in np.unique(labels)]
     size = (clients, len(pools))
@@ -252,11 +252,11 @@ def _power_law(
 
 
 def _take(pools: list[Rows], size: int, classes: int, rng: Draw) -> Rows:
-    """Move ``size`` rows out of ``pools``: even shares of ``classes`` of them, drawn at random.
+    """Move ``size`` samples out of ``pools``: equal shares of ``classes`` classes, at random.
 
-    Where a class runs out further ones make it up, so that a client may hold more classes: mostly
-    the largest, which choose last ("to preserve the power law", FedBC). These partitions are draws
-    like those of its Table 4: {1x6, 1x4, 1x3, 17x2} and so on.
+    When a class runs out, further classes replace it, so that a client may hold more classes:
+    mostly the largest clients, which choose last ("to preserve the power law", FedBC). These
+    partitions are draws like those of its Table 4: {1x6, 1x4, 1x3, 17x2} and so on.
     """
     even = -(-size // classes)
     taken: list[Rows] = []
@@ -336,7 +336,7 @@ def _partitioners() -> Any:
 
 
 def _apply(partitioner: Any, labels: NDArray[Any], clients: int, rows: Rows) -> list[Rows]:
-    """Let flwr-datasets partition ``rows``, taken in this order, and read the indices back."""
+    """Let flwr-datasets partition ``rows``, in this order, and return the indices."""
     import datasets  # flwr-datasets has imported it by now
 
     partitioner.dataset = datasets.Dataset.from_dict(

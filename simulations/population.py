@@ -1,8 +1,8 @@
-"""Who runs the clients of a run: nodes of one client each, or hosts; and where states lie.
+"""Which nodes run the clients, and where the clients' states are.
 
-- As many nodes as clients: each is one.
-- Fewer nodes, in a simulation: they share the population, any of them runs any client. States are
-  in ``state-dir``, or else in a directory of this machine that is removed with the run.
+- If there are as many nodes as clients, each node is one client.
+- If a simulation has fewer nodes, these share the population: any of them runs any client. States
+  are in ``state-dir``, else in a directory on this machine that is removed with the run.
 - In a deployment a node hosts the clients that its node-config lists (``hosts="0-49 77"``).
 """
 
@@ -29,13 +29,13 @@ from fl_strategies.server.nodes import Nodes
 from simulations.config import RunConfig
 
 SHARED = ".shared"
-"""A file that the server lays into the state directory, by which a Ray worker knows it again."""
+"""A file that the server puts into the state directory, so that a Ray worker can recognise it."""
 NODES_SECONDS = 30.0
 """How long a run waits for its nodes."""
 
 
 def hosted(config: RunConfig, context: Context) -> int | list[int] | None:
-    """Return what the node hosts: the ids that its node-config lists, any of all, or None."""
+    """Return the clients that the node hosts: ids from its node-config, the population, or None."""
     if listed := str(context.node_config.get("hosts", "")):
         return ids_of(listed)
     nodes = int(context.node_config.get("num-partitions", config.clients))
@@ -43,7 +43,7 @@ def hosted(config: RunConfig, context: Context) -> int | list[int] | None:
 
 
 def ids_of(text: str) -> list[int]:
-    """Return the ids in ``text``; raise ``ValueError`` for what names none.
+    """Return the ids in ``text``; raise ``ValueError`` for a text that is no list of ids.
 
     Examples
     --------
@@ -60,7 +60,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def on_a_ray_worker() -> bool:
-    """Return whether this process belongs to a Ray, whose workers may be on several machines."""
+    """Return whether this process is a Ray worker; Ray's workers may be on several machines."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 
@@ -69,23 +69,23 @@ def on_a_ray_worker() -> bool:
 
 
 def state_folder(config: RunConfig) -> Path | None:
-    """Return where clients keep their state, if the algorithm has any and the user names it."""
+    """Return the folder of clients' states that the user names, if the algorithm needs one."""
     stateful = CLIENTS[config.algorithm].state_type is not None
     return Path(config.state_dir) / config.algorithm if config.state_dir and stateful else None
 
 
 def temporary_folder(run_id: int) -> Path:
-    """Return where the hosts of a run on this machine keep states for which nobody named a place.
+    """Return the folder for states on this machine if the user names none.
 
-    The name is made of Flower's id of the run, a random number.
+    Its name derives from Flower's id of the run, a random number.
     """
     return Path(tempfile.gettempdir()) / f"fl-strategies-{os.getuid()}-{run_id:x}"
 
 
 def worker_states(config: RunConfig, context: Context) -> Path | None:
-    """Return the folder of states in a client's process, None where they are in its context.
+    """Return the folder of states for a client's process; None if states are in its context.
 
-    Raises ``ValueError`` where it is not the server's.
+    Raises ``ValueError`` if it is not the server's folder.
     """
     states = state_folder(config)
     if CLIENTS[config.algorithm].state_type is None or not on_a_ray_worker():
@@ -104,7 +104,7 @@ def worker_states(config: RunConfig, context: Context) -> Path | None:
 
 @contextmanager
 def shared_states(config: RunConfig, grid: Grid, *, shared: bool) -> Iterator[None]:
-    """Have workers know the folder of states, and remove it at the end if it is a temporary one."""
+    """Mark the folder of states for workers, and remove it at the end if it is temporary."""
     states, own = state_folder(config), None
     stateful = CLIENTS[config.algorithm].state_type is not None
     if stateful and shared and states is None and not isinstance(grid, InProcessGrid):
@@ -127,14 +127,14 @@ def shared_states(config: RunConfig, grid: Grid, *, shared: bool) -> Iterator[No
 
 
 def is_simulated(grid: Grid) -> bool:
-    """Return whether all nodes are this run's own."""
+    """Return whether all nodes belong to this run only."""
     return isinstance(grid, InProcessGrid) or hasattr(grid, "pull_interval")
 
 
 def shared_population(config: RunConfig, grid: Grid) -> int:
-    """Return the number of clients that the nodes share, 0 where each client has its node.
+    """Return the number of clients that the nodes share; 0 if each client has its own node.
 
-    Raises ``ValueError`` unless all clients are connected, or soon will be.
+    Raises ``ValueError`` unless all clients are connected, or will be soon.
     """
     directory, what, most = Nodes(config.timeout), "clients", 0
     deadline = time.monotonic() + NODES_SECONDS
@@ -163,9 +163,9 @@ def shared_population(config: RunConfig, grid: Grid) -> int:
 
 
 def _offers_any(node: int, grid: Grid, timeout: float) -> bool:
-    """Return whether a simulated node is a host, which may have to make its data first.
+    """Return whether a simulated node is a host; a host may have to prepare its data first.
 
-    Raises ``ValueError`` with what is wrong with these.
+    Raises ``ValueError`` if its data cannot be prepared.
     """
     query = Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY)
     for reply in grid.send_and_receive([query], timeout=timeout):

@@ -1,4 +1,4 @@
-"""What a run leaves behind: its summary, its model, and a line of progress a round."""
+"""The results of a run: its summary, its model, and a progress line per round."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ SAVE_SECONDS = 10.0
 
 
 EARLIER = ("history.jsonl", "clients.jsonl", "model.safetensors", "curve.png", "curve.svg")
-"""What a run that begins anew removes from its folder."""
+"""The files that a new run removes from its folder."""
 
 
 LAST_ROUNDS = 5
-"""How many of the last rounds the time left is estimated from."""
+"""The estimate of the time left uses so many of the last rounds."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What one run came to. Accuracies are shares of the test set; bytes are of all rounds."""
+    """The result of a run. Accuracies are shares of the test set; bytes are those of all rounds."""
 
     algorithm: str
     final_accuracy: float | None
@@ -57,19 +57,19 @@ class Summary:
     model_sha256: str
     finished: bool
     gradient_norm2: float | None = None
-    """||grad f||^2 at the end, where it was measured."""
+    """||grad f||^2 at the end, if it was measured."""
     server_device: str = "cpu"
     """The kind of device that the server tested on."""
     client_devices: dict[str, int] = field(default_factory=dict)
-    """How many clients said that they trained on which."""
+    """How many clients reported that they trained on which device."""
     missing: float = 0.0
-    """Share of the training requests that got no reply or an error."""
+    """Share of the training requests without a reply or with an error."""
     given_up: str = ""
-    """Why it ended early, where after some rounds no reply was usable any more (it diverged)."""
+    """Why the run ended early, if no reply was usable any more (it diverged)."""
 
 
 class Together:
-    """Callbacks of which Ctrl-C lets all be called or none, so that their files agree."""
+    """Callbacks that Ctrl-C cannot separate: all are called or none, so that their files agree."""
 
     def __init__(self, *callbacks: History | ClientHistory | Progress) -> None:
         self.callbacks = callbacks
@@ -85,12 +85,12 @@ class Together:
 
 
 def _lost(metrics: Mapping[str, float]) -> int:
-    """Return how many clients gave no reply to a training request, or an error."""
+    """Return how many clients did not reply to a training request, or replied with an error."""
     return int(metrics["clients-lost"] + metrics.get("clients-failed", 0))
 
 
 class Progress:
-    """Prints one line a round, and saves summary and model now and then."""
+    """Prints one line per round, and saves summary and model at intervals."""
 
     def __init__(self, config: RunConfig, folder: Path, quiet: bool = False) -> None:
         self.config, self.folder, self.quiet = config, folder, quiet
@@ -103,7 +103,7 @@ class Progress:
         self.server_device, self.client_devices = config.torch_device.type, dict[str, int]()
 
     def note_devices(self, computes_on: Mapping[int, str]) -> None:
-        """Count the clients by their devices; the log says so when another kind joins."""
+        """Count the clients by device; the log reports each new kind of device."""
         before, found = self.client_devices, Counter(sorted(computes_on.values()))
         self.client_devices = dict(found)
         if found.keys() == before.keys():
@@ -189,9 +189,9 @@ class Progress:
 
 
 def seconds_left(ends: Sequence[float], rounds: int) -> float | None:
-    """Return the time for ``rounds`` more, by the last ones; None before two rounds have ended.
+    """Return the time for ``rounds`` more rounds; None before two rounds have ended.
 
-    The first one, in which data and workers get ready, tells nothing of the others.
+    The first round, in which data and workers are prepared, is not used for the estimate.
     """
     last = [end - begin for begin, end in pairwise(ends[-LAST_ROUNDS - 1 :])]
     return rounds * fmean(last) if last else None
@@ -208,7 +208,7 @@ def model_sha256(arrays: ArrayRecord) -> str:
 
 
 def results_folder(config: RunConfig) -> Path:
-    """Return the run's results folder, made; raise ``ValueError`` if it cannot be written."""
+    """Make and return the run's results folder; raise ``ValueError`` if it cannot be written."""
     name = f"{config.algorithm}-{Path(config.dataset).name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
     default = Path.home() / "fl-strategies-results" / name
     folder = Path(config.output).expanduser().absolute() if config.output else default

@@ -10,7 +10,7 @@ from simulations.config import RunConfig
 from simulations.experiment import run
 
 PULL_SECONDS = 0.01
-"""How often a simulation looks for replies: Flower's 0.1 is as long as a round of a small model."""
+"""Seconds between polls for replies: Flower's 0.1 is as long as a round of a small model."""
 M_ARENA_MAX, M_MMAP_THRESHOLD = -8, -3
 """Numbers of glibc's options (``malloc.h``)."""
 
@@ -31,7 +31,7 @@ def return_memory() -> None:
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run the configured algorithm; see ``simulations.experiment.run`` for what is written."""
+    """Run the configured algorithm; ``simulations.experiment.run`` describes the results."""
     return_memory()
     if hasattr(grid, "pull_interval"):  # the simulation's; the grid of a deployment has none
         grid.pull_interval = PULL_SECONDS

@@ -1,4 +1,4 @@
-"""How far a model is from a stationary point of f = (1/N) sum f_i, and its clients from agreeing.
+"""How far a model is from a stationary point of f = (1/N) sum f_i, and clients from consensus.
 
 Reference: Zhang et al., "FedPD", IEEE Transactions on Signal Processing 2021, (4) and (6).
 """
@@ -22,7 +22,7 @@ class Stationarity(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """Their sum, 0 at stationary points alone."""
+        """Their sum, which is 0 only at stationary points."""
         return self.gradient + self.consensus
 
 
@@ -31,10 +31,10 @@ def stationarity(
 ) -> Stationarity:
     """Return how stationary ``x0`` [d] is for the mean of ``problems``, one per client.
 
-    ``own`` holds the clients' models x_i [d], if there are any. (``ridge``/2) ||w||^2, what weight
-    decay adds to each f_i, stands beside the problems. Gradients are those of training mode. The
-    problems' models are left with ``x0`` as parameters. Raises ``ValueError`` where
-    there is no problem, or a number of models other than that of problems.
+    ``own`` holds the clients' models x_i [d], if there are any. Each f_i includes
+    (``ridge``/2) ||w||^2, the term of weight decay, which the problems lack. Gradients are those of
+    training mode. The problems' models keep ``x0`` as parameters. Raises ``ValueError`` if there is
+    no problem, or if the numbers of models and problems differ.
     """
     if not problems or (own and len(own) != len(problems)):
         raise ValueError(f"problems must be >= 1, got {len(problems)}; models: {len(own)}")

@@ -1,7 +1,7 @@
-"""The tables of a comparison: what each run came to round by round, and each algorithm over seeds.
+"""The tables of a comparison: each run's results by round, and each algorithm's over seeds.
 
-Numbers are as in the runs' files: accuracies are shares, bytes are bytes. Only Markdown, which is
-for people, has per cent and megabytes.
+Numbers are those of the runs' files: accuracies are shares, sizes are bytes. Only Markdown, which
+is for people, has per cent and megabytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AXES = {
     "seconds": "seconds",
     "virtual_seconds": "virtual_seconds",
 }
-"""What may be counted until a target is reached, and the column of :func:`curve` that counts it."""
+"""What is counted until a target is reached, and the column of :func:`curve` that counts it."""
 
 FIGURES: dict[str, tuple[str, float, str]] = {
     "final_accuracy": ("final accuracy", 100, ".2f"),
@@ -52,7 +52,7 @@ FIGURES: dict[str, tuple[str, float, str]] = {
     "accuracy_smallest": ("smallest client", 100, ".2f"),
     "accuracy_largest": ("largest client", 100, ".2f"),
 }
-"""Figures of a run: their heads in Markdown, the factor there, and the format."""
+"""Figures of a run: their heads, factors and formats in Markdown."""
 
 CLIENTS = {
     "client_accuracy": "eval-accuracy-mean",
@@ -62,17 +62,17 @@ CLIENTS = {
     "accuracy_smallest": "eval-accuracy-smallest",
     "accuracy_largest": "eval-accuracy-largest",
 }
-"""Where a history has what the clients measured on data of their own: the global model's mean over
-clients, the personalized models', and the global model's variance, and its accuracy at the worst,
-the smallest and the largest client."""
+"""A history's names for measurements on the clients' own data: the mean accuracy of the global
+model and of the personalized models; the global model's variance over clients, and its accuracy at
+the worst, the smallest and the largest client."""
 
 
 def curve(config: RunConfig) -> list[Row]:
-    """Return a row for each line of the run's history; None is what it does not have.
+    """Return a row for each line of the run's history; None stands for a missing number.
 
-    ``round`` counts the algorithm's rounds, some of which FedPD has without communication;
-    ``bytes`` are up and down, and they, ``seconds`` and ``virtual_seconds`` are sums since the
-    first round.
+    ``round`` counts the algorithm's rounds (FedPD has some without communication). ``bytes`` are
+    uploads and downloads; ``bytes``, ``seconds`` and ``virtual_seconds`` are sums since the first
+    round.
     """
     path = Path(config.output) / "history.jsonl"
     history = read_history(path, "bytes-up", "bytes-down", "seconds")
@@ -96,7 +96,7 @@ def curve(config: RunConfig) -> list[Row]:
 
 
 def run_figures(config: RunConfig, summary: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return the ``FIGURES`` of one run; None is what it has not, or did not reach."""
+    """Return the ``FIGURES`` of one run; None stands for a missing figure or unreached target."""
     rows = curve(config)
     measured = (row for row in rows if row["test_accuracy"] is not None)
     reached = next((row for row in measured if row["test_accuracy"] >= config.target), None)
@@ -114,8 +114,8 @@ def run_figures(config: RunConfig, summary: Mapping[str, Any]) -> dict[str, floa
 def algorithm_row(configs: Sequence[RunConfig], summaries: Sequence[Mapping[str, Any]]) -> Row:
     """Return the row of one algorithm: each figure's mean over the seeds and standard deviation.
 
-    ``..._to_target`` are means over the seeds that got there; ``reached`` says how many did.
-    Deviations are those of a sample, None of one number.
+    ``..._to_target`` are means over the seeds that reached the target; ``reached`` is their number.
+    Deviations are sample standard deviations, None for a single number.
     """
     runs = [run_figures(c, summary) for c, summary in zip(configs, summaries, strict=True)]
     first = configs[0]
@@ -189,10 +189,10 @@ def score(config: RunConfig) -> float:
 
 
 def tuned(algorithm: str, scores: Mapping[float, float]) -> list[Row]:
-    """Return a row per learning rate, smallest first; ``chosen`` in one, with a ``remark`` on it.
+    """Return a row per learning rate, ascending; one is ``chosen``, perhaps with a ``remark``.
 
-    The best score wins, the smaller rate among equals. A choice at the end of the grid is remarked
-    upon, since a rate beyond may be better still, and so is a grid of equal scores.
+    The best score wins; among equal scores the smaller rate wins. A remark is made if the choice is
+    at the end of the grid, where a rate beyond may be better, and if all scores are equal.
     """
     rates = sorted(scores)
     best = max(rates, key=lambda rate: scores[rate])  # the first of equals
@@ -231,7 +231,7 @@ def tuning_markdown(rows: Sequence[Row], rule: str) -> str:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows of equal columns."""
+    """Write rows that all have the same columns."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, list(rows[0]) if rows else [])
     writer.writeheader()

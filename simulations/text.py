@@ -1,4 +1,4 @@
-"""Text as arrays of small integers: characters as LEAF numbers them, or the tokens of a tokenizer.
+"""Text as arrays of small integers: characters in LEAF's numbering, or the tokens of a tokenizer.
 
 Caldas et al., "LEAF: A Benchmark for Federated Settings", 2018; Sanh et al., "DistilBERT", 2019.
 """
@@ -17,15 +17,15 @@ from simulations.hub import asked_briefly
 Symbols: TypeAlias = NDArray[np.integer[Any]]
 
 CHARACTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
-"""LEAF's 80 characters of Shakespeare; one's place is its number."""
+"""LEAF's 80 characters of Shakespeare; a character's position is its number."""
 DISTILBERT = "distilbert/distilbert-base-uncased"
-"""Where tokenizer and model of the DistilBERT classifier come from, unless told."""
+"""The default source of the DistilBERT classifier's tokenizer and model."""
 CHUNK = 10_000
-"""Texts that a tokenizer gets at once: its own lists take many times the room of the array."""
+"""Texts that a tokenizer gets at once: its lists need many times the memory of the array."""
 
 
 def transformers() -> Any:
-    """Return the package ``transformers``; raise ``ValueError`` that names the extra without it."""
+    """Return the package ``transformers``; a ``ValueError`` names the extra if it is missing."""
     try:
         return import_module("transformers")
     except ImportError as error:
@@ -52,7 +52,7 @@ def characters(texts: Sequence[str]) -> Symbols:
 
 
 def tokens(texts: Sequence[Sequence[str]], tokenizer: str, length: int) -> tuple[Symbols, int]:
-    """Return the tokens of ``texts``, [n, length], and how many different ones there are.
+    """Return the tokens of ``texts``, [n, length], and the size of the vocabulary.
 
     Parameters
     ----------
@@ -60,12 +60,13 @@ def tokens(texts: Sequence[Sequence[str]], tokenizer: str, length: int) -> tuple
     tokenizer : folder or Hub name of a tokenizer of ``transformers``
     length : texts are cut or padded to so many tokens, markers included
 
-    The array has the smallest of the types uint8, int16 and int32.
+    The array has the smallest possible type of uint8, int16 and int32.
 
     Raises
     ------
     ValueError
-        No such tokenizer, one that cannot pad, a length below 8; or no ``transformers``.
+        If the tokenizer does not exist or cannot pad, if the length is below 8, or without
+        ``transformers``.
     """
     if isinstance(length, bool) or not isinstance(length, int) or length < 8:
         raise ValueError(f"tokens must be an integer >= 8, got {length!r}")

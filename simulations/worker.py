@@ -36,9 +36,9 @@ from simulations.population import hosted, worker_states
 
 
 def compute_repeatably(device: torch.device) -> None:
-    """Have torch compute alike each time, in this process; on a CPU it does so anyway.
+    """Make torch's results repeatable in this process; on a CPU they always are.
 
-    An operator that cannot on this device is run as it is, with PyTorch's warning that names it.
+    An operator without a repeatable form on this device still runs; PyTorch's warning names it.
     """
     if device.type == "cpu":
         return
@@ -51,7 +51,7 @@ def compute_repeatably(device: torch.device) -> None:
 
 @contextmanager
 def kept_flags() -> Iterator[None]:
-    """Undo what :func:`compute_repeatably` does inside to a process that goes on."""
+    """Undo changes made inside by :func:`compute_repeatably`, for a process that continues."""
     strict = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn
@@ -64,7 +64,7 @@ def kept_flags() -> Iterator[None]:
 
 
 def dataset(config: RunConfig) -> generated.Dataset:
-    """Return the run's data set (``data.load`` keeps it)."""
+    """Return the run's data set (``data.load`` caches it)."""
     options = parse_params(config.dataset_params)
     if config.dataset in generated.GENERATED:
         options = {"clients": config.clients, "seed": config.seed} | options
@@ -74,7 +74,7 @@ def dataset(config: RunConfig) -> generated.Dataset:
 
 @functools.lru_cache(maxsize=4)
 def _pooled(found: generated.Dataset) -> generated.Dataset:
-    """Return the data set with its test rows put behind its training rows."""
+    """Return the data set with its test samples after its training samples."""
     owner = None
     if found.owner is not None and found.test_owner is not None:
         owner = np.concatenate([found.owner, found.test_owner])
@@ -93,12 +93,12 @@ def placed(
 
 
 def parts(config: RunConfig) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the rows of each client: (for training, held out for its own tests)."""
+    """Return each client's samples: (for training, for its own tests)."""
     return _split(config)[0]
 
 
 def validation_rows(config: RunConfig) -> np.ndarray:
-    """Return the clients' rows on which the run is tested, where ``validation`` holds some out."""
+    """Return the clients' samples that ``validation`` holds out to test the run."""
     return _split(config)[1]
 
 
@@ -137,7 +137,7 @@ def _parts(
 
 
 def draw_partition(config: RunConfig, path: Path) -> None:
-    """Draw how many samples of each class each client trains on."""
+    """Draw a figure: how many samples of each class each client trains on."""
     partitions.draw([train for train, _ in parts(config)], dataset(config).y, path)
 
 
@@ -157,15 +157,15 @@ def fresh_model(config: RunConfig, device: torch.device | None = None) -> FlatMo
 
 @functools.lru_cache(maxsize=1)
 def worker_model(config: RunConfig) -> FlatModel:
-    """Return the model that all clients of a process share: each loads what it receives."""
+    """Return the model that all clients of a process share: each client loads what it receives."""
     return fresh_model(config, config.torch_device)
 
 
 @functools.lru_cache(maxsize=1)
 def check_memory(config: RunConfig) -> None:
-    """Raise ``ValueError`` where a GPU has not the memory for the run's data, model and clients.
+    """Raise ``ValueError`` if a GPU lacks the memory for the run's data, model and clients.
 
-    Nothing is placed there for that. What other processes will take is not known.
+    The check allocates nothing. It cannot know what other processes will need.
     """
     device = config.torch_device
     if device.type != "cuda":
@@ -197,8 +197,8 @@ def penalty(weight: float) -> Callable[[torch.Tensor], torch.Tensor]:
 def problem(config: RunConfig, which: str, rows: np.ndarray | None = None) -> Problem:
     """Return the problem of the ``"train"`` or ``"test"`` set, or of some ``rows`` of it.
 
-    Where training rows are held out for validation, they are the test set; of pooled data, all
-    that the clients hold out.
+    If training samples are held out for validation, they are the test set; for pooled data the test
+    set is all that the clients hold out.
     """
     found, test = dataset(config), which == "test"
     if test and rows is None and config.validation > 0.0:
@@ -217,7 +217,7 @@ def problem(config: RunConfig, which: str, rows: np.ndarray | None = None) -> Pr
 
 
 def client_fn(context: Context) -> AnyAlgorithmClient:
-    """Return the client of this node, as its run-config describes it."""
+    """Return the client of this node, by its run-config."""
     torch.set_num_threads(1)
     config = parsed(tuple(sorted(context.run_config.items())))
     me = client_id(context)
@@ -249,14 +249,14 @@ def client_fn(context: Context) -> AnyAlgorithmClient:
 
 @functools.lru_cache(maxsize=8)
 def parsed(items: tuple[tuple[str, Any], ...]) -> RunConfig:
-    """Return the run-config, parsed once per process, which is to compute on its device."""
+    """Return the run-config, parsed once per process, after a check of the device."""
     config = RunConfig.parse(dict(items))
     config.check_device()
     return config
 
 
 def hosts(context: Context) -> Hosted | None:
-    """Return what the node hosts, as its run-config and node-config have it."""
+    """Return the clients that the node hosts, by its run-config and node-config."""
     config = parsed(tuple(sorted(context.run_config.items())))
     clients = hosted(config, context)
     if clients is None:
@@ -274,7 +274,7 @@ def _sizes(config: RunConfig) -> list[int]:
 
 
 def cohort(context: Context) -> Setting:
-    """Return how many clients are trained at once, as the run-config has it."""
+    """Return how many clients are trained at once, by the run-config."""
     return setting_of(parsed(tuple(sorted(context.run_config.items()))).cohort)
 
 

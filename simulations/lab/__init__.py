@@ -1,1 +1,1 @@
-"""What researchers run beside the Flower App: comparisons, studies, benchmarks."""
+"""Commands for researchers, besides the Flower App: comparisons, studies, benchmarks."""

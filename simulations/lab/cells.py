@@ -1,8 +1,8 @@
-"""Cells: runs with a folder each, of which those that are finished are not run again.
+"""Cells: runs with a folder each; finished cells are not run again.
 
 ``compare`` and ``reproduce`` are lists of cells. A cell counts as finished when its folder says so
 (``summary.json``) and was made with the same settings (``config.json``); anything else in its place
-is replaced. The code is no setting: after a change of code choose another folder.
+is replaced. The code is not a setting: after a change of the code choose another folder.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from simulations.config import RunConfig, differences
 
 
 def finished(config: RunConfig) -> bool:
-    """Return whether the run's folder holds it, run to its end with these settings."""
+    """Return whether the run's folder holds a finished run with these settings."""
     return _changes(config) == []
 
 
 @contextmanager
 def diverging_allowed(config: RunConfig) -> Iterator[None]:
-    """Let a run end early where no reply was usable any more: that is a result, and said."""
+    """Let a run end early if no reply is usable any more: this is a result, and is reported."""
     try:
         yield
     except RuntimeError:
@@ -50,16 +50,16 @@ def run_cells(
     later: int = 0,
     on_done: Callable[[], object] = lambda: None,
 ) -> None:
-    """Run the cells that are not finished, and print how far that is.
+    """Run the cells that are not finished, and print the progress.
 
     Parameters
     ----------
-    cells : the settings of each, whose output is a folder of its own, and what runs it; what that
-        computes must not depend on the process
+    cells : each cell's settings, with its own folder as output, and the function that runs it; the
+        result must not depend on the process
     jobs : int >= 1
-        Cells at a time. One runs in this process; more have processes of one thread each (what
-        runs them is sent there by pickle).
-    later : how many cells the caller runs afterwards, for the time left
+        Cells at a time. A single job runs in this process; several jobs run in processes of one
+        thread each, which get the function by pickle.
+    later : how many cells the caller runs afterwards, for the estimate of the time left
     on_done : called in this process after each cell
 
     Raises
@@ -67,9 +67,9 @@ def run_cells(
     ValueError
         For fewer than one job.
     RuntimeError
-        At the end, if cells failed, naming them; at once, if a process was killed.
+        At the end, with the names of the cells that failed; at once, if a process was killed.
     KeyboardInterrupt
-        On Ctrl-C, when all processes have ended and saved what they had.
+        On Ctrl-C, after all processes have ended and saved their results so far.
     """
     if jobs < 1:
         raise ValueError(f"jobs must be >= 1, got {jobs}")
@@ -105,13 +105,13 @@ def _told(error: BaseException) -> str:
 
 
 def interrupted(folder: Path) -> int:
-    """Say what Ctrl-C leaves; return the exit code for it."""
+    """Print what Ctrl-C leaves behind; return its exit code."""
     print(f"interrupted; {folder} has what was computed, the same command goes on from there")
     return 130
 
 
 def _changes(config: RunConfig) -> list[str] | None:
-    """Return how the settings of the finished run in this folder differ; None: there is none."""
+    """Return how the settings of this folder's finished run differ; None without such a run."""
     folder = Path(config.output)
     try:
         if not json.loads((folder / "summary.json").read_text())["finished"]:

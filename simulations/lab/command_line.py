@@ -1,4 +1,4 @@
-"""The command lines of this package: what an option means, and an error in one line."""
+"""The command lines of this package: the options, and errors in one line."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ OPTION = re.compile(r"--?[A-Za-z]")
 
 
 class Command(argparse.ArgumentParser):
-    """The options of ``python -m simulations.lab.NAME``, which are written out in full.
+    """The options of ``python -m simulations.lab.NAME``, which cannot be abbreviated.
 
-    An error is one line, without usage; that of a misspelt option says which one may be meant. In
-    help texts % is a per cent sign.
+    An error is one line, without usage; the error about a misspelt option names a similar option.
+    In help texts % is a per cent sign.
     """
 
     def __init__(self, name: str, about: str | None) -> None:
@@ -61,7 +61,7 @@ class Command(argparse.ArgumentParser):
 
     @contextmanager
     def explained(self, *, verbose: bool = False) -> Iterator[None]:
-        """Have an error end the command with what was wrong; a failed run with its traceback if
+        """End the command with one line for an error; for a failed run also with its traceback if
         ``verbose``."""
         try:
             yield

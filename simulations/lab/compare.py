@@ -3,9 +3,9 @@
     python -m simulations.lab.compare --dataset digits --partition shards --clients 50 \\
         --rounds 15 --algorithms fedavg,fedprox,fedadmm --seed 1 --engine in-process --output DIR
 
-``--seeds 1,2,3`` runs each algorithm with several seeds; ``--tune-lr 0.01,0.1,1`` first chooses
-each algorithm's learning rate on training samples held out for that. The same command resumes where
-it was interrupted: a run that is finished, with the same settings, is not run again.
+``--seeds 1,2,3`` runs each algorithm with several seeds. ``--tune-lr 0.01,0.1,1`` first chooses
+each algorithm's learning rate on held-out training samples. After an interruption the same command
+resumes: finished runs with the same settings are not run again.
 
 DIR gets
 
@@ -13,13 +13,14 @@ DIR gets
 ``table.md``       a row per algorithm, mean and standard deviation over seeds; also ``table.csv``
                    and ``table.json``
 ``curves.csv``     a row per algorithm, seed and round
-``curves.png``     those drawn, against rounds, bytes, seconds and virtual time; also ``.svg``
+``curves.png``     the curves, against rounds, bytes, seconds and virtual time; also ``.svg``
 ``tuning.md``      the rule, and the score of each learning rate; also ``.csv`` and ``.json``
 ``partition.png``  the samples of each class at each client (of the first seed); also ``.svg``
 ``report.html``    all of these in one file
 
 and a results folder per run: ``ALGORITHM``, or ``ALGORITHM-seedN`` with several seeds, and
-``tuning/ALGORITHM-lrX``. Where clients evaluate, also what ``simulations.lab.fairness`` writes.
+``tuning/ALGORITHM-lrX``. If clients evaluate, DIR also gets the files of
+``simulations.lab.fairness``.
 """
 
 from __future__ import annotations
@@ -61,29 +62,29 @@ from simulations.worker import draw_partition
 
 ENGINES = ("in-process", "ray")
 STATES = "state"
-"""Where clients' states are in a run's folder, on Ray."""
+"""The folder of clients' states in a run's folder, on Ray."""
 T = TypeVar("T", int, float)
 
 
 class Comparison:
-    """What is run into ``folder``: ``configs``, one per algorithm, with every one of ``seeds``.
+    """The runs of ``configs``, one per algorithm, with each of ``seeds``; ``folder`` gets them.
 
     Parameters
     ----------
     configs : as :func:`configs_for` returns them
     folder : absolute path
-    seeds : that of the configs, if there are none
-    rates : learning rates to choose from; none: those of the configs
-    share : of each client's training samples held out to choose by, in (0, 1)
-    engine : ``"in-process"``, or ``"ray"`` with ``workers`` processes of its own
+    seeds : if empty, the seed of the configs
+    rates : learning rates to choose from; if empty, those of the configs
+    share : share in (0, 1) of each client's training samples that is held out for this choice
+    engine : ``"in-process"``, or ``"ray"`` with its own ``workers`` processes
     verbose : leave Flower's log as it is, and show the rounds of the runs that choose the rates
-    quiet : show rounds with lost clients alone
-    command : what the report says that it was made by
+    quiet : show only rounds with lost clients
+    command : the command that the report names
 
     Raises
     ------
     ValueError
-        For what could not run, before anything does.
+        For settings that cannot run, before any run.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class Comparison:
         ]
 
     def run(self, jobs: int = 1) -> list[dict[str, Any]]:
-        """Run what is not finished, ``jobs`` runs at a time, write everything, return summaries."""
+        """Do the unfinished runs, ``jobs`` at a time, write all files, and return the summaries."""
         lock = FolderLock(self.folder)
         lock.take()
         lock.sign("comparison")
@@ -173,7 +174,7 @@ class Comparison:
         return summaries
 
     def report(self) -> list[dict[str, Any]]:
-        """Write the tables of the runs that are finished; return their summaries."""
+        """Write the tables of the finished runs; return their summaries."""
         done = [config for config in self.runs() if finished(config)]
         found = [
             json.loads((Path(config.output) / "summary.json").read_text())
@@ -209,7 +210,7 @@ class Comparison:
         return RULE.format(seed=self.seeds[0], share=100 * self.share)
 
     def _notes(self, ended: Sequence[str]) -> str:
-        """Return what a reader of the table has to know, with the runs that ``ended`` early."""
+        """Return notes for a reader of the table, with the runs that ``ended`` early."""
         notes = [*ended]
         if len(self.seeds) > 1:
             seeds = ", ".join(str(seed) for seed in self.seeds)
@@ -219,7 +220,7 @@ class Comparison:
         return "".join(f"\n{note}\n" for note in notes)
 
     def _placed(self, config: RunConfig, name: str) -> RunConfig:
-        """Return the config of a run in ``folder / name``, with client states of its own."""
+        """Return the config of a run in ``folder / name``, with its own client states."""
         folder, states = self.folder / name, config.state_dir
         if self.engine == "ray" and not states:  # `context.state` travels with every message
             states = str(folder / STATES)
@@ -253,7 +254,7 @@ def run_cell(
 
 
 def _drop_states(config: RunConfig) -> None:
-    """Delete the states that the cell's former run left, which is replaced; never another's."""
+    """Delete the states of the cell's former run, which is replaced; never another run's."""
     states = state_folder(config)
     if states is None:
         return
@@ -269,14 +270,14 @@ def _drop_states(config: RunConfig) -> None:
 
 
 def _makes_states(config: RunConfig) -> bool:
-    """Return whether the states are the run's own, made anew by it."""
+    """Return whether the run makes its own states anew."""
     return config.state_dir == str(Path(config.output) / STATES)
 
 
 def main(
     arguments: Sequence[str] | None = None, *, parser: Command | None = None
 ) -> list[dict[str, Any]]:
-    """Compare from the command line, that of another command if ``parser`` is given."""
+    """Compare from the command line; ``parser`` may be that of another command."""
     parser = parser or Command("compare", __doc__)
     parser.add_argument("--algorithms", required=True, help=f"of {','.join(sorted(STRATEGIES))}")
     parser.add_argument("--output", required=True, type=Path, help="folder for the results")
@@ -364,7 +365,7 @@ def main(
 
 
 def _numbers(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
-    """Return a reader of numbers with commas between them, each once."""
+    """Return a reader of different numbers, separated by commas."""
 
     def read(text: str) -> list[T]:
         try:

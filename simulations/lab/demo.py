@@ -1,7 +1,7 @@
 """``make demo``: FedADMM against FedAvg on 100 clients that hold two label-sorted shards each.
 
 Runs ``flwr run .`` (Flower's Ray simulation) once per algorithm on scikit-learn's digits, and ends
-with a table. Nothing it started stays running. Options of ``simulations.lab.compare`` may be added.
+with a table. No process stays behind. Options of ``simulations.lab.compare`` may be added.
 """
 
 from __future__ import annotations

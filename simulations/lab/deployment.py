@@ -4,8 +4,8 @@
 
 Starts a SuperLink and SuperNodes on the loopback interface, with TLS and with authentication of the
 SuperNodes by keys, all made for this run; runs the Flower App of this repository on them through
-``flwr run``; runs the same settings in-process; and compares the two models. All that was started
-is stopped at the end, on failure and on Ctrl-C too. DEPLOYMENT.md shows the same by hand.
+``flwr run``; runs the same settings in-process; and compares the two models. All started processes
+are stopped at the end, also on failure and on Ctrl-C. DEPLOYMENT.md shows the same by hand.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ VALID_DAYS = 7
 class Federation(SuperLink):
     """A SuperLink in deployment mode with TLS, and SuperNodes that it knows by their keys.
 
-    Made by ``superlink.running``, in whose temporary directory certificates and keys lie; they end
-    with it.
+    ``superlink.running`` makes it; certificates and keys lie in its temporary directory and are
+    removed with it.
     """
 
     def open(self, *, install: bool = False) -> None:
-        """Make the certificates, start the SuperLink, and return when it can be used."""
+        """Make the certificates, start the SuperLink, and return when it is ready."""
         write_certificates(self.home)
         self._port = free_port()
         self.configure(self._port, f'root-certificates = "{self.home}/ca.pem"')
@@ -52,11 +52,11 @@ class Federation(SuperLink):
 
     @property
     def address(self) -> str:
-        """Where SuperNodes find the SuperLink."""
+        """The SuperLink's address for SuperNodes."""
         return f"{LOOPBACK}:{self._port}"
 
     def register(self, name: str) -> int:
-        """Make SuperNode ``name`` a key, tell the SuperLink of it, and return the node's id."""
+        """Make a key for SuperNode ``name``, register it, and return the node's id."""
         public = write_node_key(self.home / name)
         command = ["flwr", "supernode", "register", str(public), "--format", "json"]
         said = self.start(command, stdout=subprocess.PIPE).communicate()[0]

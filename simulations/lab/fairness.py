@@ -1,15 +1,15 @@
-"""How evenly a model serves its clients: a table and a figure (FedBC, Figs. 3 and 4) of some runs.
+"""How evenly a global model serves clients: a table and a figure (FedBC, Figs. 3 and 4) of runs.
 
     python -m simulations.lab.fairness RESULTS... --output DIR
 
 RESULTS are results folders of runs in which clients evaluated (``--fraction-evaluate``). DIR gets
 
-``fairness.csv``  a row per run and round: training loss, variance over clients of the common
+``fairness.csv``  a row per run and round: training loss, the variance over clients of the global
                   model's accuracy, its accuracy at the smallest and at the largest client, and the
-                  weights and shares of data of the smallest and the largest of the round's clients
+                  weights and sample shares of the smallest and the largest client of the round
 ``clients.csv``   a row per run and client that ever trained: its samples, and its weight and share
-                  of the data when it last did
-``fairness.png``  both, drawn
+                  of samples in its last round
+``fairness.png``  figures of both tables
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROUND = {
     "data-smallest": "data-share-smallest",
     "data-largest": "data-share-largest",
 }
-"""Columns of ``fairness.csv``, and what they are called in a history."""
+"""Columns of ``fairness.csv``, and their names in a history."""
 
 
 def fairness(runs: Mapping[str, Path], folder: Path) -> None:

@@ -2,13 +2,13 @@
 
     python -m simulations.lab.load CLIENTS SUPERLINK FOLDER READY
 
-Each client is a thread with a key of its own, registered here, and with its own connection,
-heartbeats and polls, which are those of Flower's SuperNode. Unlike a SuperNode, which starts a
-process for each message, it calls this repository's ClientApp right here, one client after the
-other: 200 SuperNodes and their processes need more memory than one machine has. And where no
-connection comes about in time it tries again; a SuperNode would end, and be started again. FOLDER
-holds ``ca.pem``; the file READY appears once all are connected. Flower's internals are used, which
-may change: with flwr 1.41 it works.
+Each client is a thread with its own registered key, connection, heartbeats and polls, which are
+those of Flower's SuperNode. A SuperNode starts a process for each message; here the threads call
+this repository's ClientApp directly, one client after the other, because 200 SuperNodes and their
+processes need more memory than one machine has. If a connection fails, a thread tries again; a
+SuperNode would end and be started again. FOLDER holds ``ca.pem``; the file READY appears when all
+are connected. This module uses Flower's internals, which may change: it works with flwr 1.40 and
+1.41.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ POLL_SECONDS = 3.0
 
 
 def register(key: Path) -> None:
-    """Make a SuperNode's key and tell the SuperLink of it, as ``flwr supernode register`` does."""
+    """Make a SuperNode's key and register it, as ``flwr supernode register`` does."""
     from flwr.cli.app import app as flwr_command  # whose import alone warns, of typer's changes
 
     said = CliRunner().invoke(flwr_command, ["supernode", "register", str(write_node_key(key))])
@@ -56,7 +56,7 @@ def register(key: Path) -> None:
 
 
 def patient(call: Callable[..., T]) -> Callable[..., T]:
-    """Return ``call``, tried again for as long as no connection comes about."""
+    """Return ``call``, repeated until there is a connection."""
 
     def called(*arguments: object) -> T:
         while True:
@@ -75,7 +75,7 @@ def serve(
     connected: threading.Semaphore,
     turn: threading.Lock,
 ) -> None:
-    """Be the SuperNode of ``client`` for as long as the process lives, which ends if it fails."""
+    """Act as the SuperNode of ``client`` until the process ends; a failure ends the process."""
     key = load_ssh_private_key((folder / f"node-{client}").read_bytes(), None)
     assert isinstance(key, ec.EllipticCurvePrivateKey)
     pair = key, key.public_key()

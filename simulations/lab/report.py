@@ -1,8 +1,8 @@
-"""A comparison as one page: ``report.html``, one file that needs no other and no network.
+"""A comparison as one page: ``report.html``, one file that needs neither other files nor a network.
 
-It holds the table, which a click on a column sorts, the curves and the partition as vectors, the
-settings in which the runs differ and those that all share, and the command. ``compare`` writes it
-beside the tables and figures, of which it is made.
+It holds the table, which a click on a column sorts; the curves and the partition as vectors; the
+settings in which the runs differ and those that all share; and the command. ``compare`` writes it
+beside the tables and figures from which it is made.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def write_report(folder: Path, configs: Sequence[RunConfig], command: str = "") 
 
 
 def from_markdown(text: str) -> str:
-    """Return tables and paragraphs, the only Markdown that a comparison writes, as HTML."""
+    """Return Markdown as HTML: tables and paragraphs, as a comparison writes no other Markdown."""
     found = []
     if not text:
         return ""
@@ -105,7 +105,7 @@ def from_markdown(text: str) -> str:
 
 
 def picture(path: Path, name: str) -> str:
-    """Return an SVG as part of a page, its ids made its own by ``name``; "" if there is none."""
+    """Return an SVG as part of a page, with ids made unique by ``name``; "" if there is none."""
     if not path.exists():
         return ""
     drawn = path.read_text()
@@ -114,20 +114,20 @@ def picture(path: Path, name: str) -> str:
 
 
 def settings(config: RunConfig) -> dict[str, Any]:
-    """Return what the run was told, by the names of the run-config."""
+    """Return the run's settings, by their names in the run-config."""
     told = {name: value for name, value in asdict(config).items() if name not in PLACED}
     return {name.replace("_", "-"): value for name, value in told.items()}
 
 
 def common(configs: Sequence[RunConfig]) -> str:
-    """Return the settings that are alike in all runs, one a line."""
+    """Return the settings that are the same in all runs, one per line."""
     first, *others = map(settings, configs)
     alike = {n: v for n, v in first.items() if all(other[n] == v for other in others)}
     return "\n".join(f"{name} = {json.dumps(value)}" for name, value in alike.items())
 
 
 def differing(configs: Sequence[RunConfig]) -> str:
-    """Return the settings that are not, as a Markdown table of a row per algorithm."""
+    """Return the settings that differ, as a Markdown table with a row per algorithm."""
     by_algorithm: dict[str, Mapping[str, Any]] = {c.algorithm: settings(c) for c in configs}
     names = [
         name

@@ -1,18 +1,18 @@
 """Run a Flower App on Flower's own simulation runtime, and leave nothing behind.
 
-`flwr run .` starts a SuperLink on a fixed port, keeps it running afterwards, and returns 0 whatever
-became of the run. `flwr_run` submits the app in the same way, but to a SuperLink of its own: a free
-port, its own Flower home in a temporary directory, the present Python environment. It hands over
-the run's log line by line, raises if the run did not complete, and stops every process it started.
+`flwr run .` starts a SuperLink on a fixed port, keeps it running afterwards, and returns 0 even if
+the run failed. `flwr_run` submits the app in the same way, but to its own SuperLink: a free port,
+its own Flower home in a temporary directory, the current Python environment. It passes on the run's
+log line by line, raises if the run did not complete, and stops every process it started.
 
     SuperLink (keeps runs and logs)  <-  `flwr run` (builds the app, submits it, streams its log)
         ^
     SuperExec  ->  flwr-simulation (the ServerApp)  ->  Ray  ->  workers (the ClientApp)
 
 All of them are in one process group, whose leader is a shell that waits for this process to end.
-Stopping is one SIGKILL to the group: a finished run has nothing left to do, an interrupted one
-would only wait for Ray, and what a ServerApp wants to keep it writes round by round. When this
-process itself is killed, the shell does that, and removes the directory. POSIX only.
+One SIGKILL stops the group: a finished run has nothing left to do, an interrupted run would only
+wait for Ray, and a ServerApp writes its results round by round. If this process itself is killed,
+the shell stops the group and removes the directory. POSIX only.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ for process in /proc/[0-9]*; do
     kill -s KILL "${process#/proc/}"
 done
 rm -rf "$0"; kill -s KILL 0"""
-"""Ends all that was started once this process is gone: what has the Flower home, then the group."""
+"""When this process has ended, ends all processes with its Flower home, then the group."""
 
 _ROUND = re.compile(r" round \d+/\d+")
 _TROUBLE = (" clients lost", " left out: ", "no reply from ", " is void: ", ", known by node id: ")
@@ -73,25 +73,25 @@ def flwr_run(
     run_config
         Values for keys of `[tool.flwr.app.config]`; an unknown key fails the run.
     num_supernodes
-        Simulated nodes; each learns its number as `partition-id` in `context.node_config`.
+        Simulated nodes; each gets its number as `partition-id` in `context.node_config`.
     cpus, gpus
-        What one worker takes: whole cores; a GPU may be shared (0.5).
+        The share of one worker: whole cores; a GPU may be shared (0.5).
     workers
-        How many workers Ray starts; else as many as the cores (and GPUs) allow.
+        How many workers Ray starts; by default as many as the cores (and GPUs) allow.
     on_line
-        Gets each line of the run's log, without colour codes; what it raises ends the run.
+        Gets each line of the run's log, without colour codes; an exception of it ends the run.
     env
-        Environment variables for the apps, beside the present ones. (The apps also start in the
-        present working directory, on a copy of their files.)
+        Environment variables for the apps, besides the current ones. (The apps also start in the
+        current working directory, on a copy of their files.)
     install
         Have Flower install the app's dependencies for this run, as `flwr run .` does.
 
     Raises
     ------
     ValueError
-        If `RAY_ADDRESS` names a Ray to join: the run has one of its own, on this machine.
+        If `RAY_ADDRESS` names a Ray to join: the run starts its own, on this machine.
     RuntimeError
-        If Flower did not start or the run did not complete; the message ends with the last lines
+        If Flower did not start, or the run did not complete; the message ends with the last lines
         of the log.
     """
     check_one_machine(env)
@@ -108,18 +108,19 @@ def flwr_run(
 
 
 def gpu_share(workers: int, gpus: int) -> float:
-    """Return the share of a GPU that each of `workers` asks Ray for, so that all `gpus` are used.
+    """Return the share of a GPU that each of `workers` requests from Ray, so that all are used.
 
     Ray fills one GPU before it begins the next: shares of 1/workers would all lie on the first.
-    With these none has more than ceil(workers / gpus) workers; with more GPUs than workers, each
-    worker has a whole one. Rounded down to what Ray counts in, so that they do fit.
+    With the returned share no GPU has more than ceil(workers / gpus) workers; if there are more
+    GPUs than workers, each worker has a whole one. The share is rounded down to Ray's unit, so that
+    the workers fit.
     """
     each = max(1, -(-workers // max(gpus, 1)))
     return 10_000 // each / 10_000
 
 
 def check_one_machine(env: Mapping[str, str] | None = None) -> None:
-    """Raise `ValueError` if `RAY_ADDRESS` is set: `flwr_run` starts a Ray of this machine alone."""
+    """Raise `ValueError` if `RAY_ADDRESS` is set: `flwr_run` starts a Ray on this machine only."""
     if address := {**os.environ, **(env or {})}.get("RAY_ADDRESS"):
         raise ValueError(
             f"RAY_ADDRESS is {address!r}, but this command starts a Ray of its own on this machine,"
@@ -129,7 +130,7 @@ def check_one_machine(env: Mapping[str, str] | None = None) -> None:
 
 
 def print_progress(line: str, *, quiet: bool = False) -> None:
-    """Print a line of a run's log that tells how far it is, unless `quiet`, or what went wrong."""
+    """Print a line of a run's log if it reports an error or, unless `quiet`, the progress."""
     progress = not quiet and (_ROUND.search(line) or line.startswith("results:"))
     if progress or any(text in line for text in _TROUBLE):
         print(line, flush=True)
@@ -141,11 +142,11 @@ class SuperLink:
     Attributes
     ----------
     home
-        Its Flower home: configuration, installed app bundles, log. Removed at the end.
+        Its Flower home: configuration, installed app bundles, log; removed at the end.
     env
         The environment in which `flwr` commands address this SuperLink.
     group
-        The process group of all that is started.
+        The process group of all started processes.
     """
 
     def __init__(self, home: Path, env: Mapping[str, str]) -> None:
@@ -162,7 +163,7 @@ class SuperLink:
         self._processes = [guard]
 
     def open(self, *, install: bool) -> None:
-        """Start SuperLink and SuperExec, and return when they can be used."""
+        """Start SuperLink and SuperExec, and return when they are ready."""
         port = free_port()
         self.configure(port, "insecure = true")
         command = ["flower-superlink", "--insecure", "--simulation", "--isolation", "process"]
@@ -194,7 +195,7 @@ class SuperLink:
         federation: Mapping[str, Scalar] | None = None,
         on_line: Callable[[str], None] = print,
     ) -> None:
-        """Run the Flower App in `app`, as `flwr_run` tells; raise `RuntimeError` if it fails."""
+        """Run the Flower App in `app` as `flwr_run` does; raise `RuntimeError` if it fails."""
         tail: deque[str] = deque(maxlen=TAIL_LINES)
         command = _command(self.home, app, run_config, federation or {})
         client = self.start(command, stdout=subprocess.PIPE)
@@ -212,7 +213,7 @@ class SuperLink:
         raise RuntimeError("\n".join([f"the Flower run ended as {status!r}:", *lines, *tail]))
 
     def start(self, command: list[str], stdout: int | None = None) -> subprocess.Popen[str]:
-        """Start `command` in the process group; what it prints goes to the log or to `stdout`."""
+        """Start `command` in the process group; its output goes to the log or to `stdout`."""
         with self._log.open("a") as log:
             process = subprocess.Popen(
                 command,
@@ -237,12 +238,12 @@ class SuperLink:
         return "not started"
 
     def complaints(self) -> list[str]:
-        """The last lines that SuperLink and SuperExec printed, without the merely informative."""
+        """The last lines of SuperLink and SuperExec, without purely informative ones."""
         text = _COLOUR.sub("", self._log.read_text(encoding="utf-8", errors="replace"))
         return [line for line in text.splitlines() if "INFO" not in line][-TAIL_LINES:]
 
     def close(self) -> None:
-        """Kill all that was started, and return when none of it runs."""
+        """Kill all started processes, and return when all have ended."""
         with suppress(ProcessLookupError, PermissionError):  # macOS refuses to signal zombies
             os.killpg(self.group, signal.SIGKILL)
         # a SuperLink's and a SuperNode's own processes have groups of their own
@@ -264,7 +265,7 @@ Link = TypeVar("Link", bound=SuperLink)
 
 @contextmanager
 def running(kind: type[Link], env: Mapping[str, str] | None = None) -> Iterator[Link]:
-    """Yield a `SuperLink` to open; it is closed at the end, which SIGTERM brings as Ctrl-C does."""
+    """Yield a `SuperLink` to open; it is closed at the end, and on SIGTERM or Ctrl-C."""
     directory = tempfile.TemporaryDirectory(
         prefix="flwr-", dir=_short_directory(), ignore_cleanup_errors=True
     )
@@ -296,7 +297,7 @@ def _command(
 
 
 def _environment(home: str, extra: Mapping[str, str]) -> dict[str, str]:
-    """The environment of everything started here; `extra` wins."""
+    """The environment of all processes started here; `extra` overrides."""
     env = dict(os.environ)
     env.pop("RAY_ADDRESS", None)  # would join another Ray
     env.pop("FLWR_INTERNAL_GRPC_CONTROL_API", None)  # would open a second, fixed port
@@ -319,7 +320,7 @@ def _environment(home: str, extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def _short_directory() -> str | None:
-    """Ray puts sockets into its directory, and a socket's path has at most about 100 characters."""
+    """Return a short path: Ray's sockets lie in it, and their paths have at most 100 characters."""
     return "/tmp" if os.access("/tmp", os.W_OK) else None
 
 
@@ -341,7 +342,7 @@ def _sigterm_raises() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that nobody listens on."""
+    """Return a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
@@ -354,12 +355,12 @@ def _accepts(port: int) -> bool:
 
 
 def _toml(value: Scalar) -> str:
-    """`value` as TOML: as JSON but for floats (`inf` and `nan` are TOML, `Infinity` is not)."""
+    """`value` as TOML: as JSON, except floats (`inf` and `nan` are TOML, `Infinity` is not)."""
     return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 
 def _with_home(home: Path) -> list[int]:
-    """The processes with this Flower home in their environment, where /proc tells."""
+    """The processes with this Flower home in their environment, if there is a /proc."""
     found = []
     for environment in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # gone meanwhile, or somebody else's
