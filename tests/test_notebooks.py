@@ -75,7 +75,7 @@ def test_one_notebook_alone_defines_an_algorithm() -> None:
 
 
 def test_the_readme_names_every_notebook() -> None:
-    named = re.findall(r"\]\(notebooks/([^/)]+)\)", (ROOT / "README.md").read_text())
+    named = re.findall(r"\]\(notebooks/([^/)]+\.ipynb)\)", (ROOT / "README.md").read_text())
     assert named == [path.name for path in NOTEBOOKS]
 
 
