@@ -1,7 +1,7 @@
 """What the engines cost, against plain PyTorch doing the same gradient steps.
 
-    python -m simulations.lab.benchmark cnn | small | aggregation | nodes | startup | memory | load
-        | delta-sgd | cohort | rounds | scale
+    python -m simulations.lab.benchmark cnn | small | half | aggregation | nodes | startup | memory
+        | load | delta-sgd | cohort | rounds | scale | flute | pfl
 
 Each prints one Markdown table. Run them on an idle machine; MNIST is found as ``simulations.data``
 says (``FL_DATA``). Times are of the rounds after the first, the first one loading data and code.
@@ -37,6 +37,7 @@ from simulations.experiment import run_in_process
 from simulations.lab import (
     benchmark_cohort,
     benchmark_memory,
+    benchmark_published,
     benchmark_scale,
     benchmark_server,
 )
@@ -46,6 +47,10 @@ from simulations.lab.deployment import Federation
 from simulations.lab.superlink import ROOT, flwr_run, running
 from simulations.worker import problem
 
+SAMPLES = 60_000
+"""MNIST's for training."""
+POLL = 0.1
+"""Seconds between two looks of Flower's simulation at its queue."""
 CNN: dict[str, Any] = {
     "dataset": "mnist",
     "model": "cnn1",
@@ -79,14 +84,15 @@ def plain_loop(config: RunConfig, steps: list[int]) -> float:
     found = data.load(config.dataset)
     model = models.build(config.model, found.x.shape[1:], found.num_classes, seed=1)
     model = model.to(memory_format=torch.channels_last)
-    x = laid_out(torch.from_numpy(found.inputs(slice(600))))
-    y = torch.from_numpy(found.y[:600])
+    samples = SAMPLES // config.clients
+    x = laid_out(torch.from_numpy(found.inputs(slice(samples))))
+    y = torch.from_numpy(found.y[:samples])
     rng = np.random.default_rng(0)
 
     def client(count: int) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         while count > 0:
-            for batch in torch.split(torch.from_numpy(rng.permutation(600)), config.batch_size):
+            for batch in torch.split(torch.from_numpy(rng.permutation(samples)), config.batch_size):
                 optimizer.zero_grad()
                 cross_entropy(model(x[batch]), y[batch]).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
@@ -110,7 +116,7 @@ def plain_on_two(config: RunConfig, steps: list[int]) -> float:
 
 def steps_of(config: RunConfig) -> list[int]:
     """Return the local steps of every client asked in rounds 2, 3, ..., as the engine's draws."""
-    batches = -(-600 // config.batch_size)
+    batches = -(-(SAMPLES // config.clients) // config.batch_size)
     steps = []
     for server_round in range(2, config.rounds + 1):
         clients = stream(config.seed, "sample", server_round).choice(
@@ -182,6 +188,48 @@ def small(folder: Path, turns: int = 5) -> list[list[str]]:
         if name.startswith("ray"):
             ratio = f"{2 * statistics.median(found) / plain:.2f} of its half"
         rows.append([name, benchmark_server.shown(found), f"{counts[name]}", ratio])
+    for what, spent in of_a_round(folder / "ray-1", folder / f"{turns - 1}", plain / 2):
+        rows.append([f"of the last Ray run's: {what}", f"{spent:.0f}", "", ""])
+    most = plain / 2 + 1000 * 2 * POLL
+    rows.append(["aim for Ray: half the loop and two polls", f"{most:.0f}", "", ""])
+    return rows
+
+
+def of_a_round(ray: Path, in_process: Path, compute: float) -> list[tuple[str, float]]:
+    """Return what a round on Ray is made of, in ms, ``compute`` being that of its steps.
+
+    The server's part is the in-process engine's: what is left of a round when its host is busy.
+    """
+    rows, alone = history(ray), history(in_process)
+    whole = 1000 * statistics.fmean(row["seconds"] for row in rows)
+    busy = 1000 * statistics.fmean(row["seconds"] * row["busy-share-max"] for row in rows)
+    server = 1000 * statistics.fmean(row["seconds"] * (1 - row["busy-share-max"]) for row in alone)
+    return [
+        ("steps, half of the plain loop's", compute),
+        ("the busier worker beside them: data, checks, encoding", busy - compute),
+        ("server: requests, replies, sums, as in-process", server),
+        ("Flower and Ray: polls, messages", whole - busy - server),
+    ]
+
+
+def half(folder: Path) -> list[list[str]]:
+    """MNIST, MLP 784-128-10, 100 of 1,000 clients of 60 samples, B = 20, E = 1, 5, 20: a round on
+    Ray with two workers, against half of a plain PyTorch loop of the same steps on one thread."""
+    rows = [["E", "local steps a round", "half of the plain loop", "Ray", "Ray / half"]]
+    for epochs in (1, 5, 20):
+        given = {"clients": 1000, "fraction": 0.1, "epochs": epochs, "rounds": 8}
+        config = RunConfig.parse(SMALL | given | {"algorithm": "fedavg"})
+        steps = steps_of(config)
+        each = 1000 / (config.rounds - 1)
+        before = plain_loop(config, steps)
+        seconds, count = on_engine(config, "ray", folder / f"{epochs}")
+        plain = (before + plain_loop(config, steps)) / 2 * each / 2
+        about = [
+            f"{count / (config.rounds - 1):.0f}",
+            f"{plain:.0f} ms",
+            f"{seconds * each:.0f} ms",
+        ]
+        rows.append([f"{epochs}", *about, f"{seconds * each / plain:.2f}"])
     return rows
 
 
@@ -279,6 +327,7 @@ BENCHMARKS: dict[str, Callable[[Path], list[list[str]]]] = {
     "small": small,
     "aggregation": benchmark_server.aggregation,
     "nodes": benchmark_server.nodes,
+    "half": half,
     "startup": startup,
     "memory": benchmark_memory.memory,
     "load": load,
@@ -286,6 +335,8 @@ BENCHMARKS: dict[str, Callable[[Path], list[list[str]]]] = {
     "cohort": benchmark_cohort.cohort,
     "rounds": benchmark_scale.rounds,
     "scale": benchmark_scale.scale,
+    "flute": benchmark_published.flute,
+    "pfl": benchmark_published.pfl,
 }
 
 
