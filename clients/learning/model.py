@@ -301,14 +301,16 @@ class FlatModel:
         self._attach_gradients()
 
     def descend(self, rate: float) -> None:
-        """Step by ``rate`` down what backward passes made since :meth:`clear_gradients`.
+        """Step by ``rate`` down the gradients of the backward passes since :meth:`clear_gradients`.
 
-        A parameter that they did not reach stays where it is.
+        A parameter that no pass reached stays as it is. The parameters' ``grad`` become views of
+        ``gradient``, which does not change.
         """
         slopes = [parameter.grad for parameter in self._parameters]
         reached = [slope is not None for slope in slopes]
         dense = [s.to_dense() if s.is_sparse else s for s in slopes if s is not None]
         torch._foreach_add_([*itertools.compress(self._values, reached)], dense, alpha=-rate)
+        self._attach_gradients()
 
     def _attach_gradients(self) -> None:
         for parameter, view in zip(self._parameters, self._slopes, strict=True):

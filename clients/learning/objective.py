@@ -155,20 +155,20 @@ class Objective(abc.ABC):
 
     @property
     def descends(self) -> bool:
-        """Whether :meth:`descend` can take the place of :meth:`gradient` and a step along it."""
+        """Whether :meth:`descend` can replace :meth:`gradient` and a step along it."""
         return self.penalty is None and type(self).gradient is Objective.gradient
 
     def descend(self, inputs: Inputs, targets: Tensor, rate: float) -> tuple[Tensor, Tensor]:
-        """Take a step of ``rate`` down f's gradient on a batch; return as :meth:`gradient` does.
+        """Step by ``rate`` down f's gradient on a batch; return what :meth:`gradient` returns.
 
-        The step is that along ``model.gradient``, to the bit, which it leaves as it is.
+        The step is, to the bit, the one along ``model.gradient``, which does not change.
         """
         loss, outputs = self._backward(inputs, targets)
         self.model.descend(rate)
         return loss, outputs
 
     def _backward(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Leave the gradient on a batch with the parameters; return loss and outputs, detached."""
+        """Leave the gradient on a batch in the parameters; return loss and outputs, detached."""
         self.model.clear_gradients()
         samples = len(targets)
         with self._normalising(samples):
