@@ -76,6 +76,7 @@ notebooks/pages/recipes/index
 :hidden:
 :caption: Operation
 simulations/README
+notebooks/pages/scale
 notebooks/pages/faults
 simulations/DEPLOYMENT
 SECURITY

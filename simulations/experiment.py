@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, MetricRecord
@@ -88,13 +89,15 @@ def run(
     """
     by_workers = is_simulated(grid) and not isinstance(grid, InProcessGrid)
     model, folder = prepare(config, partition=not by_workers)
+    initial, layout = ArrayRecord(model.state_dict()), model.layout_options
+    del model  # as large as all else that the server keeps
     shared = shared_population(config, grid)
     if by_workers and not shared:
         parts(config)  # hosts would have said what is wrong with it
     lock = FolderLock(folder)
     before = lock.take()
     try:
-        return _run(config, grid, callbacks, model, lock, before, quiet, shared)
+        return _run(config, grid, callbacks, initial, layout, lock, before, quiet, shared)
     finally:
         lock.release()
 
@@ -103,7 +106,8 @@ def _run(
     config: RunConfig,
     grid: Grid,
     callbacks: Sequence[Callback],
-    model: FlatModel,
+    initial: ArrayRecord,
+    layout: Mapping[str, Any],
     lock: FolderLock,
     before: str,
     quiet: bool,
@@ -150,7 +154,7 @@ def _run(
             )
 
     strategy = config.strategy(
-        **model.layout_options,
+        **layout,
         # on a busy machine some nodes answer late, and sampling must not depend on that
         min_available_nodes=config.clients if simulated else 1,
         callbacks=[
@@ -182,8 +186,6 @@ def _run(
         if train:
             metrics["gradient-norm2"] = stationarity(train, w, ridge=ridge).gradient
         return metrics
-
-    initial = ArrayRecord(model.state_dict())
 
     def save(finished: bool) -> Summary:
         with undivided():

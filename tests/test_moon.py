@@ -159,8 +159,8 @@ def test_pieces_of_a_large_batch_find_their_rows(monkeypatch: pytest.MonkeyPatch
         return loss, problem.model.gradient
 
     whole = gradient()
-    for module in (problem_module, objective_module):
-        monkeypatch.setattr(module, "CHUNK", 4)
+    monkeypatch.setattr(problem_module, "TESTED", 4)
+    monkeypatch.setattr(objective_module, "CHUNK", 4)
     for ours, theirs in zip(gradient(), whole, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-14)
 

@@ -57,6 +57,7 @@ def test_pieces_of_a_large_batch_add_up_to_it(monkeypatch: pytest.MonkeyPatch) -
     whole_evaluation = problem.evaluate().loss
     for chunk in (1, 2, 3, 5, 16):
         monkeypatch.setattr(problem_module, "CHUNK", chunk)
+        monkeypatch.setattr("clients.learning.problem.TESTED", chunk)
         loss, outputs = problem.gradient(problem.inputs, problem.targets)
         assert torch.allclose(problem.model.gradient, whole, rtol=1e-13, atol=1e-13)
         assert float(loss) == pytest.approx(float(whole_loss), rel=1e-13)

@@ -26,7 +26,9 @@ Loss: TypeAlias = Callable[[Any, Tensor], Tensor]
 Penalty: TypeAlias = Callable[[Tensor], Tensor]
 
 CHUNK = 1000
-"""Samples per forward pass when a whole data set goes through the model."""
+"""Samples per pass when the gradient of a whole data set is computed."""
+TESTED = 250
+"""Samples per forward pass without a gradient: on a CPU more are slower, and need more memory."""
 
 
 class NoFixedSamples(ValueError):

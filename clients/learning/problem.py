@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from clients.learning.model import FlatModel
-from clients.learning.objective import CHUNK, Batch, Loss, Objective, Penalty
+from clients.learning.objective import TESTED, Batch, Loss, Objective, Penalty
 
 BLOCK = 1 << 20
 """Bytes of inputs that a CPU gathers at a time: about what its cache holds."""
@@ -103,10 +103,10 @@ class Problem(Objective):
 
     def chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
         if self.rows is not None:
-            yield from map(self._gathered, torch.split(self.rows, CHUNK))
+            yield from map(self._gathered, torch.split(self.rows, TESTED))
             return
         yield from zip(
-            torch.split(self.inputs, CHUNK), torch.split(self.targets, CHUNK), strict=True
+            torch.split(self.inputs, TESTED), torch.split(self.targets, TESTED), strict=True
         )
 
     def _at_once(self, batch_size: int) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from clients.learning.model import FlatModel
-from clients.learning.objective import CHUNK, Batch, Inputs, Loss, Objective, Penalty
+from clients.learning.objective import TESTED, Batch, Inputs, Loss, Objective, Penalty
 from fl_strategies.core.local import LocalTraining
 
 T = TypeVar("T")
@@ -104,7 +104,7 @@ class StreamedProblem(Objective):
         yield from self._fetched(seed, order, len(self) if whole else batch_size)
 
     def chunks(self) -> Iterator[Batch]:
-        yield from self._fetched(0, range(len(self)), CHUNK)
+        yield from self._fetched(0, range(len(self)), TESTED)
 
     def planned(self, training: LocalTraining) -> int:
         if not isinstance(self.data, DataLoader):

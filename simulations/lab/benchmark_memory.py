@@ -12,8 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from simulations import worker
 from simulations.config import RunConfig
 from simulations.lab.superlink import flwr_run
+from simulations.server_app import return_memory
 
 SETTING: dict[str, Any] = {
     "dataset": "mnist",
@@ -87,7 +89,7 @@ def memory(folder: Path, rounds: int = 50) -> list[list[str]]:
     bare = without_clients(folder / "bare")
     rows = [["server process", "MB resident", "its peak, MB"]]
     rows.append(["PyTorch, Flower and Ray, without clients", f"{bare:.0f}", ""])
-    rows += [[f"then {what}", f"+ {mb:.0f}", ""] for what, mb in parts_of(SETTING)]
+    rows += [[what, f"+ {mb:.0f}", ""] for what, mb in parts_of(SETTING)]
     given = {"rounds": rounds, "state-dir": str(folder / "state"), "output": str(folder / "run")}
     config = RunConfig.parse(SETTING | given)
 
@@ -134,17 +136,12 @@ def _grown(setting: dict[str, Any]) -> list[tuple[str, float]]:
         found.append((what, _resident() - before))
         return made
 
-    server_app = note("this package", lambda: importlib.import_module("simulations.server_app"))
-    server_app.return_memory()
-    from simulations import worker
-
+    return_memory()
     config = RunConfig.parse(setting)
-    partitioners = "flwr_datasets.partitioner"
-    note("flwr-datasets, with pandas and SciPy", lambda: importlib.import_module(partitioners))
-    note("the data set, without its images", lambda: worker.dataset(config))
-    note("the partition", lambda: worker.parts(config))
-    test = note("test images and a model", lambda: worker.problem(config, "test"))
-    note("a test of the model", test.evaluate)
+    note("then the data set, without its images", lambda: worker.dataset(config))
+    test = note("then test images and a model", lambda: worker.problem(config, "test"))
+    note("then a test of the model", test.evaluate)
+    note("the partition, by flwr-datasets: not on Ray", lambda: worker.parts(config))
     return found
 
 

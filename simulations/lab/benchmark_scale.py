@@ -34,7 +34,7 @@ from simulations.lab.benchmark_server import in_turns, shown
 
 FEATURES, CLASSES = 60, 10
 LOCAL: dict[str, Any] = {"lr": 0.03, "batch-size": 10, "epochs": 5}
-POPULATIONS = (100, 1_000, 10_000, 100_000)
+POPULATIONS = (100, 1_000, 10_000, 100_000, 1_000_000)
 COHORTS = (10, 30, 100, 300, 1000)
 ROUNDS = 20
 
