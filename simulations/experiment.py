@@ -58,6 +58,7 @@ from simulations.tables import curve
 from simulations.worker import (
     app,
     compute_repeatably,
+    dataset,
     fresh_model,
     kept_flags,
     parts,
@@ -287,6 +288,7 @@ def prepare(config: RunConfig, *, partition: bool = True) -> tuple[FlatModel, Pa
     """
     if partition:
         parts(config)
+    dataset(config).check()
     model = fresh_model(config)
     if (states := state_folder(config)) is not None:
         if (found := DirectoryStore.owner(states)) is not None:

@@ -44,6 +44,12 @@ class Dataset:
     vocabulary: int | None = None  # of text: x are integers 0 ... vocabulary - 1
     scale: Scale | None = None  # of images
 
+    def check(self) -> None:
+        """Raise ``ValueError`` for images that make no array, as reading them would."""
+        for part in (self.x, self.test_x):
+            if isinstance(part, Images):
+                part.check()
+
     def inputs(self, rows: slice = slice(None), *, test: bool = False) -> NDArray[Any]:
         """Return training or test samples as models take them: images in float32, to scale.
 

@@ -32,20 +32,28 @@ class Images:
     Raises
     ------
     ValueError
-        For images of several sizes.
+        When images of several sizes are read.
     """
 
     dtype = np.dtype(np.uint8)
 
     def __init__(self, name: str, read: Callable[[], pa.ChunkedArray]) -> None:
-        self._read = read
+        self._name, self._read = name, read
         files = read()
         first = _open(files[0])
         self._mode = "L" if first.mode in ("1", "L") else "RGB"
         self.shape = (len(files), len(self._mode), first.height, first.width)
-        for i, file in enumerate(files):
-            if (size := _open(file).size) != first.size:
-                raise ValueError(f"data set {name!r}: image 0 is {first.size}, image {i} {size}")
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for images of several sizes, without decoding them."""
+        for i, file in enumerate(self._read()):
+            self._opened(i, file)
+
+    def _opened(self, i: int, file: pa.Scalar) -> Image.Image:
+        image, size = _open(file), (self.shape[3], self.shape[2])
+        if image.size != size:
+            raise ValueError(f"data set {self._name!r}: image 0 is {size}, image {i} {image.size}")
+        return image
 
     @property
     def size(self) -> int:
@@ -58,10 +66,11 @@ class Images:
     def __getitem__(self, rows: slice) -> NDArray[np.uint8]:
         """Return the images of these rows, which lie channels-last."""
         files = self._read()[rows]
+        numbers = range(len(self))[rows]
         _, channels, height, width = self.shape
         pixels = np.empty((len(files), height, width, channels), np.uint8)
-        for i, file in enumerate(files):
-            image = _open(file)
+        for i, (number, file) in enumerate(zip(numbers, files, strict=True)):
+            image = self._opened(number, file)
             pixels[i].flat = np.asarray(
                 image if image.mode == self._mode else image.convert(self._mode)
             ).flat

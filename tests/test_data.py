@@ -16,6 +16,8 @@ from tiny_data import cifar100, encoded
 
 from clients.learning.problem import laid_out
 from simulations import data, generated
+from simulations.config import RunConfig
+from simulations.experiment import prepare
 
 SHARED = Path(os.environ.get("FL_DATA", Path(__file__).parents[2] / "shared/datasets"))
 RNG = np.random.default_rng(7)
@@ -316,13 +318,22 @@ def test_a_folder_that_is_no_data_set_is_refused_with_what_it_lacks(tmp_path: Pa
         data.load(str(folder(tmp_path / "odd", GREY, "picture")))
 
 
-def test_images_of_several_sizes_are_refused_before_any_is_decoded(tmp_path: Path) -> None:
+def test_images_of_several_sizes_are_refused_before_the_run_and_by_whoever_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = {"image": encoded(GREY[:3]) + encoded(GREY[3:4, :5]), "label": LABELS[:4]}
     made = datasets.Dataset.from_dict(
         rows,
         features=datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")}),
     )
+    (tmp_path / "mnist").mkdir()
     for split in ("train", "test"):
-        made.to_parquet(tmp_path / f"{split}.parquet")
-    with pytest.raises(ValueError, match=r"image 0 is \(5, 6\), image 3 \(5, 5\)"):
-        data.load(str(tmp_path))
+        made.to_parquet(tmp_path / "mnist" / f"{split}.parquet")
+    monkeypatch.setenv("FL_DATA", str(tmp_path))
+    found = data.load("mnist")
+    config = RunConfig.parse({"dataset": "mnist", "clients": 2, "model": "logistic"})
+    reads = (found.check, found.inputs, lambda: found.inputs(slice(2, 4)), lambda: prepare(config))
+    for read in reads:
+        with pytest.raises(ValueError, match=r"image 0 is \(5, 6\), image 3 \(5, 5\)"):
+            read()
+    assert found.inputs(slice(3)).shape == (3, 1, 6, 5)
