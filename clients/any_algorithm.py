@@ -10,6 +10,7 @@ from flwr.client import NumPyClient
 from clients.base import FederatedClient
 from clients.request import Arrays, Config
 from fl_strategies import STRATEGIES, FederatedStrategy
+from fl_strategies.core.near import unknown
 
 
 def _client_of(strategy: type[FederatedStrategy]) -> type[FederatedClient]:
@@ -75,7 +76,8 @@ class AnyAlgorithmClient(NumPyClient):
         flowers_own = "fedprox" if "proximal-mu" in config else "fedavg"
         name = config.get("algorithm", flowers_own)
         if name not in CLIENTS:
-            raise ValueError(f"unknown algorithm {name!r}; this client knows {sorted(CLIENTS)}")
+            said = unknown([name], CLIENTS)
+            raise ValueError(f"unknown algorithm {said}; this client knows {sorted(CLIENTS)}")
         return CLIENTS[name](*self._args, **self._kwargs)
 
 

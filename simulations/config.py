@@ -16,6 +16,7 @@ from clients import CLIENTS, LocalTraining
 from clients.base import MAX_STEPS
 from clients.learning.choice import setting_of
 from fl_strategies import STRATEGIES, FederatedStrategy, fedpd, step_decay
+from fl_strategies.core.near import unknown
 from fl_strategies.core.params import format_params, parse_params
 from fl_strategies.core.schedules import check
 from simulations.defaults import ANY
@@ -108,8 +109,10 @@ class RunConfig:
     def parse(cls, config: Mapping[str, Any]) -> RunConfig:
         """Return the checked and completed config; unknown keys are refused with the known ones."""
         known = {f.name.replace("_", "-"): f for f in fields(cls)}
-        if unknown := sorted(config.keys() - known.keys()):
-            raise ValueError(f"unknown run-config keys {unknown}; known: {sorted(known)}")
+        if wrong := sorted(config.keys() - known.keys()):
+            raise ValueError(
+                f"unknown run-config keys {unknown(wrong, known)}; known: {sorted(known)}"
+            )
         values: dict[str, Any] = {}
         for name, value in config.items():
             kind: type = type(getattr(cls, known[name].name))
@@ -124,7 +127,8 @@ class RunConfig:
         from simulations.defaults import defaults
 
         if self.algorithm not in STRATEGIES:
-            raise ValueError(f"unknown algorithm {self.algorithm!r}; known: {sorted(STRATEGIES)}")
+            said = unknown([self.algorithm], STRATEGIES)
+            raise ValueError(f"unknown algorithm {said}; known: {sorted(STRATEGIES)}")
         found = defaults(self.algorithm, self.dataset, self.solver)
         unset = {
             name: value
@@ -230,8 +234,9 @@ class RunConfig:
         local = self.local()
         params = parse_params(self.params)
         known = hyperparameters_of(self.algorithm)
-        if unknown := sorted(params.keys() - set(known)):
-            raise ValueError(f"{self.algorithm} has no hyperparameter {unknown}; it has {known}")
+        if wrong := sorted(params.keys() - set(known)):
+            said = unknown(wrong, known)
+            raise ValueError(f"{self.algorithm} has no hyperparameter {said}; it has {known}")
         strategy = STRATEGIES[self.algorithm](
             fraction_train=self.fraction,
             fraction_evaluate=self.fraction_evaluate,
@@ -302,8 +307,9 @@ def configs_for(
     Each of ``params`` ("name=value", or "algorithm.name=value") goes to every algorithm that has
     the hyperparameter; a hyperparameter that no algorithm has is refused.
     """
-    if unknown := sorted(set(algorithms) - STRATEGIES.keys()):
-        raise ValueError(f"unknown algorithms {unknown}; known: {sorted(STRATEGIES)}")
+    if wrong := sorted(set(algorithms) - STRATEGIES.keys()):
+        said = unknown(wrong, STRATEGIES)
+        raise ValueError(f"unknown algorithms {said}; known: {sorted(STRATEGIES)}")
     if len(set(algorithms)) < len(algorithms):
         raise ValueError(f"each algorithm once, got {list(algorithms)}")
     mine: dict[str, dict[str, Any]] = {algorithm: {} for algorithm in algorithms}
@@ -314,9 +320,8 @@ def configs_for(
         takers = [a for a in algorithms if name in hyperparameters_of(a) and owner in ("", a)]
         if not takers:
             known = {algorithm: hyperparameters_of(algorithm) for algorithm in algorithms}
-            raise ValueError(
-                f"no algorithm here has the hyperparameter {bare!r}; they have {known}"
-            )
+            said = unknown([bare], sorted({name for names in known.values() for name in names}))
+            raise ValueError(f"no algorithm here has the hyperparameter {said}; they have {known}")
         for algorithm in takers:
             mine[algorithm] |= value
     return [

@@ -52,6 +52,7 @@ import pyarrow as pa
 import pyarrow.parquet
 from numpy.typing import NDArray
 
+from fl_strategies.core.near import unknown
 from fl_strategies.core.randomness import stream
 from simulations import hub, text
 from simulations.generated import BUILT_IN, Dataset, Inputs, Ints
@@ -104,13 +105,13 @@ def load(name: str, *, normalise: str = "own", **options: Any) -> Dataset:
         above; for text without ``transformers``.
     """
     if normalise not in NORMALISE:
-        raise ValueError(f"unknown normalise {normalise!r}, known are {', '.join(NORMALISE)}")
+        said = unknown([normalise], NORMALISE)
+        raise ValueError(f"unknown normalise {said}; known: {', '.join(NORMALISE)}")
     if normalise == "authors" and name not in AUTHORS:
         raise ValueError(f"normalise='authors' is for {', '.join(AUTHORS)} only, got {name!r}")
     known = _options(name)
-    for option in options:
-        if option not in known:
-            raise ValueError(f"data set {name!r} has no option {option!r}, known are {known}")
+    if wrong := sorted(options.keys() - set(known)):
+        raise ValueError(f"data set {name!r} has no option {unknown(wrong, known)}; it has {known}")
     given = tuple(sorted(options.items()))
     if name in BUILT_IN:
         return _built_in(name, given)
@@ -304,12 +305,12 @@ def _unknown(name: str, why: object = "") -> str:
     root = os.environ.get("FL_DATA")
     there = "unset" if root is None else root if Path(root).is_dir() else f"{root}, no folder"
     message = (
-        f"data set {name!r} is neither under FL_DATA ({there}), nor a folder, nor found on the Hub"
-        + (f": {why}" if why else "")
+        f"data set {unknown([name], [*BUILT_IN, *HUB])} is neither under FL_DATA ({there}),"
+        " nor a folder, nor found on the Hub" + (f": {why}" if why else "")
     )
     if name not in HUB:
         known = ", ".join([*BUILT_IN, *HUB])
-        return f"{message}; known are {known}, any folder, and owner/name on the Hub"
+        return f"{message}; known: {known}, any folder, and owner/name on the Hub"
     return (
         f"{message}; set the environment variable FL_DATA to the folder in which {name}/ has "
         "train*.parquet and test*.parquet; a SuperLink or SuperNode keeps the FL_DATA with which "

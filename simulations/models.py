@@ -71,6 +71,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, relu
 
+from fl_strategies.core.near import unknown
 from simulations.hub import asked_briefly
 from simulations.text import DISTILBERT, transformers
 
@@ -107,14 +108,14 @@ def build(
         one that is too small for the vocabulary or the length.
     """
     if name not in (*MODELS, *TEXT):
-        raise ValueError(f"unknown model {name!r}, known are {', '.join([*MODELS, *TEXT])}")
+        known = [*MODELS, *TEXT]
+        raise ValueError(f"unknown model {unknown([name], known)}; known: {', '.join(known)}")
     if (vocabulary is not None) != (name in TEXT):
         takes = "integers below a vocabulary" if name in TEXT else "numbers"
         raise ValueError(f"model {name!r} takes {takes}; of text models are {', '.join(TEXT)}")
     known = getfullargspec(TEXT[name]).kwonlyargs if name in TEXT else []
-    for option in options:
-        if option not in known:
-            raise ValueError(f"model {name!r} has no option {option!r}, known are {known}")
+    if wrong := sorted(options.keys() - set(known)):
+        raise ValueError(f"model {name!r} has no option {unknown(wrong, known)}; it has {known}")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs as well
         if vocabulary is not None:

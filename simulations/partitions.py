@@ -34,6 +34,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_strategies.core.near import unknown
 from fl_strategies.core.randomness import stream
 from simulations.figures import save
 
@@ -60,11 +61,12 @@ def partition(
         For an unknown kind or option, a number out of its range, or a client without samples.
     """
     if kind not in KINDS:
-        raise ValueError(f"unknown partition {kind!r}, known are {', '.join(KINDS)}")
+        raise ValueError(f"unknown partition {unknown([kind], KINDS)}; known: {', '.join(KINDS)}")
     known = getfullargspec(KINDS[kind]).kwonlyargs
-    for option in options:
-        if option not in known:
-            raise ValueError(f"partition {kind!r} has no option {option!r}, known are {known}")
+    if wrong := sorted(options.keys() - set(known)):
+        raise ValueError(
+            f"partition {kind!r} has no option {unknown(wrong, known)}; it has {known}"
+        )
     if not 1 <= clients <= len(labels):
         raise ValueError(f"clients must be from 1 to {len(labels)} (samples), got {clients}")
     parts = KINDS[kind](np.asarray(labels), clients, stream(seed, "partition"), **options)

@@ -99,9 +99,12 @@ def test_options_of_a_solver_travel_as_text() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"solver_params": "gama=2"}, r"no option \['gama'\]; it has \['gamma', 'delta',"),
-        ({"solver_params": "lr=2"}, r"no option \['lr'\]"),
-        ({"solver_params": "module=net"}, r"no option \['module'\]"),
+        (
+            {"solver_params": "gama=2"},
+            r"no option 'gama' \(did you mean 'gamma'\?\); it has \['gamma', 'delta',",
+        ),
+        ({"solver_params": "lr=2"}, r"no option 'lr'"),
+        ({"solver_params": "module=net"}, r"no option 'module'"),
         ({"solver_params": "gamma"}, "name=value, got 'gamma'"),
         ({"solver_params": "gamma=-1"}, "gamma must be > 0, got -1"),
         ({"solver_params": 2.0}, r"solver_params must be str, got 2\.0"),

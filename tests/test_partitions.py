@@ -283,7 +283,7 @@ def test_the_test_rows_of_a_client_depend_on_the_seed_alone() -> None:
 @pytest.mark.parametrize(
     ("kind", "clients", "options", "message"),
     [
-        ("round", 20, {}, "unknown partition 'round', known are iid, shards, dirichlet"),
+        ("round", 20, {}, "unknown partition 'round'.*; known: iid, shards, dirichlet"),
         ("iid", 20, {"alpha": 1}, "partition 'iid' has no option 'alpha'"),
         ("iid", 0, {}, "clients must be from 1 to 1433 .*, got 0"),
         ("iid", 1434, {}, "clients must be from 1 to 1433 .*, got 1434"),

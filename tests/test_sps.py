@@ -303,7 +303,7 @@ def test_f_alone_is_what_it_looks_at_without_slope_and_pull() -> None:
 
 @pytest.mark.parametrize("message", ["batch_share", "module", "lr"])
 def test_what_the_solver_itself_provides_is_no_option(message: str) -> None:
-    with pytest.raises(ValueError, match=rf"no option \['{message}'\]"):
+    with pytest.raises(ValueError, match=rf"no option '{message}'"):
         LocalTraining(solver="sps", solver_params=f"{message}=1")
 
 

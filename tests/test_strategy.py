@@ -333,7 +333,10 @@ def test_a_config_may_not_set_what_the_strategy_sends(one: FederatedStrategy, na
         ({"min_replies": {0: 3}}, "min_replies must be an integer >= 1, got"),
         ({"min_train_nodes": 2.5}, "min_train_nodes must be an integer >= 1, got 2.5"),
         ({"fraction_train": {0: 0.5}}, "fraction_train must be > 0 and <= 1, got"),
-        ({"local": {"epoch": 3}}, r"unknown local settings \['epoch'\]; known: \['batch-size', "),
+        (
+            {"local": {"epoch": 3}},
+            r"unknown local settings 'epoch' \(did you mean 'epochs'\?\); known: \['batch-size', ",
+        ),
         ({"local": {"lr": {0: 0.1, 50: 0.0}}}, "lr must be > 0, got 0.0"),
         ({"seed": -1}, "seed must be an integer >= 0, got -1"),
         ({"seed": 1.5}, "seed must be an integer >= 0, got 1.5"),

@@ -12,13 +12,13 @@ check values by the declaration, and the documentation is made from it:
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias, dataclass_transform
 
+from fl_strategies.core.near import unknown
 from fl_strategies.core.schedules import Schedule as Schedule
 from fl_strategies.core.schedules import check, one_of
 from fl_strategies.core.schedules import values as all_values
@@ -62,7 +62,7 @@ class Hyperparameter:
                 check(name, value, integer=integer, scheduled=self.scheduled, **self.bounds)
             except ValueError as error:
                 words = f", or one of {list(self.words)}" if self.words else ""
-                raise ValueError(f"{error}{words}") from None
+                raise ValueError(f"{words}, got ".join(str(error).rsplit(", got ", 1))) from None
 
     @property
     def range(self) -> str:
@@ -165,11 +165,7 @@ class Declared:
     def unknown_names(cls, names: Iterable[str]) -> str:
         """Return the text that the class has no arguments of these names, and which ones it has."""
         known = [*cls.declarations]
-        said = []
-        for name in names:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            said.append(f"{name!r} (did you mean {near[0]!r}?)" if near else repr(name))
-        return f"{cls.__name__} has no argument {', '.join(said)}; it has {known}"
+        return f"{cls.__name__} has no argument {unknown(names, known)}; it has {known}"
 
 
 def told(

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from fl_strategies import delta_sgd, sps
+from fl_strategies.core.near import unknown
 from fl_strategies.core.params import parse_params
 from fl_strategies.core.schedules import at, check, check_flag, one_of
 
@@ -216,11 +217,13 @@ class LocalTraining:
             make = solver if callable(solver) else torch_solver(solver)
             accepted = options = _arguments(make)[1:]
         wanted = {name for name in HANDED_ON if getattr(self, name)}
-        if unknown := sorted(wanted - set(accepted)):
-            raise ValueError(f"solver {solver!r} has no {', '.join(unknown)}")
+        if lacking := sorted(wanted - set(accepted)):
+            raise ValueError(f"solver {solver!r} has no {', '.join(lacking)}")
         free = [name for name in options if name not in ("lr", *HANDED_ON, *OFFERED)]
-        if unknown := sorted(params.keys() - set(free)):
-            raise ValueError(f"solver {solver!r} has no option {unknown}; it has {free}")
+        if wrong := sorted(params.keys() - set(free)):
+            raise ValueError(
+                f"solver {solver!r} has no option {unknown(wrong, free)}; it has {free}"
+            )
         if named in OURS:
             OURS[named](lr=self.rate, **params)
         elif make is not None:
@@ -256,7 +259,7 @@ def torch_solver(name: str) -> Callable[..., Any]:
     if isinstance(found, type) and issubclass(found, optim.Optimizer) and found != optim.Optimizer:
         return found
     known = [*TORCH, *OURS, "any class of torch.optim"]
-    raise ValueError(f"unknown solver {name!r}; known: {known}")
+    raise ValueError(f"unknown solver {unknown([name], known)}; known: {known}")
 
 
 def check_local(local: Mapping[str, Any]) -> None:
@@ -264,8 +267,9 @@ def check_local(local: Mapping[str, Any]) -> None:
 
     If no solver is named, clients may have their own, and its options cannot be checked here.
     """
-    if unknown := sorted(local.keys() - _names().keys()):
-        raise ValueError(f"unknown local settings {unknown}; known: {sorted(_names())}")
+    known = sorted(_names())
+    if wrong := sorted(local.keys() - set(known)):
+        raise ValueError(f"unknown local settings {unknown(wrong, known)}; known: {known}")
     firsts = {0}
     for name, setting in local.items():
         if isinstance(setting, Mapping):

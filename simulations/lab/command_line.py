@@ -8,8 +8,9 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Any, NoReturn
+
+from fl_strategies.core.near import unknown
 
 BAD_ARGUMENTS, RUN_FAILED = 2, 1
 """Exit codes."""
@@ -45,9 +46,7 @@ class Command(argparse.ArgumentParser):
         for word in words:
             name, _, _ = word.partition("=")
             if OPTION.match(word) and " " not in name and name not in self.options:
-                close = get_close_matches(name, self.options, n=1)
-                meant = f": is {close[0]} meant?" if close else ";"
-                self.error(f"unknown option {name}{meant} --help lists all")
+                self.error(f"unknown option {unknown([name], self.options)}; --help lists all")
         return self.parse_args(words)
 
     def typed(self, arguments: Sequence[str] | None = None) -> str:

@@ -1,0 +1,21 @@
+"""Names that are not known, each with the known name that may be meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def unknown(names: Iterable[object], known: Iterable[str]) -> str:
+    """Return ``names`` as text, each with the most similar of ``known``, if one is similar.
+
+    Examples
+    --------
+    >>> unknown(["roh", "x"], ["rho", "eta"])
+    "'roh' (did you mean 'rho'?), 'x'"
+    """
+    said, known = [], [*known]
+    for name in names:
+        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+        said.append(f"{name!r} (did you mean {near[0]!r}?)" if near else repr(name))
+    return ", ".join(said)
