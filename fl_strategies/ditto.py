@@ -1,7 +1,7 @@
-"""Ditto: FedAvg's global model, and beside it a personalized one that each client keeps near it.
+"""Ditto: FedAvg's global model, and for each client a personalized model that stays near it.
 
-The global model is FedAvg's and does not feel the personalized ones. Round with theta, for each
-client i of S:
+The global model is FedAvg's: the personalized models do not influence it. Round with theta, for
+each client i of S:
 
     w_i   ~ argmin_w f_i(w), started at theta                                   (1)
     v_i+  ~ argmin_v f_i(v) + (lam/2) ||v - theta||^2, started at v_i           (2)

@@ -1,8 +1,8 @@
 """FedADMM: dual variables and a tracking update, with partial participation.
 
-Each client remembers how it disagrees with the rest in a dual variable y, which bends its local
-problem until its own minimiser is the global one; the server tracks the mean of all clients, also
-of those that are absent. Round with the model theta received, for each client i of S:
+Each client keeps a dual variable y, which records how it disagrees with the others and bends its
+local problem until the local minimiser is the global one. The server tracks the mean of all
+clients, absent ones included. Round with the received model theta, for each client i of S:
 
     w+    ~ argmin_w  f_i(w) + <y, w - theta> + (rho/2) ||w - theta||^2         (1)
     y+    = y + rho (w+ - theta)                                                (2)
@@ -32,11 +32,11 @@ same holds after a round of all m clients with eta = 1, and with eta = |S|/m fro
   eta = "fraction". With a number for eta theta rests elsewhere or diverges: two of four clients a
   round on quadratics with eigenvalues in [0.4, 2.5], from 3.8 off the optimum, rest 0.6 to 1.3 off
   it with eta = 1 and rho = 1, by who is drawn, and diverge with rho = 2.
-- A client that left for good counts on as (rho/2) ||theta - u||^2 beside the others' f_j, with its
-  last u = w + y/rho: the optimum stays, if it left there. u = theta^0 if it never took part, as for
-  each of the ``num_clients`` that do not exist.
-- A client that lost its state begins anew, while its u stays in D. For good, theta rests where
-  sum_j f_j(theta) - rho <u - theta', theta> is least, theta' being the model at its return: 1.1 off
+- A client that left permanently still counts, as (rho/2) ||theta - u||^2 beside the others' f_j,
+  with its last u = w + y/rho: the optimum stays, if it left there. u = theta^0 if the client never
+  took part; so it is for each of the ``num_clients`` that does not exist.
+- A client that lost its state begins anew, while its u stays in D. From then on theta rests where
+  sum_j f_j(theta) - rho <u - theta', theta> is least, with theta' the model at its return: 1.1 off
   on the problem above (four clients, lost at the optimum). So ``lost_state`` is "warn" by default;
   with "refuse" the client counts as one that left.
 

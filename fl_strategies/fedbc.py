@@ -1,4 +1,4 @@
-"""FedBC: clients may stay apart from the global model, and weigh as much as they do.
+"""FedBC: clients may stay apart from the global model; the further apart, the larger the weight.
 
 Each client keeps a model of its own within a squared distance gamma of the global one; the dual
 variable lambda of that constraint both pulls the client's model towards the global one and is its

@@ -1,7 +1,8 @@
 """FedDyn: a dual variable per client bends its local problem, and the server subtracts their mean.
 
-Each client's local objective is bent by what it learnt of its own disagreement, so that where all
-clients agree is a stationary point of the mean loss. Round with theta, for each client i of S:
+Each client's dual variable records how it disagrees with the others and bends its local objective.
+So a model on which all clients agree is a stationary point of the mean loss. Round with theta, for
+each client i of S:
 
     w_i   ~ argmin_w  f_i(w) + <y_i, w - theta> + (alpha/2) ||w - theta||^2     (1)
     y_i+  = y_i + alpha (w_i - theta)                                           (2)

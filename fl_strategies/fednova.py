@@ -1,8 +1,8 @@
 """FedNova: clients that took more local steps do not count for more.
 
-Where clients take different numbers of local steps, FedAvg minimises another mean of the losses
-than the one by samples: those with more steps weigh more. FedNova divides each client's change by
-what its steps add up to. Round with theta, for each client i of S:
+If clients take different numbers of local steps, FedAvg does not minimise the mean of the losses
+by samples: clients with more steps get more weight. FedNova divides each client's change by the
+accumulated weight of its steps. Round with theta, for each client i of S:
 
     w_i    = theta after tau_i steps of gradient descent, with momentum or a pull    (1)
     a_i    = the sum of the weights with which (1) adds its gradients                (2)

@@ -1,6 +1,6 @@
 """FedPD: primal-dual steps by all clients; communication is skipped at random.
 
-Each client has a model, a dual variable and its own idea of the global model. In algorithm round
+Each client has a model, a dual variable and its own copy of the global model. In algorithm round
 r = 0, 1, ... every client i computes
 
     x+    = oracle(x, lam, x0)                                                  (1)
@@ -18,14 +18,14 @@ Oracle II:  g = grad f_i(x) if r mod I = 0, then Q times                        
             x   = x'
 
 x, lam  client's model and dual variable [d]; at its first participation x = x0, lam = 0
-x0      the global model [d], or between communication rounds the client's idea of it
+x0      the global model [d], or between communication rounds the client's copy of it
 g       oracle II's estimate of grad f_i [d]; the full gradient at a first participation
 eta     pull 1/eta, > 0; the theory wants eta < (sqrt5 - 1)/(4 L) where each f_i is L-smooth
 p       probability that communication is skipped, in [0, 1)
 gamma, Q, B, I    oracle II's rate, steps, samples a step, rounds from full gradient to full one
 
-A client keeps (x, lam, g) and no x0. Nothing is lost by that: communication makes every x0_i the
-mean, and the next request brings this mean as its model, to the bit; a void round changes neither.
+A client keeps (x, lam, g) and no x0. It needs none: communication makes every x0_i the mean, and
+the next request holds this mean as its model, to the bit; a void round changes neither.
 
 Skipped rounds cost no message. The server draws the coins, a request names the rounds up to the
 next communication round, and the client runs them one after the other by (5) before it uploads. Its

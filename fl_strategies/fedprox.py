@@ -1,4 +1,4 @@
-"""FedProx: FedAvg whose clients are pulled back to the global model.
+"""FedProx: FedAvg with a term that pulls clients back to the global model.
 
     w_i   ~ argmin_w f_i(w) + (mu/2) ||w - theta||^2, started at theta          (1)
     theta <- sum_i p_i w_i / sum_i p_i                                          (2)

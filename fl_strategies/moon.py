@@ -1,8 +1,8 @@
 """MOON: FedAvg whose clients keep their features near the global model's.
 
-Local training on data of its own bends what a client's model sees in an input. A contrastive term
-holds it back: the features z of an input shall look more like those of the model received than
-like those of the client's own previous model. For each client i of S, theta received:
+Local training on non-IID data changes the features that a client's model computes. A contrastive
+term counteracts this: the features z of an input must be more similar to those of the received
+model than to those of the client's own previous model. For each client i of S, theta received:
 
     sim(a, b) = <a, b> / (||a|| ||b||)                                          (1)
     h_i(w)    = mean over x of -log( e^{sim(z, z_glob)/tau}

@@ -1,4 +1,4 @@
-"""Per-FedAvg: the global model is one that a single local gradient step makes good for a client.
+"""Per-FedAvg: a global model that a single local gradient step adapts to a client.
 
 The problem is  min_w (1/m) sum_i F_i(w)  with  F_i(w) = f_i(w - a grad f_i(w)): the loss of client
 i's model after one step of its own. Clients descend on F_i (model-agnostic meta-learning, MAML),

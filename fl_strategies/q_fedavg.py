@@ -1,4 +1,4 @@
-"""q-FedAvg: clients that are served worse count for more.
+"""q-FedAvg: clients with a higher loss get a larger weight.
 
 Minimises sum_i F_i^(q+1)/(q+1) over the clients' losses F_i, which for q = 0 is their mean and for
 larger q more and more their maximum. Round with theta, for each client i of S:

@@ -1,8 +1,8 @@
-"""SCAFFOLD: control variates take out of each local step what is particular to its client.
+"""SCAFFOLD: control variates remove from each local step what is particular to its client.
 
-Each client remembers in c_i which way its own gradients point, the server in c which way those of
-all clients point on average; local steps follow the client's gradient bent by the difference, so
-that they go where all clients would go. Round with theta and c received, for each client i of S:
+Each client keeps in c_i the mean direction of its own gradients; the server keeps in c the mean
+direction of all clients' gradients. The difference corrects each local step, so that it follows the
+mean of all clients. Round with theta and c received, for each client i of S:
 
     w       = theta after K steps  w <- w - lr (g_i(w; b) - c_i + c)            (1)
     c_i+    = c_i - c + (theta - w)/(K lr)                        option II     (2)

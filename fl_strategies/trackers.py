@@ -1,7 +1,7 @@
-"""Callbacks that show a run in TensorBoard or Weights & Biases, as it goes.
+"""Callbacks that show a run in TensorBoard or Weights & Biases, round by round.
 
-Both take the numbers of ``RoundInfo.metrics``. Neither library is installed with this package, but
-with its extra ``trackers``.
+Both log the numbers of ``RoundInfo.metrics``. The extra ``trackers`` of this package installs both
+libraries.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from fl_strategies.server.callbacks import RoundInfo, Rows
 class TensorBoard:
     """Writes each round's metrics, as scalars by round, under ``folder``.
 
-    ``tensorboard --logdir FOLDER`` shows them. Rounds are on disk as they end. When a run is
-    resumed, what it had written after its last checkpoint no longer shows. Raises ``ImportError``
-    where TensorBoard is not installed.
+    ``tensorboard --logdir FOLDER`` shows them. Each round is written to disk at its end. After a
+    run is resumed, rounds that it wrote after its last checkpoint are no longer shown. Raises
+    ``ImportError`` if TensorBoard is not installed.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -33,7 +33,7 @@ class TensorBoard:
         self._writer.flush()
 
     def recall(self, rows: Rows) -> None:
-        """Go on after the rounds before."""
+        """Continue after the earlier rounds."""
         self._writer = self._writer_of(str(self.folder), purge_step=max(rows, default=0) + 1)
 
     def close(self) -> None:
@@ -46,8 +46,7 @@ class WandB:
     """Logs each round's metrics, by round, to Weights & Biases.
 
     Takes the arguments of ``wandb.init`` (``project="..."``, ``mode="offline"`` ...), which begins
-    the run; ``run`` is that, and :meth:`close` ends it. Raises ``ImportError`` where wandb is not
-    installed.
+    the run ``run``; :meth:`close` ends it. Raises ``ImportError`` if wandb is not installed.
     """
 
     def __init__(self, **init: Any) -> None:

@@ -3,7 +3,7 @@
     python -m fl_strategies.apps problem my-app
     flwr run my-app --stream
 
-flower      Flower's own PyTorch quickstart, on scikit-learn's digits: what the others start from
+flower      Flower's own PyTorch quickstart, on scikit-learn's digits: the start of the others
 strategy    the same with a strategy of this package, and the app's own client
 problem     the same with a client of this package, which serves every strategy
 legacy      the same client in a deployment of the legacy kind, by ``client_fn`` and ``server_fn``

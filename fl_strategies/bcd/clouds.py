@@ -1,8 +1,8 @@
 """Cloud servers and their devices: what the strategies of FedBCD share.
 
-Each client is a device of one of V cloud servers. A round's active devices are, per cloud server,
-those whose requests come first by the virtual clock (``fl_strategies.bcd.latency``), which is as
-good as a draw; the clock also tells how long the round would have lasted (``virtual-seconds``).
+Each client is a device of one of V cloud servers. In a round, the active devices of a cloud server
+are those whose requests come first by the virtual clock (``fl_strategies.bcd.latency``), which is a
+random draw. The clock also tells how long the round would have lasted (``virtual-seconds``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Assignment: TypeAlias = Literal["modulo", "blocks"]
 
 @dataclass(frozen=True)
 class CloudState:
-    """What the server keeps: each client's cloud server, x^0 [d], virtual seconds gone by."""
+    """What the server keeps: each client's cloud server, x^0 [d], the virtual seconds so far."""
 
     cloud_of: Mapping[int, int]
     origin: Vector
@@ -50,7 +50,7 @@ class CloudStrategy(FederatedStrategy):
     clock: ClassVar[Clock] = Clock()
     """The virtual clock; assign another to a strategy before it starts."""
     step_per_cloud: ClassVar[bool] = False
-    """Whether a server step goes over one cloud server's devices, not over all."""
+    """Whether a server step sums over the devices of one cloud server; else over all devices."""
 
     gamma: float | Sequence[float] = option(
         default=1.0,
@@ -122,7 +122,7 @@ class CloudStrategy(FederatedStrategy):
         return {"work": (1.0, 2.0**53)}
 
     def first_state(self, theta: Vector) -> CloudState:
-        """Return the state of a server that has met nobody."""
+        """Return the state of a server before any client is connected."""
         return CloudState({}, theta)
 
     def begin(self, state: Any, theta: Vector) -> Any:

@@ -1,4 +1,4 @@
-"""FedBCD: every device keeps a model of its own, tied to a global one by a quadratic penalty.
+"""FedBCD: every device keeps a personalized model, tied to the global one by a quadratic penalty.
 
 The problem is, over the devices' models x_i in a box X and the global model z,
 
@@ -10,7 +10,7 @@ with the model z received, for each active device i, K_i ~ U{1..K} times (ASPG):
     e  = x + zeta (x - x_prev)                                                  (2)
     x+ = Proj_X( e - eta_x ( grad f_i(e) + gamma_i (e - z) ) )                  (3)
 
-and at the server, over ALL devices, those that were not active with their last x_i, K_z times:
+and at the server K_z times, over ALL devices (with the last x_i of those that were not active):
 
     z <- z - eta_z sum_i gamma_i (z - x_i)                              "sum"   (4)
     z <- z - eta_z (z - sum_i gamma_i x_i / sum_i gamma_i)              "mean"  (5)
@@ -23,21 +23,21 @@ K            local epochs (``local={"epochs": 5, "random-epochs": True}``, the p
 eta_x        ``lr``; (2)-(3) are the step of the solver ``sgd`` or ``gd``. Another solver takes its
              own step from e in place of (3)'s gradient step, and is projected alike
 
-The server keeps S = sum_i gamma_i x_i, not every x_i: devices upload x_i+ - x_i, and an upload
-whose reply was lost is undone by its device, so that S stays the sum of the devices' x_i.
+The server keeps S = sum_i gamma_i x_i, not every x_i: devices upload x_i+ - x_i, and a device whose
+reply was lost undoes its change, so that S stays the sum of the devices' x_i.
 
-- A device that never took part counts with x_i = x^0, the model the run began with. Its first
-  message uploads x_i whole, in whose stead the server takes x^0 out of S. It starts from the z
-  received, as x^0 does not travel again (the paper starts it from x^0; the same in round 1).
-- A device that lost its state cannot subtract what it last sent. It begins anew as one device more,
-  whose x_i is added to S and gamma_i to sum gamma_i; what it was before counts on as a device that
-  is never active again, with its last x_i. So S stays a sum over devices and z between them all,
-  with a bias of one part in their number per loss. ``lost_state="refuse"`` leaves such a one out.
+- A device that never took part counts with x_i = x^0, the initial model. Its first upload is the
+  whole x_i, and the server removes x^0 from S. The device starts from the received z, because x^0
+  does not travel again (the paper starts it from x^0, which is the same in round 1).
+- A device that lost its state cannot subtract what it last sent. It counts as one more device: its
+  x_i is added to S, and its gamma_i to sum gamma_i. The old device remains in S with its last x_i,
+  as a device that is never active again. So S stays a sum over devices, and each loss biases z by
+  one part in the number of devices. ``lost_state="refuse"`` leaves such a device out.
 
 (4) is the paper's; (5), the default, is its authors' code, and is (4) with eta_z / sum gamma_i. (4)
 needs eta_z gamma |Q| <= 1 (Assumption 4), with |Q| all devices here, as the paper's synchronous
-form is that of one server. It is checked again when a device is added or begins anew: one for which
-there is no room takes no part, or its reply is left out as with ``lost_state="refuse"``.
+form is that of one server. It is checked again when a device is added or begins anew: a device
+without room does not take part, or its reply is left out as with ``lost_state="refuse"``.
 
 Other deviations of the authors' code, each an option: a penalty gamma ||x - z||^2 with gamma = 2,
 which under (5) is gamma = 4 here; K counts mini-batches; heavy ball 0.9 with weight decay 1e-4 in
@@ -63,7 +63,7 @@ from fl_strategies.server.algorithm import Card
 
 
 class State(NamedTuple):
-    """What a device keeps: x, the iterate before it, and whether the server's sum holds x (1)."""
+    """What a device keeps: x, the iterate before it, and 1 if the server's sum holds x."""
 
     x: Vector
     previous: Vector
@@ -83,7 +83,7 @@ def first_state(z: Vector) -> State:
 
 
 def work(solved: Solved, by_steps: bool) -> Any:
-    """Return K, what a solve counts as: its mini-batch steps, or its epochs."""
+    """Return K, the work of a solve: its mini-batch steps, or its epochs."""
     return solved.steps if by_steps else solved.epochs
 
 
@@ -176,7 +176,7 @@ class BookedStrategy(CloudStrategy):
         return upload
 
     def with_uploads(self, state: Kept, uploads: Iterable[Upload]) -> Kept:
-        """Return the state with the uploads taken into the cloud servers' sums."""
+        """Return the state with the uploads added to the cloud servers' sums."""
         books = list(state.books)
         for upload in uploads:
             vector, fresh = upload.vector, upload.scalars["fresh"] > 0.0

@@ -1,4 +1,4 @@
-"""FedBCD, async-cloud: cloud servers with models of their own, of which the first few mix.
+"""FedBCD, async-cloud: each cloud server has its own model, and the first few to finish mix.
 
 Cloud server n asks its active devices with its own z_n; they answer as in ``fedbcd``, with z_n in
 the place of z. In round t the first B cloud servers whose devices have answered mix, K_z times
@@ -22,11 +22,12 @@ B = V = 1 is sync-cloud FedBCD. With B = V > 1 the cloud servers' models still d
 each to its own devices.
 
 By arrival, a cloud server is done when all the devices it asked have answered, or after
-``timeout`` seconds. A reply that comes later counts in its cloud server's next mix, and its device
-is not asked again before; so none is lost. A dead device's request ends with Flower's error reply.
+``timeout`` seconds. A later reply counts in its cloud server's next mix, and its device is not
+asked again before that; so no reply is lost. A dead device's request ends with Flower's error
+reply.
 
-The sums of (2) are kept, and devices that are new or lost their state treated, as in sync-cloud.
-Running statistics of a model are common to all cloud servers: those of the last mix.
+The sums of (2) are kept as in sync-cloud, which also says what happens to devices that are new or
+lost their state. All cloud servers share a model's running statistics: those of the last mix.
 
 Reference: Wu et al., "Federated Block Coordinate Descent Scheme for Learning Global and
 Personalized Models", AAAI 2021, eq. 6, Section 3.1 and Appendix A.
@@ -81,7 +82,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Late:
-    """A request on its way: in which round, of which cloud."""
+    """A request without a reply: its round and its cloud server."""
 
     request: Request
     server_round: int

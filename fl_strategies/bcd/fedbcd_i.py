@@ -1,7 +1,7 @@
 """FedBCD-I: FedBCD whose devices train on their own data offline, and are pulled on contact.
 
-Of the available devices only some are active, that is in contact. An available device trains on f_i
-alone, K_i ~ U{1..K} times (ASPG), in at most ``offline_rounds`` rounds without contact:
+Of the available devices only some are active, which means in contact. An available device trains on
+f_i only, K_i ~ U{1..K} times (ASPG), in at most ``offline_rounds`` rounds without contact:
 
     e  = x + zeta (x - x_prev);   x+ = Proj_X( e - eta_x grad f_i(e) )           (1)
 
@@ -18,12 +18,13 @@ x, x_prev   device's model [d] and the iterate before it, kept by the device; a 
             received. After (2) x_prev is the iterate before the last pull, as Algorithm 2 has it
 gamma_i     pull in (0, 1], the paper's 0.2; K is as in ``fl_strategies.bcd.fedbcd``
 
-Nothing is exchanged offline, so a device does that work inside its next message: the server draws
-who is available and says in how many rounds that was since the last contact, this round's among
-them and ``offline_rounds`` at most. That is the same to the number and costs no message. A round
-that is void did not happen; a device asked in vain counts as available without contact.
+Nothing travels offline, so a device does this work when it gets its next message. The server draws
+which devices are available, and tells a device the number of rounds in which it was available since
+its last contact, including this round and at most ``offline_rounds``. The result is exactly the
+same and costs no message. A void round does not count; a device that was asked without success
+counts as available without contact.
 
-A device that lost its state begins anew from the z it receives, and nothing else is changed.
+A device that lost its state begins anew from the received z; nothing else changes.
 
 Deviations of the authors' code: its cap lets one round more through; K counts mini-batches.
 
