@@ -37,8 +37,10 @@ from simulations.tables import curve, run_figures, score, tuned
 Verdict = Literal[
     "reproduced", "order only", "not", "not run", "not possible here", "ahead", "level", "behind"
 ]
-Figure = Literal["rounds_to_target", "final_accuracy", "late_accuracy"]
-"""``late_accuracy`` is the mean over the last ten tests: partial participation is noisy."""
+Figure = Literal["rounds_to_target", "final_accuracy", "late_accuracy", "own_accuracy"]
+"""``late_accuracy`` is the mean over the last ten tests: partial participation is noisy.
+``own_accuracy`` is the mean over clients, on their own test samples, of the personalized models; of
+the global model where there are none."""
 
 FEWER_IS_BETTER = ("rounds_to_target",)
 CONFIDENCE = 0.95
@@ -297,7 +299,10 @@ def _value(setting: Setting, config: RunConfig) -> float:
     if setting.figure == "late_accuracy":
         tests = [row["test_accuracy"] for row in curve(config) if row["test_accuracy"] is not None]
         return fmean(tests[-LATE:]) if tests else 0.0
-    value = run_figures(config, _summary(config))[setting.figure]
+    figures = run_figures(config, _summary(config))
+    value = figures[setting.figure]
+    if value is None and setting.figure == "own_accuracy":
+        value = figures["client_accuracy"]
     if value is None:
         return float(setting.horizon + 1) if setting.figure in FEWER_IS_BETTER else 0.0
     return value

@@ -15,6 +15,7 @@ NAMES = {
     "rounds_to_target": "rounds to the target",
     "final_accuracy": "final test accuracy (%)",
     "late_accuracy": "test accuracy, mean of the last ten tests (%)",
+    "own_accuracy": "accuracy on clients' own test samples (%)",
 }
 """What a setting's figure is called."""
 

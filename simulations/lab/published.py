@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fl_strategies import FedADMM, FedBC
-from simulations.lab.ablations import FEDADMM_NEEDS
 from simulations.lab.board import Rule, Setting
+from simulations.lab.comparisons import FEDADMM_NEEDS, GLOBAL_MODELS, PERSONALIZED_MODELS
 from simulations.lab.studies import DELTA_SGD_SOLVERS, FEDBC_RATES
 
 BEYOND = 101.0
@@ -232,6 +232,8 @@ BOARD: dict[str, list[Setting]] = {
     "fedadmm": table_iii(CNN, "fedadmm"),
     "fedadmm-mlp": table_iii(MLP, "fedadmm-mlp"),
     "fedadmm-needs": FEDADMM_NEEDS,
+    "global-models": GLOBAL_MODELS,
+    "personalized-models": PERSONALIZED_MODELS,
     "fedbc": [fedbc_table_1(data, epochs) for epochs in (1, 5) for data in range(5)],
     "delta-sgd": [
         *(

@@ -1,0 +1,153 @@
+"""Comparisons that nobody published: settings of ``simulations.lab.board`` with equal budgets.
+
+Every rule of a setting has the same learning rates to choose from and the same seeds; its other
+hyperparameters are stated here and are not tuned. ``FEDADMM_NEEDS`` shows what FedADMM's results
+depend on (``notebooks/pages/fedadmm-needs.md``), ``GLOBAL_MODELS`` and ``PERSONALIZED_MODELS`` are
+the README's comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fl_strategies import FedADMM
+from simulations.lab.board import Figure, Rule, Setting
+
+DRAWN = {"random-epochs": "true"}
+"""E is drawn from 1..20: about half the local steps."""
+PAPER = {"local_start": "client", "tracking": "client"}
+
+
+def _fedadmm(rho: float, eta: float | str = 1.0, *, authors: bool = False) -> Rule:
+    """Return a variant of FedADMM, which is no baseline of the others."""
+    form: Mapping[str, Any] = dict(FedADMM.authors_rule) if authors else PAPER
+    return Rule("fedadmm", {**form, "rho": rho, "eta": eta}, DRAWN, reference=True)
+
+
+RULES: dict[str, Rule] = {
+    "fedavg": Rule("fedavg"),
+    "fedavg-drawn": Rule("fedavg", config=DRAWN),
+    "scaffold": Rule("scaffold"),
+    "fedadmm": Rule("fedadmm", {**PAPER, "rho": 0.1, "eta": 1.0}, DRAWN),
+    "rho-0.01": _fedadmm(0.01),
+    "rho-1": _fedadmm(1.0),
+    "eta-0.5": _fedadmm(0.1, 0.5),
+    "eta-fraction": _fedadmm(0.1, "fraction"),
+    "authors": _fedadmm(0.1, authors=True),
+    "authors-rho-0.01": _fedadmm(0.01, authors=True),
+    "authors-eta-0.5": _fedadmm(0.1, 0.5, authors=True),
+    "start-global": Rule(
+        "fedadmm", {**PAPER, "local_start": "global", "rho": 0.1, "eta": 1.0}, DRAWN, reference=True
+    ),
+    "feddyn": Rule("feddyn", {"alpha": 0.1}, DRAWN, reference=True),
+    "a-fedpd": Rule("a-fedpd", {"rho": 0.1}, DRAWN, reference=True),
+}
+"""``fedadmm`` is the paper's form with rho = 0.1 and eta = 1. The names of its variants say what is
+different; ``authors`` is the form of the authors' code. ``fedavg-drawn`` takes as many local steps
+as FedADMM."""
+
+
+def fedadmm_needs(dataset: str, model: str, partition: str, rounds: int) -> Setting:
+    """Return the variants on 1,000 clients of 60 samples, 100 a round, E = 20, as in Table III."""
+    return Setting(
+        name=f"fedadmm-needs-{dataset}-{model}-{partition}",
+        where=f"FedADMM's variants: {dataset}, {model}, 1,000 clients, {partition}",
+        figure="late_accuracy",
+        ours="fedadmm",
+        rules=RULES,
+        published={},
+        config={
+            "dataset": dataset,
+            "clients": 1000,
+            "partition": partition,
+            "fraction": 0.1,
+            "rounds": rounds,
+            "epochs": 20,
+            "random-epochs": "false",
+            "batch-size": {"iid": 0, "shards": 10}[partition],
+            "momentum": 0.0,
+            "model": model,
+            "cohort": "auto",
+        },
+        rates=(0.1, 0.5),
+    )
+
+
+FEDADMM_NEEDS = [
+    fedadmm_needs("fashion_mnist", "logistic", "shards", 30),
+    fedadmm_needs("fashion_mnist", "logistic", "iid", 30),
+    fedadmm_needs("mnist", "logistic", "shards", 30),
+    fedadmm_needs("fashion_mnist", "mlp", "shards", 30),
+]
+
+
+# ---- the README's comparison --------------------------------------------------------------------
+
+DATA: dict[str, dict[str, Any]] = {
+    "digits": {"partition": "dirichlet", "partition-params": "alpha=0.1", "batch-size": 10},
+    "synthetic": {"partition": "natural", "batch-size": 20},
+}
+"""Both with 50 clients and logistic regression: 1,437 images of digits, and FedBC's generator."""
+
+
+def _comparison(name: str, data: str, figure: Figure, ours: str, rules: dict[str, Rule]) -> Setting:
+    return Setting(
+        name=f"{name}-{data}",
+        where=f"{name.replace('-', ' ').capitalize()}: {data}, 50 clients, 10 a round, 50 rounds",
+        figure=figure,
+        ours=ours,
+        rules=rules,
+        published={},
+        config={
+            "dataset": data,
+            **DATA[data],
+            "clients": 50,
+            "fraction": 0.2,
+            "rounds": 50,
+            "epochs": 5,
+            "random-epochs": "false",
+            "momentum": 0.0,
+            "model": "logistic",
+            "cohort": "auto",
+        },
+        rates=(0.03, 0.1, 0.3, 1.0),
+    )
+
+
+GLOBAL_RULES = {
+    "fedavg": Rule("fedavg"),
+    "fedprox": Rule("fedprox", {"mu": 0.1}),
+    "fednova": Rule("fednova"),
+    "scaffold": Rule("scaffold"),
+    "q-fedavg": Rule("q-fedavg", {"q": 0.1}),
+    "feddyn": Rule("feddyn", {"alpha": 0.1}),
+    "fedadmm": Rule("fedadmm", {"rho": 0.1}),
+    "fedbc": Rule("fedbc", {"alpha": 0.1}),
+    "a-fedpd": Rule("a-fedpd", {"rho": 0.1}),
+    "centralised": Rule(
+        "fedavg",
+        config={"clients": 1, "fraction": 1.0, "partition": "iid", "partition-params": "",
+                "epochs": 1},
+        reference=True,
+    ),
+}  # fmt: skip
+GLOBAL_MODELS = [
+    _comparison("global-models", data, "late_accuracy", "a-fedpd", GLOBAL_RULES) for data in DATA
+]
+
+OWN = {"local-test": 0.2, "fraction-evaluate": 1.0}
+"""A fifth of each client's samples test the models that this client has in the end."""
+PERSONALIZED_RULES = {
+    "fedavg": Rule("fedavg", config=OWN),
+    "ditto": Rule("ditto", {"lam": 0.1}, OWN),
+    "pfedme": Rule("pfedme", {"lam": 1.0, "eta": 1.0}, OWN),
+    "fedbc": Rule("fedbc", {"alpha": 0.1}, OWN),
+    "fedbcd": Rule("fedbcd", {"gamma": 0.1, "eta_z": 1.0}, OWN),
+    "fedadmm": Rule("fedadmm", {"rho": 0.1}, OWN),
+    "alone": Rule("ditto", {"lam": 0.0}, OWN, reference=True),
+}
+PERSONALIZED_MODELS = [
+    _comparison("personalized-models", data, "own_accuracy", "fedbc", PERSONALIZED_RULES)
+    for data in DATA
+]
