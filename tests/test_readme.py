@@ -150,7 +150,9 @@ def test_the_readmes_table_is_that_of_the_code() -> None:
         for name, strategy in fl_strategies.STRATEGIES.items()
         for card in [strategy.card]
     ]
-    assert "".join(rows) in (ROOT / "README.md").read_text()
+    text = (ROOT / "README.md").read_text()
+    assert "".join(rows) in text
+    assert f"\n{len(rows)} algorithms by" in text
     assert list(fl_strategies.STRATEGIES) == list(clients.CLIENTS)
 
 
