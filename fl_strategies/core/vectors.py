@@ -20,11 +20,11 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 Vector: TypeAlias = Any
 """``numpy.ndarray`` or ``torch.Tensor``, ``[d]`` or ``[clients, d]``."""
 
-BLOCK = 1 << 16
+BLOCK = 1 << 15
 """Numbers in a block: two blocks of float64 fit into a core's cache."""
 AT_ONCE = 32
 """Vectors of a sum that are in memory at a time."""
-MANY = 1 << 19
+MANY = 1 << 20
 """Threads share the work on at least so many numbers."""
 THREADS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
 
@@ -124,17 +124,23 @@ def _in_blocks(
         scaled = np.empty(BLOCK)
         for place, parts in tasks:
             block = total[place]
-            block[:] = before[place] if isinstance(before, np.ndarray) else before
             product = scaled[: len(block)]
+            added = isinstance(before, np.ndarray)
+            if added:
+                np.copyto(block, before[place])
             for part, weight in parts:
                 if weight != 1.0:  # a separate cast is faster than one inside a product
                     np.copyto(product, part)
                     part = np.multiply(product, weight, out=product)
-                np.add(block, part, out=block)
+                if added:
+                    np.add(block, part, out=block)
+                else:
+                    np.copyto(block, part)
+                    added = True
             if divisor != 1.0:
                 np.divide(block, divisor, out=block)
 
-    _shared_out(add, tasks, len(total) * len(pairs))
+    _shared_out(add, tasks, len(total))
     return total
 
 
@@ -185,7 +191,7 @@ def cast(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 def _finite(array: npt.NDArray[Any]) -> bool:
     with np.errstate(over="ignore", invalid="ignore"):
         # a finite sum has finite parts only; a sum of finite parts may overflow
-        return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())
+        return bool(np.isfinite(array.dot(array))) or bool(np.isfinite(array).all())
 
 
 def _shared_out(work: Callable[[list[Any]], None], tasks: Sequence[Any], numbers: int) -> None:

@@ -21,14 +21,16 @@ class Command(argparse.ArgumentParser):
     """The options of ``python -m simulations.lab.NAME``, which cannot be abbreviated.
 
     An error is one line, without usage; the error about a misspelt option names a similar option.
-    In help texts % is a per cent sign.
+    In help texts % is a per cent sign. ``given`` are arguments that precede those that are typed.
     """
 
-    def __init__(self, name: str, about: str | None) -> None:
+    def __init__(self, name: str, about: str | None, given: Sequence[str] = ()) -> None:
         self.options: list[str] = []
+        self.given = given
         super().__init__(
             prog=f"python -m simulations.lab.{name}",
             description=about,
+            epilog=f"given unless you set them: {shlex.join(given)}" if given else None,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -38,11 +40,13 @@ class Command(argparse.ArgumentParser):
     ) -> argparse.Action:
         """Add an argument as argparse does; ``help`` is plain text."""
         self.options += [name for name in names if name.startswith("-")]
+        if options.get("required"):
+            options["required"] = not set(names) & set(self.given)
         return super().add_argument(*names, help=help.replace("%", "%%"), **options)
 
     def read(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
         """Return the values of ``arguments``, those of this process by default."""
-        words = sys.argv[1:] if arguments is None else arguments
+        words = [*self.given, *(sys.argv[1:] if arguments is None else arguments)]
         for word in words:
             name, _, _ = word.partition("=")
             if OPTION.match(word) and " " not in name and name not in self.options:

@@ -6,7 +6,6 @@ with a table. No process stays behind. Options of ``simulations.lab.compare`` ma
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -22,10 +21,9 @@ SETTINGS = (
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the demo from the command line."""
-    given = sys.argv[1:] if arguments is None else arguments
     folder = Path.home() / "fl-strategies-results" / f"demo-{datetime.now():%Y%m%d-%H%M%S}"
-    words = [*SETTINGS.split(), "--output", str(folder), *given]
-    compare.main(words, parser=Command("demo", __doc__))
+    given = [*SETTINGS.split(), "--output", str(folder)]
+    compare.main(arguments, parser=Command("demo", __doc__, given))
 
 
 if __name__ == "__main__":
