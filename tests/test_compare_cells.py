@@ -302,5 +302,5 @@ def test_compare_refuses_bad_input_with_one_line_and_exit_code_2(tmp_path: Path)
         [*command, "--output", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert "unknown algorithms ['fedsvrg']; known: ['ditto'" in done.stderr
+    assert "unknown algorithms 'fedsvrg' (did you mean 'fedsgd'?); known: ['a-fedpd'" in done.stderr
     assert "Traceback" not in done.stderr

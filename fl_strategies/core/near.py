@@ -16,6 +16,6 @@ def unknown(names: Iterable[object], known: Iterable[str]) -> str:
     """
     said, known = [], [*known]
     for name in names:
-        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+        near = [] if name in known else difflib.get_close_matches(str(name), known, 1, 0.5)
         said.append(f"{name!r} (did you mean {near[0]!r}?)" if near else repr(name))
     return ", ".join(said)
