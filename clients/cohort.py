@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from logging import INFO
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from flwr.client import NumPyClient
 from flwr.common import log
@@ -224,7 +225,10 @@ def _steps(
     def oracle(number: int, config: Config) -> CohortOracle:
         pairs = zip(clients, configs, strict=True)
         rngs, _, streams = zip(*(c.streams(number, own) for c, own in pairs), strict=True)
-        by_purpose = lambda purpose: [stream(purpose) for stream in streams]  # noqa: E731
+
+        def by_purpose(purpose: str) -> list[np.random.Generator]:
+            return [stream(purpose) for stream in streams]
+
         return CohortOracle(problems, training, rngs, by_purpose, samples_at_once=samples)
 
     wide = Received(

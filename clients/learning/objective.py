@@ -176,14 +176,14 @@ class Objective(abc.ABC):
         with self._normalising(samples):
             if samples <= CHUNK:
                 value, outputs = self.forward(inputs, targets)
-                value.backward()  # type: ignore[no-untyped-call]
+                torch.autograd.backward(value)
                 loss, outputs = value.detach(), outputs.detach()
             else:
                 loss, parts = torch.zeros_like(self.model.vector[0]), []
                 for x, y in even_pieces(inputs, targets):
                     value, outputs = self.forward(x, y)
                     value = value * (len(y) / samples)
-                    value.backward()  # type: ignore[no-untyped-call]
+                    torch.autograd.backward(value)
                     loss = loss + value.detach()
                     parts.append(outputs.detach())
                 outputs = torch.cat(parts)

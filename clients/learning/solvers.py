@@ -51,6 +51,11 @@ class Descent:
         self.momentum, self.nesterov = training.momentum, training.nesterov
         self.velocity: Tensor | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Whether a step is one along the gradient alone."""
+        return not (self.momentum or self.decay)
+
     def step(self, closure: Callable[[], Tensor]) -> None:
         """Take a step; the gradient is written over."""
         closure()
@@ -101,8 +106,8 @@ def solve(
     optimizer = _optimizer(problem, training, batch_size)
     needs_loss = training.solver not in GRADIENT_ONLY
     bent = _bend(problem, subproblem, start, needs_loss)
-    plain = problem.descends and not subproblem.bends and isinstance(optimizer, Descent)
-    plain = plain and not (training.momentum or training.weight_decay)
+    plain = isinstance(optimizer, Descent) and optimizer.plain
+    plain = plain and problem.descends and not subproblem.bends
     epochs, limit = planned(training, problem.planned(training), rng)
     keeps_previous = training.extrapolation > 0.0 or previous is not None
     before = start if previous is None else previous
