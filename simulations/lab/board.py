@@ -59,6 +59,16 @@ class Rule(NamedTuple):
     """A row to compare with that is no baseline: training in one place, the authors' own form."""
 
 
+DRAWN = {"random-epochs": "true"}
+"""Numbers of local epochs are drawn from 1..E."""
+
+
+def centralised(**config: Any) -> Rule:
+    """Return training on all data in one place: one client, which trains in every round."""
+    one = {"clients": 1, "fraction": 1.0, "partition": "iid", "partition-params": ""}
+    return Rule("fedavg", config=one | config, reference=True)
+
+
 class Setting(NamedTuple):
     """A published comparison, and how it is run here."""
 

@@ -8,38 +8,33 @@ the README's comparison.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from fl_strategies import FedADMM
-from simulations.lab.board import Figure, Rule, Setting
+from simulations.lab.board import DRAWN, Figure, Rule, Setting, centralised
 
-DRAWN = {"random-epochs": "true"}
-"""E is drawn from 1..20: about half the local steps."""
-PAPER = {"local_start": "client", "tracking": "client"}
+FEDADMM_PAPER: dict[str, Any] = {"local_start": "client", "tracking": "client"}
 
 
-def _fedadmm(rho: float, eta: float | str = 1.0, *, authors: bool = False) -> Rule:
-    """Return a variant of FedADMM, which is no baseline of the others."""
-    form: Mapping[str, Any] = dict(FedADMM.authors_rule) if authors else PAPER
-    return Rule("fedadmm", {**form, "rho": rho, "eta": eta}, DRAWN, reference=True)
+def _fedadmm(**params: Any) -> Rule:
+    """Return a variant of the paper's FedADMM, which is no baseline of the others."""
+    given = {**FEDADMM_PAPER, "rho": 0.1, "eta": 1.0, **params}
+    return Rule("fedadmm", given, DRAWN, reference=True)
 
 
 RULES: dict[str, Rule] = {
     "fedavg": Rule("fedavg"),
     "fedavg-drawn": Rule("fedavg", config=DRAWN),
     "scaffold": Rule("scaffold"),
-    "fedadmm": Rule("fedadmm", {**PAPER, "rho": 0.1, "eta": 1.0}, DRAWN),
-    "rho-0.01": _fedadmm(0.01),
-    "rho-1": _fedadmm(1.0),
-    "eta-0.5": _fedadmm(0.1, 0.5),
-    "eta-fraction": _fedadmm(0.1, "fraction"),
-    "authors": _fedadmm(0.1, authors=True),
-    "authors-rho-0.01": _fedadmm(0.01, authors=True),
-    "authors-eta-0.5": _fedadmm(0.1, 0.5, authors=True),
-    "start-global": Rule(
-        "fedadmm", {**PAPER, "local_start": "global", "rho": 0.1, "eta": 1.0}, DRAWN, reference=True
-    ),
+    "fedadmm": _fedadmm()._replace(reference=False),
+    "rho-0.01": _fedadmm(rho=0.01),
+    "rho-1": _fedadmm(rho=1.0),
+    "eta-0.5": _fedadmm(eta=0.5),
+    "eta-fraction": _fedadmm(eta="fraction"),
+    "authors": _fedadmm(**FedADMM.authors_rule),
+    "authors-rho-0.01": _fedadmm(**FedADMM.authors_rule, rho=0.01),
+    "authors-eta-0.5": _fedadmm(**FedADMM.authors_rule, eta=0.5),
+    "start-global": _fedadmm(local_start="global"),
     "feddyn": Rule("feddyn", {"alpha": 0.1}, DRAWN, reference=True),
     "a-fedpd": Rule("a-fedpd", {"rho": 0.1}, DRAWN, reference=True),
 }
@@ -126,11 +121,7 @@ GLOBAL_RULES = {
     "fedbc": Rule("fedbc", {"alpha": 0.1}),
     "a-fedpd": Rule("a-fedpd", {"rho": 0.1}),
 }
-CENTRALISED = Rule(
-    "fedavg",
-    config={"clients": 1, "fraction": 1.0, "partition": "iid", "partition-params": "", "epochs": 1},
-    reference=True,
-)
+CENTRALISED = centralised(epochs=1)
 """As many passes over all samples in a round as the clients make together."""
 GLOBAL_MODELS = [
     _comparison("global-models", data, "late_accuracy", "a-fedpd", rules)

@@ -10,27 +10,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from fl_strategies import FedADMM, FedBC
-from simulations.lab.board import Rule, Setting
-from simulations.lab.comparisons import FEDADMM_NEEDS, GLOBAL_MODELS, PERSONALIZED_MODELS
+from simulations.lab.board import DRAWN, Rule, Setting, centralised
+from simulations.lab.comparisons import (
+    FEDADMM_NEEDS,
+    FEDADMM_PAPER,
+    GLOBAL_MODELS,
+    PERSONALIZED_MODELS,
+)
 from simulations.lab.studies import DELTA_SGD_SOLVERS, FEDBC_RATES
 
 BEYOND = 101.0
 """More rounds than FedADMM's horizon of 100: "100+" in its tables."""
 
-CENTRALISED = {"clients": 1, "fraction": 1.0, "partition": "iid", "partition-params": ""}
-"""All data at one client, which trains in every round."""
-
-
-def reference(**config: Any) -> Rule:
-    """Return training on all data in one place, for as many epochs as a client has."""
-    return Rule("fedavg", config=CENTRALISED | config, reference=True)
-
-
 # ---- FedADMM: Gong, Li, Freris, ICDE 2022, Table III --------------------------------------------
 
-DRAWN = {"random-epochs": "true"}
 FIXED = {"random-epochs": "false"}
-PENALTY = {"rho": 0.01, "eta": 1.0, "local_start": "client", "tracking": "client"}
+PENALTY = {"rho": 0.01, "eta": 1.0, **FEDADMM_PAPER}
 
 
 def fedadmm_rules() -> dict[str, Rule]:
@@ -41,7 +36,7 @@ def fedadmm_rules() -> dict[str, Rule]:
         "fedavg": Rule("fedavg", config=FIXED),
         "fedprox": Rule("fedprox", {"mu": 0.1}, DRAWN),
         "scaffold": Rule("scaffold", config=FIXED),
-        "centralised": reference(**FIXED),
+        "centralised": centralised(**FIXED),
     }
 
 
