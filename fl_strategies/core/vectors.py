@@ -190,7 +190,7 @@ def cast(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 def _finite(array: npt.NDArray[Any]) -> bool:
     with np.errstate(over="ignore", invalid="ignore"):
-        # a finite sum has finite parts only; a sum of finite parts may overflow
+        # a finite sum of squares has finite parts only; that of finite parts may overflow
         return bool(np.isfinite(array.dot(array))) or bool(np.isfinite(array).all())
 
 
