@@ -207,8 +207,8 @@ def of_a_round(ray: Path, in_process: Path, compute: float) -> list[tuple[str, f
     return [
         ("steps, half of the plain loop's", compute),
         ("the busier worker beside them: data, checks, encoding", busy - compute),
-        ("server: requests, replies, sums, as in-process", server),
-        ("Flower and Ray: polls, messages", whole - busy - server),
+        ("server: requests and replies, as in-process", server),
+        ("Flower and Ray: polls, messages; the server's sums", whole - busy - server),
     ]
 
 
