@@ -110,6 +110,7 @@ class AFedPD(FederatedStrategy):
     )
     averages = "changes"
     books_changes = True
+    folds_by = "1"
 
     rho: Schedule = number(
         default=0.01,
@@ -118,10 +119,6 @@ class AFedPD(FederatedStrategy):
         scheduled=True,
         sent="rho",
     )
-
-    @property
-    def folds_by(self) -> str:
-        return "1"
 
     def first_state(self, theta: Vector) -> ServerState:
         return ServerState({})

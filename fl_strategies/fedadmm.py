@@ -140,6 +140,7 @@ class FedADMM(FederatedStrategy):
     )
     averages = "changes"
     books_changes = True
+    folds_by = "1"
     authors_rule: ClassVar[Mapping[str, Side]] = {"local_start": "global", "tracking": "global"}
 
     rho: Schedule = number(
@@ -187,10 +188,6 @@ class FedADMM(FederatedStrategy):
             )
         from_origin = self.eta == "fraction" and self.tracking == "client"
         self.newcomer = self.newcomer or ("origin" if from_origin else "received")
-
-    @property
-    def folds_by(self) -> str:
-        return "1"
 
     def begin(self, state: ServerState | None, theta: Vector) -> ServerState | None:
         if self.newcomer == "origin" and not self.ledger.acked:

@@ -90,6 +90,7 @@ class FedDyn(FederatedStrategy):
     )
     averages = "changes"
     books_changes = True
+    folds_by = "1"
 
     alpha: Schedule = number(
         default=0.01,
@@ -99,10 +100,6 @@ class FedDyn(FederatedStrategy):
         sent="alpha",
     )
     num_clients: int = NUM_CLIENTS
-
-    @property
-    def folds_by(self) -> str:
-        return "1"
 
     def first_state(self, theta: Vector) -> ServerState:
         return ServerState(np.zeros_like(theta))

@@ -220,6 +220,7 @@ class FedPD(FederatedStrategy):
         paper="Zhang et al., IEEE TSP 2021",
     )
     averages = "models"
+    folds_by = "1"
 
     eta: Schedule = number(
         default=1.0,
@@ -324,10 +325,6 @@ class FedPD(FederatedStrategy):
     def replies_needed(self) -> int:
         every_client = self.population if self.missing == "void" else 1
         return max(every_client, super().replies_needed())
-
-    @property
-    def folds_by(self) -> str:
-        return "1"
 
     def aggregate(
         self, state: ServerState, theta: Vector, uploads: Uploads

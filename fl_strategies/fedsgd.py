@@ -55,6 +55,7 @@ class FedSGD(FederatedStrategy):
         paper="McMahan et al., AISTATS 2017",
     )
     averages = "models"
+    folds_by = "num-examples"
 
     def __post_init__(self) -> None:
         check_plain_steps(self.local, "FedSGD takes one gradient step on all samples", ONE_STEP)
@@ -65,10 +66,6 @@ class FedSGD(FederatedStrategy):
 
     def weight(self, upload: Upload) -> float:
         return upload.num_examples
-
-    @property
-    def folds_by(self) -> str:
-        return "num-examples"
 
     def aggregate(self, state: State, theta: Vector, uploads: Uploads) -> tuple[Vector, State]:
         return server_rule(uploads, weights="samples"), state

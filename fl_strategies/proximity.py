@@ -160,6 +160,8 @@ class ProximityStrategy(FederatedStrategy):
     Raises ``ValueError`` for lambda_min > lambda_max, or alpha_gamma with a fixed gamma.
     """
 
+    folds_by = "lambda"
+
     alpha: Schedule = number(
         default=1e-3,
         about="Step size of lambda; the paper tunes 1e-7 ... 1e-2. Gradient steps of rate lr need"
@@ -238,10 +240,6 @@ class ProximityStrategy(FederatedStrategy):
 
     def weight(self, upload: Upload) -> float:
         return upload.scalars["lambda"]
-
-    @property
-    def folds_by(self) -> str:
-        return "lambda"
 
     def aggregate(
         self, state: ServerState, theta: Vector, uploads: Uploads

@@ -130,6 +130,7 @@ class SCAFFOLD(FederatedStrategy):
     averages = "changes"
     beside = (CONTROL,)
     books_changes = True
+    folds_by = "1"
 
     eta_g: Schedule = number(default=1.0, about="Server step.", above=0.0, scheduled=True)
     option: Option = choice(
@@ -143,10 +144,6 @@ class SCAFFOLD(FederatedStrategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_option(self.option, self.local)
-
-    @property
-    def folds_by(self) -> str:
-        return "1"
 
     def first_state(self, theta: Vector) -> ServerState:
         return ServerState(np.zeros_like(theta))

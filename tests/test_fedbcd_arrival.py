@@ -185,7 +185,7 @@ def test_by_arrival_a_cloud_server_all_of_whose_devices_are_late_waits_for_one()
         federation.due = dict.fromkeys(federation.due, federation.now + 3)
 
     one.callbacks = (let_them_come_soon,)
-    one.start(federation, to_record(START), 2, timeout=0.05)
+    one.start(federation, to_record(START), 2, timeout=0.5)
     assert used == [0, 2]
     assert one.ledger.acked == {0: 1, 1: 1}
     assert federation.pushed == [(1, 0), (1, 1)]
