@@ -7,9 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flwr.serverapp.strategy import FedAvg
 
-from simulations.lab import board, board_page
+from simulations.config import RunConfig
+from simulations.figures import read_history
+from simulations.lab import board, board_page, flower_server, measured
 from simulations.lab.board import Interval, Row, Rule, Setting, interval, judge
+from simulations.lab.cells import finished
 from simulations.lab.published import BOARD
 from simulations.lab.reproduce import main
 
@@ -100,6 +104,110 @@ def test_what_cannot_be_run_says_why() -> None:
     found = judge(setting, [])
     assert found.verdict == "not possible here"
     assert "the data are not at hand" in board_page.markdown([found], "command")
+
+
+def test_the_worst_and_best_tenth_are_of_each_rounds_clients(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    accuracies = rng.random((15, 20))
+    lines = [
+        {"round": number, "client": client, "eval-accuracy": accuracy}
+        for number, row in enumerate(accuracies, start=1)
+        for client, accuracy in enumerate(row)
+    ]
+    lines += [{"round": 15, "client": 20, "samples": 3}]  # it trained and did not evaluate
+    (tmp_path / "clients.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = RunConfig.parse({"output": str(tmp_path)})
+    last = np.sort(accuracies[-10:], axis=1)
+    for figure, expected in (
+        ("worst_tenth", last[:, :2].mean()),
+        ("best_tenth", last[:, -2:].mean()),
+        ("variance", last.var(axis=1).mean()),
+    ):
+        found = measured.value(config, figure, missed=0.0)  # type: ignore[arg-type]
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_figure_of_clients_needs_clients_that_evaluate(tmp_path: Path) -> None:
+    (tmp_path / "clients.jsonl").write_text('{"round": 1, "client": 0, "samples": 3}\n')
+    with pytest.raises(ValueError, match="no client evaluated"):
+        measured.value(RunConfig.parse({"output": str(tmp_path)}), "variance", missed=0.0)
+
+
+SMALL = {"dataset": "digits", "clients": 4, "rounds": 2, "fraction": 1.0, "epochs": 1}
+TUNES = Setting(
+    "tunes", "One", "final_accuracy", "new",
+    {"new": Rule("fedavg", config={"lr": 0.3}, rates=()), "old": Rule("fedprox")},
+    {}, SMALL, rates=(0.01, 0.5), seeds=(1, 2),
+)  # fmt: skip
+TUNED = TUNES._replace(name="tuned", where="Two", config=SMALL | {"epochs": 2}, tuned_by=TUNES)
+
+
+def test_settings_share_a_choice_of_learning_rates_and_pay_for_it_once(tmp_path: Path) -> None:
+    board.run([TUNED, TUNES], tmp_path, quiet=True)
+    assert not (tmp_path / "tuned/tuning").exists()
+    assert {path.name for path in (tmp_path / "tunes/tuning").iterdir()} == {
+        "old-lr0.01", "old-lr0.5",
+    }  # fmt: skip
+    first, second = (board.found(setting, tmp_path) for setting in (TUNES, TUNED))
+    rates = [{row.rule: row.lr for row in one.rows} for one in (first, second)]
+    assert rates[0] == rates[1]
+    assert rates[0]["new"] == 0.3
+    spent = sum(json.loads(path.read_text())["seconds"] for path in tmp_path.rglob("summary.json"))
+    assert sum(row.seconds for one in (first, second) for row in one.rows) == pytest.approx(spent)
+
+
+def test_settings_that_share_runs_read_other_figures_of_them(tmp_path: Path) -> None:
+    own = SMALL | {"local-test": 0.3, "fraction-evaluate": 1.0}
+    accuracy = TUNES._replace(config=own, rates=(), runs_in="tunes")
+    variance = accuracy._replace(name="variance", figure="variance")
+    board.run([accuracy, variance], tmp_path, quiet=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["tunes"]
+    found = [board.found(setting, tmp_path) for setting in (accuracy, variance)]
+    assert all(row.seconds == 0.0 for row in found[1].rows)
+    for row in found[1].rows:
+        paths = [tmp_path / f"tunes/{row.rule}-seed{seed}/history.jsonl" for seed in (1, 2)]
+        means = [
+            np.mean([line["eval-accuracy-variance"] for line in read_history(path)])
+            for path in paths
+        ]
+        assert row.values == pytest.approx(means, rel=1e-9)
+
+
+def test_settings_with_the_same_rules_stand_side_by_side(tmp_path: Path) -> None:
+    first = judge(ACCURACY, rows(ACCURACY, (0.89, 0.90, 0.91), (0.80, 0.81, 0.82)))
+    other = ACCURACY._replace(name="two", rules={"new": Rule("fedadmm")})
+    groups = board_page.alike([first, judge(other, []), first])
+    assert [[each.setting.name for each in group] for group in groups] == [["one", "one"], ["two"]]
+    table = board_page.side_by_side([first, first])
+    half = 100 * interval([0.89, 0.90, 0.91]).half
+    assert f"| new | 90.0 ± {half:.1f} (0.1) | 90.0 ± {half:.1f} (0.1) |" in table
+    assert "9.0 ± 0.0 to old: *reproduced*" in table
+
+
+def test_flowers_server_of_fedavg_gives_the_model_of_our_fedavg(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flower_server, "SERVERS", {"flowers-fedavg": FedAvg})
+    settings = SMALL | {"algorithm": "fedavg", "rounds": 3, "partition": "dirichlet", "seed": 4}
+    made = {}
+    for name, server in (("ours", ""), ("flowers", "flowers-fedavg"), ("again", "flowers-fedavg")):
+        config = RunConfig.parse(settings | {"evaluate-every": 2, "output": str(tmp_path / name)})
+        board.run_one(config, server, quiet=True)
+        assert finished(config)
+        made[name] = (measured.summary(config), read_history(tmp_path / name / "history.jsonl"))
+    (_, history), (flowers, flowers_history), (again, _) = made.values()
+    assert flowers["model_sha256"] == again["model_sha256"]
+    assert [row["round"] for row in flowers_history] == [1, 2, 3]
+    for expected, row in zip(history, flowers_history, strict=True):
+        assert ("test-loss" in row) == ("test-loss" in expected)
+        if "test-loss" in row:  # sums of four float32 models are rounded differently
+            assert row["test-loss"] == pytest.approx(expected["test-loss"], rel=1e-5)
+
+
+def test_flowers_server_takes_fedavgs_clients_alone(tmp_path: Path) -> None:
+    config = RunConfig.parse(SMALL | {"algorithm": "fedprox", "output": str(tmp_path)})
+    with pytest.raises(ValueError, match="fedadam takes the clients of fedavg, got fedprox"):
+        board.run_one(config, "fedadam")
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)

@@ -15,13 +15,15 @@ and whose published number lies in the interval of prediction; *order only*, if 
 benchmark, is reproduced if each published number lies in its rule's interval of prediction. A
 setting without published numbers says whether the rule is *ahead* of the best baseline or *behind*
 it with the whole interval, or *level*. What cannot be run says why.
+
+Settings may share their runs (``runs_in``), of which each reads another figure, or the choice of
+learning rates (``tuned_by``), which is then that of one setting for all of them.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,19 +34,15 @@ from fl_strategies.core.params import format_params
 from simulations.config import RunConfig
 from simulations.experiment import run_in_process
 from simulations.lab.cells import diverging_allowed, finished, run_cells
-from simulations.tables import curve, run_figures, score, tuned
+from simulations.lab.flower_server import run_under_flower
+from simulations.lab.measured import KINDS, Figure, summary, value
+from simulations.tables import score, tuned
 
 Verdict = Literal[
     "reproduced", "order only", "not", "not run", "not possible here", "ahead", "level", "behind"
 ]
-Figure = Literal["rounds_to_target", "final_accuracy", "late_accuracy", "own_accuracy"]
-"""``late_accuracy`` is the mean over the last ten tests: partial participation is noisy.
-``own_accuracy`` is the mean over clients, on their own test samples, of the personalized models; of
-the global model where there are none."""
 
-FEWER_IS_BETTER = ("rounds_to_target",)
 CONFIDENCE = 0.95
-LATE = 10
 SHARE = 0.2
 """Of each client's training samples, held out to choose the learning rate by."""
 
@@ -57,6 +55,10 @@ class Rule(NamedTuple):
     config: Mapping[str, Any] = {}
     reference: bool = False
     """A row to compare with that is no baseline: training in one place, the authors' own form."""
+    rates: tuple[float, ...] | None = None
+    """Learning rates to choose from; None: the setting's; none: that of the config."""
+    server: str = ""
+    """A server of ``flower_server.SERVERS`` in place of the algorithm's."""
 
 
 DRAWN = {"random-epochs": "true"}
@@ -67,6 +69,15 @@ def centralised(**config: Any) -> Rule:
     """Return training on all data in one place: one client, which trains in every round."""
     one = {"clients": 1, "fraction": 1.0, "partition": "iid", "partition-params": ""}
     return Rule("fedavg", config=one | config, reference=True)
+
+
+class Line(NamedTuple):
+    """A setting's place in a figure of several settings: one line for each rule."""
+
+    figure: str
+    """The figure's file, without suffix."""
+    axis: str
+    at: float
 
 
 class Setting(NamedTuple):
@@ -87,6 +98,13 @@ class Setting(NamedTuple):
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     impossible: str = ""
     """Why it cannot be run here."""
+    runs_in: str = ""
+    """The setting whose runs it reads, if they are not its own."""
+    tuned_by: Setting | None = None
+    """The setting that chose the learning rates, if it did not itself; rules are of one name."""
+    line: Line | None = None
+    curves: tuple[str, ...] = ()
+    """What test accuracy is drawn against: columns of ``simulations.tables.curve``."""
 
     @property
     def horizon(self) -> int:
@@ -152,7 +170,7 @@ def judge(setting: Setting, rows: Sequence[Row]) -> Judged:
     """Return the verdict on ``rows``, those of the rules that ran with every seed."""
     if setting.impossible:
         return Judged(setting, tuple(rows), "", None, "not possible here")
-    sign = -1.0 if setting.figure in FEWER_IS_BETTER else 1.0
+    sign = -1.0 if KINDS[setting.figure].less_is_better else 1.0
     whole = {row.rule: row for row in rows if len(row.values) == len(setting.seeds)}
     baselines = [
         row
@@ -204,21 +222,22 @@ def placed(setting: Setting, rule: str, name: str, folder: Path, **others: Any) 
         **one.config,
         "algorithm": one.algorithm,
         "params": format_params(dict(one.params)),
-        "output": str(folder / setting.name / name),
+        "output": str(folder / (setting.runs_in or setting.name) / name),
     }
     return replace(RunConfig.parse(config), **others)
 
 
 def trials(setting: Setting, folder: Path) -> dict[tuple[str, float], RunConfig]:
     """Return the runs that choose each rule's learning rate."""
+    setting = setting.tuned_by or setting
     return {
-        (rule, rate): placed(
-            setting, rule, f"tuning/{rule}-lr{rate:g}", folder,
+        (name, rate): placed(
+            setting, name, f"tuning/{name}-lr{rate:g}", folder,
             lr=rate, seed=setting.seeds[0], validation=SHARE, stop_at_target=False,
             fraction_evaluate=0.0,
         )
-        for rule in setting.rules
-        for rate in setting.rates
+        for name, rule in setting.rules.items()
+        for rate in (setting.rates if rule.rates is None else rule.rates)
     }  # fmt: skip
 
 
@@ -242,11 +261,17 @@ def runs(
     return {
         (rule, seed): placed(
             setting, rule, f"{rule}-seed{seed}", folder, seed=seed,
-            **({"lr": rates[rule]} if rates else {}),
+            **({"lr": rates[rule]} if rule in rates else {}),
         )
         for rule in setting.rules
         for seed in setting.seeds
     }  # fmt: skip
+
+
+def finished_runs(setting: Setting, folder: Path) -> list[tuple[str, RunConfig]]:
+    """Return rule and config of each compared run that is finished."""
+    made = runs(setting, folder, chosen(trials(setting, folder)))
+    return [(rule, config) for (rule, _), config in made.items() if finished(config)]
 
 
 def run(
@@ -262,22 +287,28 @@ def run(
     ``on_done`` is called after each run, with its setting.
     """
 
-    def run_all(setting: Setting, configs: Collection[RunConfig]) -> None:
+    def run_all(setting: Setting, configs: Mapping[tuple[str, Any], RunConfig]) -> None:
         if configs:
-            work = {config: partial(run_one, config, quiet=quiet) for config in configs}
+            work = {
+                config: partial(run_one, config, setting.rules[rule].server, quiet=quiet)
+                for (rule, _), config in configs.items()
+            }
             run_cells(work, jobs=jobs, on_done=partial(on_done, setting))
 
     for setting in settings:
         if not setting.impossible:
             tried = trials(setting, folder)
-            run_all(setting, tried.values())
-            run_all(setting, runs(setting, folder, chosen(tried)).values())
+            run_all(setting, tried)
+            run_all(setting, runs(setting, folder, chosen(tried)))
 
 
-def run_one(config: RunConfig, *, quiet: bool = False) -> None:
-    """Run one; that it diverges is a result."""
+def run_one(config: RunConfig, server: str = "", *, quiet: bool = False) -> None:
+    """Run one, under Flower's ``server`` if one is named; that it diverges is a result."""
     with diverging_allowed(config):
-        run_in_process(config, quiet=quiet)
+        if server:
+            run_under_flower(config, server, quiet=quiet)
+        else:
+            run_in_process(config, quiet=quiet)
 
 
 def found(setting: Setting, folder: Path) -> Judged:
@@ -287,35 +318,19 @@ def found(setting: Setting, folder: Path) -> Judged:
             setting, [Row(r, setting.published.get(r), (), None, 0.0) for r in setting.rules]
         )
     tried = trials(setting, folder)
-    made = runs(setting, folder, chosen(tried))
+    made = finished_runs(setting, folder)
+    own = setting.runs_in in ("", setting.name)  # whose runs, and whose seconds, they are
     rows = []
     for rule in setting.rules:
-        mine = [config for (name, _), config in made.items() if name == rule and finished(config)]
+        mine = [config for name, config in made if name == rule]
         spent = [config for (name, _), config in tried.items() if name == rule and finished(config)]
-        values = tuple(_value(setting, config) for config in mine)
-        seconds = sum(_summary(config)["seconds"] for config in [*mine, *spent])
+        missed = setting.horizon + 1.0
+        values = tuple(value(config, setting.figure, missed) for config in mine)
+        paid = [*mine * own, *spent * (own and setting.tuned_by is None)]
+        seconds = sum(summary(config)["seconds"] for config in paid)
         lr = mine[0].lr if mine else None
         rows.append(Row(rule, setting.published.get(rule), values, lr, seconds))
     return judge(setting, rows)
-
-
-def _summary(config: RunConfig) -> dict[str, Any]:
-    read: dict[str, Any] = json.loads((Path(config.output) / "summary.json").read_text())
-    return read
-
-
-def _value(setting: Setting, config: RunConfig) -> float:
-    """Return the run's figure; rounds to a target that was not reached count as one more."""
-    if setting.figure == "late_accuracy":
-        tests = [row["test_accuracy"] for row in curve(config) if row["test_accuracy"] is not None]
-        return fmean(tests[-LATE:]) if tests else 0.0
-    figures = run_figures(config, _summary(config))
-    value = figures[setting.figure]
-    if value is None and setting.figure == "own_accuracy":
-        value = figures["client_accuracy"]
-    if value is None:
-        return float(setting.horizon + 1) if setting.figure in FEWER_IS_BETTER else 0.0
-    return value
 
 
 # ---- in short ------------------------------------------------------------------------------------
@@ -330,11 +345,17 @@ def shrunk(setting: Setting) -> Setting:
     small: dict[str, Any] = {"rounds": 2, "evaluate-every": 2, "epochs": 1}
     small |= {"model": "logistic", "target": 0.05, "stop-at-target": False}
     rules = {
-        name: rule._replace(config={k: v for k, v in rule.config.items() if k not in small})
+        name: rule._replace(
+            config={k: v for k, v in rule.config.items() if k not in small},
+            rates=None if rule.rates is None else rule.rates[:2],
+        )
         for name, rule in setting.rules.items()
     }
     small["fraction"] = min(1.0, 2 / clients)
-    config = {**setting.config, **small}
     return setting._replace(
-        config=config, rules=rules, seeds=setting.seeds[:2], rates=setting.rates[:2]
+        config={**setting.config, **small},
+        rules=rules,
+        seeds=setting.seeds[:2],
+        rates=setting.rates[:2],
+        tuned_by=None if setting.tuned_by is None else shrunk(setting.tuned_by),
     )

@@ -7,17 +7,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from simulations.figures import save, title
-from simulations.lab.board import FEWER_IS_BETTER, Judged, Setting, interval
-from simulations.tables import grid
-
-NAMES = {
-    "rounds_to_target": "rounds to the target",
-    "final_accuracy": "final test accuracy (%)",
-    "late_accuracy": "test accuracy, mean of the last ten tests (%)",
-    "own_accuracy": "accuracy on clients' own test samples (%)",
-}
-"""What a setting's figure is called."""
+from simulations.config import RunConfig
+from simulations.figures import PANELS, draw_curves, save, title
+from simulations.lab.board import Interval, Judged, Row, Setting, interval
+from simulations.lab.measured import KINDS, summary
+from simulations.tables import AXES, FIGURES, curve, grid, run_figures
 
 
 def records(board: Sequence[Judged]) -> list[dict[str, Any]]:
@@ -42,8 +36,13 @@ def records(board: Sequence[Judged]) -> list[dict[str, Any]]:
 
 
 def markdown(board: Sequence[Judged], command: str) -> str:
-    """Return a table per setting: published, ours, the interval; and the verdict below it."""
-    return "\n".join(_section(each, command) for each in board)
+    """Return a table per setting: published, ours, the interval; and the verdict below it.
+
+    Settings with the same rules are side by side in one more table.
+    """
+    sections = [_section(each, command) for each in board]
+    tables = [side_by_side(group) for group in alike(board) if len(group) > 1]
+    return "\n".join([*sections, *("### Side by side\n\n" + table for table in tables)])
 
 
 def _section(each: Judged, command: str) -> str:
@@ -51,7 +50,9 @@ def _section(each: Judged, command: str) -> str:
     title = f"### {setting.where}\n"
     if setting.impossible:
         return f"{title}\n*Not possible here:* {setting.impossible}.\n"
-    heads = ["rule", "published", "ours", "95 % interval", "lr", "seeds", "core-hours"]
+    less = f"{setting.ours} less it, in pairs"
+    heads = ["rule", "published", "ours", "95 % interval", less, "lr", "seeds", "core-hours"]
+    heads = heads if setting.ours else [head for head in heads if head != less]
     rows = []
     for row in each.rows:
         name = f"**{row.rule}**" if row.rule == setting.ours else row.rule
@@ -59,6 +60,7 @@ def _section(each: Judged, command: str) -> str:
         if row.values:
             about.append(_told(setting, fmean(row.values)))
             about.append(_range(setting, row.values))
+            about += [_less(each, row)] if setting.ours else []
             about += [f"{row.lr:g}", str(len(row.values)), f"{row.seconds / 3600:.2f}"]
         rows.append([name, *about, *["-"] * (len(heads) - 1 - len(about))])
     verdict = f"Verdict: *{each.verdict}*."
@@ -72,6 +74,16 @@ def _section(each: Judged, command: str) -> str:
     return f"{title}\n{grid(heads, rows)}\n{verdict} {run_it}\n"
 
 
+def _less(each: Judged, row: Row) -> str:
+    """Return the difference of the paper's rule to the row's."""
+    ours = next((one for one in each.rows if one.rule == each.setting.ours), row)
+    seeds = len(each.setting.seeds)
+    if ours.rule == row.rule or seeds < 2 or not len(ours.values) == len(row.values) == seeds:
+        return "-"
+    pairs = zip(ours.values, row.values, strict=True)
+    return _plus_minus(each.setting, interval([a - b for a, b in pairs]))
+
+
 def _range(setting: Setting, values: Sequence[float]) -> str:
     if len(values) < 2:
         return "-"
@@ -80,13 +92,94 @@ def _range(setting: Setting, values: Sequence[float]) -> str:
 
 
 def _told(setting: Setting, value: float) -> str:
-    if setting.figure in FEWER_IS_BETTER:
+    if setting.figure == "rounds_to_target":
         return f"> {setting.horizon}" if value > setting.horizon else f"{value:.4g}"
-    return f"{100 * value:.1f} %"
+    return _plain(setting, value)
 
 
 def _plain(setting: Setting, value: float) -> str:
-    return f"{value:.1f}" if setting.figure in FEWER_IS_BETTER else f"{100 * value:.1f} %"
+    _, unit, sign, _ = KINDS[setting.figure]
+    return f"{unit * value:.1f}{sign}"
+
+
+# ---- several settings side by side ---------------------------------------------------------------
+
+
+def side_by_side(board: Sequence[Judged]) -> str:
+    """Return one table of settings with the same rules: a column each, mean ± half the interval.
+
+    The learning rate is in brackets. The last line is the difference of the paper's rule to the
+    best baseline of the setting, in pairs, with the verdict.
+    """
+    columns = [{row.rule: row for row in each.rows} for each in board]
+    rows = [
+        [rule, *(_mean(each, column[rule]) for each, column in zip(board, columns, strict=True))]
+        for rule in board[0].setting.rules
+    ]
+    if any(each.difference for each in board):
+        rows.append(["*difference*", *(_difference(each) for each in board)])
+    heads = ["rule", *(each.setting.name for each in board)]
+    return grid(heads, rows)
+
+
+def _mean(each: Judged, row: Row) -> str:
+    if not row.values:
+        return "-"
+    lr = f" ({row.lr:g})"
+    if len(row.values) < 2:
+        return f"{_told(each.setting, row.values[0])}{lr}"
+    return _plus_minus(each.setting, interval(row.values)) + lr
+
+
+def _difference(each: Judged) -> str:
+    if each.difference is None:
+        return "-"
+    shown = _plus_minus(each.setting, each.difference)
+    return f"{shown} to {each.best}: *{each.verdict}*"
+
+
+def _plus_minus(setting: Setting, found: Interval) -> str:
+    unit = KINDS[setting.figure].unit
+    return f"{unit * found.mean:.1f} ± {unit * found.half:.1f}"
+
+
+def to_target(setting: Setting, runs: Sequence[tuple[str, RunConfig]]) -> str:
+    """Return when each rule's runs reached the target, on the axes of the setting's ``curves``.
+
+    Means over the seeds that reached it, with 95 % t intervals; ``(2 of 3)`` if not all did.
+    """
+    names = [name for name, column in AXES.items() if column in setting.curves]
+    heads = [FIGURES[f"{n}_to_target"][0].format(target="the target") for n in names]
+    reached: dict[str, list[dict[str, float | None]]] = {}
+    for rule, config in runs:
+        reached.setdefault(rule, []).append(run_figures(config, summary(config)))
+    rows = [
+        [rule, *(_reached([run[f"{name}_to_target"] for run in each]) for name in names)]
+        for rule, each in reached.items()
+    ]
+    where = f"Target {100 * runs[0][1].target:g} %: {setting.where}" if runs else setting.where
+    return f"### {where}\n\n{grid(['rule', *heads], rows)}"
+
+
+def _reached(values: Sequence[float | None]) -> str:
+    found = [value for value in values if value is not None]
+    if not found:
+        return "-"
+    shown = f"{fmean(found):.1f}"
+    if len(found) > 1:
+        shown += f" ± {interval(found).half:.1f}"
+    return shown + f" ({len(found)} of {len(values)})" * (len(found) < len(values))
+
+
+def alike(board: Sequence[Judged]) -> list[list[Judged]]:
+    """Return the settings in groups with the same rules and figure, in their order."""
+    groups: dict[tuple[str, ...], list[Judged]] = {}
+    for each in board:
+        groups.setdefault((each.setting.figure, *each.setting.rules), []).append(each)
+    return [*groups.values()]
+
+
+# ---- figures -------------------------------------------------------------------------------------
 
 
 def draw(each: Judged, path: Path) -> None:
@@ -100,7 +193,7 @@ def draw(each: Judged, path: Path) -> None:
     from matplotlib.figure import Figure
 
     setting = each.setting
-    unit = 1.0 if setting.figure in FEWER_IS_BETTER else 100.0
+    unit = KINDS[setting.figure].unit
     figure = Figure(figsize=(6.0, 0.32 * len(rows) + 1.2), layout="constrained")
     axes = figure.add_subplot()
     for place, row in enumerate(rows):
@@ -111,10 +204,65 @@ def draw(each: Judged, path: Path) -> None:
             axes.plot(unit * row.published, place, "x", color="0.4")
     axes.set_yticks(range(len(rows)), [title(row.rule) for row in rows])
     axes.invert_yaxis()
-    axes.set(xlabel=NAMES[setting.figure])
+    axes.set(xlabel=KINDS[setting.figure].name)
     axes.set_title(setting.where, fontsize="medium")
     axes.grid(axis="x", alpha=0.3)
     crosses = "; crosses: published" if setting.published else ""
     seeds = max(len(row.values) for row in rows)
     figure.supxlabel(f"Means over {seeds} seeds, 95 % intervals{crosses}.", fontsize="small")
     save(figure, path)
+
+
+def draw_lines(board: Sequence[Judged], folder: Path) -> None:
+    """Draw each figure of settings with a ``line``: the rules' means over it, with 95 % bands.
+
+    Settings of which less than two seeds have run are left out.
+    """
+    figures: dict[str, list[Judged]] = {}
+    for each in board:
+        if each.setting.line and any(len(row.values) > 1 for row in each.rows):
+            figures.setdefault(each.setting.line.figure, []).append(each)
+    for name, drawn in figures.items():
+        _draw_lines(drawn, folder / f"{name}.png")
+
+
+def _draw_lines(board: Sequence[Judged], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    setting = board[0].setting
+    assert setting.line is not None
+    unit = KINDS[setting.figure].unit
+    figure = Figure(figsize=(5.5, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    for rule in setting.rules:
+        points = sorted(
+            (each.setting.line.at, interval(row.values))
+            for each in board
+            for row in each.rows
+            if each.setting.line and row.rule == rule and len(row.values) > 1
+        )
+        across = [at for at, _ in points]
+        means = [unit * found.mean for _, found in points]
+        lows = [unit * found.low for _, found in points]
+        highs = [unit * found.high for _, found in points]
+        width = 2.0 if rule == setting.ours else 1.2
+        (line,) = axes.plot(across, means, marker=".", label=title(rule), linewidth=width)
+        axes.fill_between(across, lows, highs, color=line.get_color(), alpha=0.2, linewidth=0)
+    places = sorted({each.setting.line.at for each in board if each.setting.line})
+    axes.set_xscale("log")
+    axes.set_xticks(places, [f"{place:g}" for place in places])
+    axes.minorticks_off()
+    axes.set(xlabel=setting.line.axis, ylabel=KINDS[setting.figure].name)
+    axes.set_title(setting.where.rpartition(",")[0], fontsize="medium")
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
+    seeds = max(len(row.values) for each in board for row in each.rows)
+    figure.supxlabel(f"Means over {seeds} seeds, 95 % intervals.", fontsize="small")
+    save(figure, path)
+
+
+def draw_runs(setting: Setting, runs: Sequence[tuple[str, RunConfig]], path: Path) -> None:
+    """Draw the test accuracy of each rule's runs against the setting's ``curves``."""
+    rows = [row | {"algorithm": rule} for rule, config in runs for row in curve(config)]
+    panels = [p for x in setting.curves for p in PANELS if (p.x, p.ys) == (x, ("test_accuracy",))]
+    draw_curves(rows, path, panels)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fl_strategies import FedADMM, FedBC
+from simulations.lab import local_solvers
 from simulations.lab.board import DRAWN, Rule, Setting, centralised
 from simulations.lab.comparisons import (
     FEDADMM_NEEDS,
@@ -17,7 +18,8 @@ from simulations.lab.comparisons import (
     GLOBAL_MODELS,
     PERSONALIZED_MODELS,
 )
-from simulations.lab.studies import DELTA_SGD_SOLVERS, FEDBC_RATES
+from simulations.lab.measured import KINDS, Figure
+from simulations.lab.studies import DELTA_SGD_SOLVERS, FEDBC_RATES, FEDBCD, FEDBCD_RULES
 
 BEYOND = 101.0
 """More rounds than FedADMM's horizon of 100: "100+" in its tables."""
@@ -158,9 +160,9 @@ DELTA_SGD_TABLE_1: dict[tuple[str, float], dict[str, float]] = {
 
 
 def delta_sgd_table_1(dataset: str, alpha: float, rounds: int, rules: tuple[str, ...]) -> Setting:
-    """Return a column of Table 1 (500 rounds there) for one alpha."""
+    """Return a column of Table 1 for one alpha: 500 rounds there on MNIST, 1,000 on FMNIST."""
     return Setting(
-        name=f"delta-sgd-{dataset}-alpha{alpha:g}",
+        name=f"delta-sgd-{dataset}-alpha{alpha:g}-rounds{rounds}",
         where=f"Delta-SGD, Table 1: {dataset}, alpha = {alpha:g}, {rounds} rounds",
         figure="final_accuracy",
         ours="delta-sgd",
@@ -180,6 +182,78 @@ def delta_sgd_table_1(dataset: str, alpha: float, rounds: int, rules: tuple[str,
             "momentum": 0.0,
             "evaluate-every": 5,
         },
+        seeds=(1, 2, 3),
+    )
+
+
+# ---- q-FedAvg: Li et al., ICLR 2020, Table 1 ----------------------------------------------------
+
+
+def q_fedavg(figure: Figure) -> Setting:
+    """Return the paper's comparison on synthetic(1, 1) for one of its figures, without its numbers.
+
+    Generator, batch size, clients a round and the figures are those of the authors' code
+    (github.com/litian96/fair_flearn: generate_synthetic.py, plot_fairness.py, README). There, q = 0
+    is FedAvg by size; devices are sampled by size, also with q = 1, and here evenly; a tenth of a
+    device's samples are for testing, and here a fifth; rounds are 20,000.
+    """
+    name = "average" if figure == "late_accuracy" else figure.replace("_", "-")
+    return Setting(
+        name=f"q-fedavg-{name}",
+        where=f"q-FedAvg on synthetic(1, 1): {KINDS[figure].name}",
+        figure=figure,
+        ours="q-fedavg",
+        rules={
+            "fedavg": Rule("fedavg"),
+            "fedavg-uniform": Rule("fedavg", {"weights": "uniform"}),
+            "q-fedavg": Rule("q-fedavg", {"q": 1.0}),
+        },
+        published={},
+        config={
+            "dataset": "synthetic",
+            "dataset-params": "alpha=1 beta=1 sizes=lognormal",
+            "clients": 100,
+            "fraction": 0.1,
+            "fraction-evaluate": 1.0,
+            "rounds": 300,
+            "epochs": 1,
+            "random-epochs": "false",
+            "batch-size": 10,
+            "momentum": 0.0,
+            "cohort": "auto",
+        },
+        rates=(0.01, 0.03, 0.1, 0.3),
+        runs_in="q-fedavg-average",
+    )
+
+
+FAIRNESS: tuple[Figure, ...] = ("late_accuracy", "worst_tenth", "best_tenth", "variance")
+
+
+# ---- FedBCD, Figs. 3 and 4 ----------------------------------------------------------------------
+
+
+def fedbcd(rounds: int, *rules: str) -> Setting:
+    """Return the setting of six labels a device and 3 of 10 active; the paper has curves alone."""
+    return Setting(
+        name=f"fedbcd-rounds{rounds}",
+        where=f"FedBCD, Figs. 3 and 4: MNIST, 6 labels, 3 of 10 active, {rounds} rounds",
+        figure="final_accuracy",
+        ours="fedbcd-i",
+        rules={
+            rule: Rule(algorithm, params, local)
+            for rule, (algorithm, params, local) in FEDBCD_RULES.items()
+            if rule in rules
+        },
+        published={},
+        config={
+            **FEDBCD,
+            "partition-params": "labels_per_client=6",
+            "fraction": 0.3,
+            "rounds": rounds,
+        },
+        seeds=(1, 2, 3),
+        curves=("round", "virtual_seconds"),
     )
 
 
@@ -230,13 +304,18 @@ BOARD: dict[str, list[Setting]] = {
     "global-models": GLOBAL_MODELS,
     "personalized-models": PERSONALIZED_MODELS,
     "fedbc": [fedbc_table_1(data, epochs) for epochs in (1, 5) for data in range(5)],
+    "local-solvers": local_solvers.ALPHAS,
+    "delta-sgd-inside": local_solvers.INSIDE,
+    "q-fedavg": [q_fedavg(figure) for figure in FAIRNESS],
     "delta-sgd": [
+        delta_sgd_table_1("mnist", 0.01, 100, ("sgd", "sgdm", "adam", "delta-sgd")),
         *(
             delta_sgd_table_1("mnist", a, 500, ("sgdm", "adam", "delta-sgd"))
             for a in (1, 0.1, 0.01)
         ),
         *(delta_sgd_table_1("fashion_mnist", a, 200, tuple(SOLVERS)) for a in (1, 0.1, 0.01)),
     ],
+    "fedbcd": [fedbcd(100, "sync", "async-0.3", "async-0.5", "fedbcd-i", "fedprox")],
     "niid-bench": [niid_bench(dataset) for dataset in NIID_BENCH],
 }
 """Settings by study."""

@@ -255,7 +255,12 @@ def run_settings(args: argparse.Namespace, folder: Path) -> str:
 
     def write_board() -> str:
         found = [*judged.values()]
-        text = board_page.markdown(found, command)
+        tables = [
+            board_page.to_target(each.setting, board.finished_runs(each.setting, folder))
+            for each in found
+            if each.setting.curves
+        ]
+        text = "\n".join([board_page.markdown(found, command), *tables])
         write_atomically(folder / "board.md", text.encode())
         write_atomically(
             folder / "board.json", json.dumps(board_page.records(found), indent=2).encode()
@@ -268,8 +273,12 @@ def run_settings(args: argparse.Namespace, folder: Path) -> str:
 
     wanted = chosen(settings, args.only)
     board.run(wanted, folder, jobs=args.jobs, quiet=args.quiet, on_done=note)
+    judged |= {one.name: board.found(one, folder) for one in settings}  # some share their runs
     for setting in wanted:
         board_page.draw(judged[setting.name], folder / f"{setting.name}.png")
+        if setting.curves and (made := board.finished_runs(setting, folder)):
+            board_page.draw_runs(setting, made, folder / f"{setting.name}-curves.png")
+    board_page.draw_lines([*judged.values()], folder)
     return write_board()
 
 

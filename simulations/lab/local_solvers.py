@@ -1,0 +1,104 @@
+"""Delta-SGD's point, one setting for every kind of data, with intervals: settings of the board.
+
+Kim et al. tune each local solver on one task and keep its setting elsewhere. Here each solver's
+learning rate is chosen at alpha = 0.1, on training samples held out, and kept at alpha = 1 and
+0.01; Delta-SGD has the paper's setting and is not tuned. ``ALPHAS`` compares solvers under FedAvg,
+``INSIDE`` compares SGD and Delta-SGD under other algorithms and under Flower's FedAdam.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from simulations.lab.board import Line, Rule, Setting
+from simulations.lab.comparisons import FEDADMM_PAPER
+from simulations.lab.studies import DELTA_SGD_ALPHAS, DELTA_SGD_SOLVERS
+
+PAPER: dict[str, Any] = {k: v for k, v in DELTA_SGD_SOLVERS["delta-sgd"].items() if k != "rounds"}
+SGD_RATES = (0.03, 0.1, 0.3)
+SOLVERS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
+    "sgd": ({"solver": "sgd"}, SGD_RATES),
+    "sgdm": ({"solver": "sgd", "momentum": 0.9}, (0.01, 0.03, 0.1)),
+    "adam": ({"solver": "adam"}, (0.0003, 0.001, 0.003)),
+    "delta-sgd": (PAPER, ()),
+}
+"""What the run-config sets, and the learning rates to choose from."""
+
+TUNED_AT = 0.1
+
+
+def at(name: str, what: str, rules: dict[str, Rule], alpha: float, **config: Any) -> Setting:
+    """Return the setting at ``alpha``: the clients of Delta-SGD's Table 1."""
+    return Setting(
+        name=f"{name}-alpha{alpha:g}",
+        where=f"{what}, alpha = {alpha:g}",
+        figure="late_accuracy",
+        ours="delta-sgd",
+        rules=rules,
+        published={},
+        config={
+            "partition": "dirichlet",
+            "partition-params": f"alpha={alpha:g} rows_per_client=500",
+            "clients": 100,
+            "fraction": 0.1,
+            "epochs": 1,
+            "random-epochs": "false",
+            "batch-size": 64,
+            "momentum": 0.0,
+            "evaluate-every": 2,
+            "cohort": "auto",
+            **config,
+        },
+        line=Line(name, "alpha", alpha),
+    )
+
+
+def at_all_alphas(name: str, what: str, rules: dict[str, Rule], **config: Any) -> list[Setting]:
+    """Return a setting for each alpha; the one at ``TUNED_AT``, the first, tunes for all."""
+    first = at(name, what, rules, TUNED_AT, **config)
+    others = [alpha for alpha in DELTA_SGD_ALPHAS if alpha != TUNED_AT]
+    return [
+        first,
+        *(at(name, what, rules, a, **config)._replace(tuned_by=first) for a in others),
+    ]
+
+
+UNDER_FEDAVG = {
+    name: Rule("fedavg", config=config, rates=rates) for name, (config, rates) in SOLVERS.items()
+}
+ALPHAS = [
+    *at_all_alphas(
+        "solvers-mlp", "Local solvers: Fashion-MNIST, MLP, 200 rounds", UNDER_FEDAVG,
+        dataset="fashion_mnist", model="mlp", rounds=200,
+    ),
+    *at_all_alphas(
+        "solvers-logistic", "Local solvers: MNIST, logistic, 200 rounds", UNDER_FEDAVG,
+        dataset="mnist", model="logistic", rounds=200,
+    ),
+]  # fmt: skip
+
+AROUND: dict[str, tuple[str, dict[str, Any], str]] = {
+    "fedadam": ("fedavg", {}, "fedadam"),
+    "fedavg": ("fedavg", {}, ""),
+    "fedprox": ("fedprox", {"mu": 0.1}, ""),
+    "fedadmm": ("fedadmm", {"rho": 0.1, "eta": 1.0, **FEDADMM_PAPER}, ""),
+    "scaffold": ("scaffold", {"option": "I"}, ""),  # option II takes plain steps alone
+    "moon": ("moon", {"mu": 1.0}, ""),
+}
+"""Algorithm, hyperparameters and Flower's server; none of them was tuned."""
+
+
+def inside(name: str) -> list[Setting]:
+    """Return Delta-SGD against SGD in the algorithm ``name`` of ``AROUND``, for each alpha."""
+    algorithm, params, server = AROUND[name]
+    rules = {
+        solver: Rule(algorithm, params, config, rates=rates, server=server)
+        for solver, (config, rates) in SOLVERS.items()
+        if solver in ("sgd", "delta-sgd")
+    }
+    what = f"Delta-SGD in {name}: Fashion-MNIST, MLP, 100 rounds"
+    config = {"dataset": "fashion_mnist", "model": "mlp", "rounds": 100}
+    return at_all_alphas(f"inside-{name}", what, rules, **config)
+
+
+INSIDE = [one for name in AROUND for one in inside(name)]
