@@ -1,8 +1,8 @@
 """A-FedPD: FedDyn whose absent clients' dual variables move along with the others'.
 
-FedDyn's dual variable of a client that is away for long stands still while the model goes on, and
-is far off when the client returns. Here the absent clients count as if they had come to the mean
-model of those that trained. Round with theta, for each client i of S and each j that is not in S:
+In FedDyn the dual variable of an absent client stands still while the global model moves, and is
+far off when the client returns. In A-FedPD absent clients count as if they had trained to the mean
+model of the clients that took part. Round with theta, for each client i of S and each j not in S:
 
     w_i   ~ argmin_w  f_i(w) + <y_i, w - theta> + (rho/2) ||w - theta||^2       (1)
     wbar  = (1/|S|) sum_{i in S} w_i                                            (2)
@@ -10,8 +10,8 @@ model of those that trained. Round with theta, for each client i of S and each j
     theta <- wbar + (1/rho) mean over all clients of y                          (4)
 
 y_i     dual variable [d] of client i, at first 0
-rho     penalty, > 0; in a schedule, (3) and (4) take that of the round
-S       the clients whose replies are used; one whose reply is lost is absent
+rho     penalty, > 0; with a schedule, (3) and (4) use the value of the round
+S       the clients whose replies are used; a client whose reply is lost is absent
 
 The mean V of all y moves by (3) as the dual variable of an absent client does, whoever takes part:
 
@@ -80,14 +80,14 @@ def client_rule(
 def server_rule(
     theta: Vector, mean: Vector | float, moves: Iterable[Vector], *, rho: float
 ) -> tuple[Vector, Vector]:
-    """Return the next model and V by (5), from the moves w_i - theta and ``mean``, V of before."""
+    """Return the next model and V by (5), from the moves w_i - theta and the last V, ``mean``."""
     moved = weighted_mean((move, 1.0) for move in moves)
     mean = mean + rho * moved
     return theta + moved + mean / rho, mean
 
 
 class ServerState(NamedTuple):
-    """What the server keeps: by round the V [d] after it, for each that is some client's last."""
+    """What the server keeps: V [d] after each round that is some client's last, by round."""
 
     means: Mapping[int, Vector]
 
@@ -114,7 +114,7 @@ class AFedPD(FederatedStrategy):
 
     rho: Schedule = number(
         default=0.01,
-        about="Penalty; of a round, where it is a schedule.",
+        about="Penalty; with a schedule, each round's.",
         above=0.0,
         scheduled=True,
         sent="rho",
@@ -141,7 +141,7 @@ class AFedPD(FederatedStrategy):
     ) -> tuple[ServerState, dict[str, float]]:
         assert self.layout is not None
         last, now = {*self.ledger.acked.values()}, max(state.means, default=0)
-        dtype = self.layout.dtype  # V alone goes on, in float64
+        dtype = self.layout.dtype  # only V continues, in float64
         means = {
             r: mean if r == now else mean.astype(dtype, copy=False)
             for r, mean in state.means.items()

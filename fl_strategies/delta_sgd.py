@@ -1,8 +1,9 @@
-"""Delta-SGD: each client finds its own step size, at each local step, from how fast its gradient
-changes; nothing is tuned per client or data set.
+"""Delta-SGD: each client computes the size of each local step from how fast its gradient changes;
+nothing is tuned per client or data set.
 
-Not a strategy but a local solver, for every algorithm here that takes one. In each round a client
-starts anew from eta_0 and theta_0, and with its k-th mini-batch b (k = 0, 1, ...) does
+Delta-SGD is a local solver, not a strategy, and works with every algorithm that takes a solver. In
+each round a client starts anew from eta_0 and theta_0, and with its k-th mini-batch b (k = 0, 1,
+...) computes
 
     moved   = ||x_k - x_{k-1}||,   changed = ||g(x_k; b) - g(x_{k-1}; b)||              (1)
     eta_k   = min(gamma moved / (2 changed), sqrt(1 + delta theta_{k-1}) eta_{k-1})     (2)
@@ -12,20 +13,20 @@ starts anew from eta_0 and theta_0, and with its k-th mini-batch b (k = 0, 1, ..
 where the first step takes eta_0 and theta_0 as they are.
 
 x_k     the point of step k [d]; norms run over all of it
-g(.; b) gradient on mini-batch b, of whatever the algorithm has its clients minimise
-eta_k   step size; moved / changed is one over the curvature felt along the last step
-theta_k how much the step size grew
+g(.; b) gradient, on mini-batch b, of the function that the algorithm's clients minimise
+eta_k   step size; moved / changed is the inverse of the curvature along the last step
+theta_k factor by which the step size grew
 gamma   share of that inverse curvature, > 0 (paper's experiments: 2)
 delta   growth, >= 0 (paper's experiments: 0.1)
 
-Both gradients of (1) are taken on the batch at hand, so a step costs two gradients. Where nothing
-moved or nothing changed, no curvature was felt, and (2) leaves its second term.
+Both gradients of (1) are on the current mini-batch, so a step costs two gradients. If ``moved`` or
+``changed`` is 0, no curvature is known, and (2) takes its second term.
 
-Options, off by default: each gradient of (1) on the batch that its own step used, which costs one
-gradient a step and a vector of memory (``same_batch=False``: the paper names it and does not use
-it). And the authors' published code: its first step has x_{-1} = x_0, hence eta_0 already grown by
-(2) (``amplify_first``); it adds 1e-8 to every step size (``epsilon``), and has delta = 0.02:
-``AUTHORS_RULE``.
+Options, off by default. With ``same_batch=False`` each gradient of (1) is on the mini-batch of its
+own step, which costs one gradient a step and a vector of memory; the paper names this form and does
+not use it. ``AUTHORS_RULE`` is the authors' published code: its first step has x_{-1} = x_0, so
+that (2) grows eta_0 before the first step (``amplify_first``); it adds 1e-8 to every step size
+(``epsilon``); and it has delta = 0.02.
 
 Reference: Kim, Toghani, Uribe, Kyrillidis, "Adaptive Federated Learning with Auto-Tuned Clients",
 ICLR 2024, Algorithm 1.
@@ -49,9 +50,9 @@ AUTHORS_RULE: Mapping[str, Any] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may set (see ``clients.DeltaSGD``), by default the paper's.
+    """The options of ``clients.DeltaSGD``, by default the paper's.
 
-    Raises ``ValueError`` for one outside its range.
+    Raises ``ValueError`` for an option outside its range.
     """
 
     lr: float = 0.2

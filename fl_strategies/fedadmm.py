@@ -28,17 +28,18 @@ part, joins late or loses a reply; a client that never took part counts with w =
 (4) with w = theta for newcomers (``newcomer="received"``, the default with a number for eta), the
 same holds after a round of all m clients with eta = 1, and with eta = |S|/m from then on.
 
-- All clients in all rounds: to the optimum, with eta = 1 as well. Some of them: to it with
-  eta = "fraction". With a number for eta theta rests elsewhere or diverges: two of four clients a
-  round on quadratics with eigenvalues in [0.4, 2.5], from 3.8 off the optimum, rest 0.6 to 1.3 off
-  it with eta = 1 and rho = 1, by who is drawn, and diverge with rho = 2.
+- With all clients in all rounds theta converges to the optimum, with eta = 1 as well. With some of
+  them it does so with eta = "fraction". With a number for eta it stops beside the optimum or
+  diverges: two of four clients a round, on quadratics with eigenvalues in [0.4, 2.5] and from 3.8
+  off the optimum, stop 0.6 to 1.3 off it with eta = 1 and rho = 1, which depends on the sampled
+  clients, and diverge with rho = 2.
 - A client that left permanently still counts, as (rho/2) ||theta - u||^2 beside the others' f_j,
-  with its last u = w + y/rho: the optimum stays, if it left there. u = theta^0 if the client never
-  took part; so it is for each of the ``num_clients`` that does not exist.
-- A client that lost its state begins anew, while its u stays in D. From then on theta rests where
+  with its last u = w + y/rho: if the client left at the optimum, the optimum stays. If the client
+  never took part, u = theta^0; so also for each of the ``num_clients`` that does not exist.
+- A client that lost its state begins anew, while its u stays in D. From then on theta stops where
   sum_j f_j(theta) - rho <u - theta', theta> is least, with theta' the model at its return: 1.1 off
-  on the problem above (four clients, lost at the optimum). So ``lost_state`` is "warn" by default;
-  with "refuse" the client counts as one that left.
+  the optimum on the problem above (four clients, state lost at the optimum). So ``lost_state`` is
+  "warn" by default; with "refuse" the client counts as one that left.
 
 With y frozen at 0 and Delta = w+ - theta this is FedProx; with rho = 0 as well, FedAvg.
 
@@ -126,8 +127,8 @@ class ServerState(NamedTuple):
 class FedADMM(FederatedStrategy):
     """FedADMM's server half; see the module's docstring for the rule and every symbol.
 
-    theta^0 and D outlast a ``start``: a model given to a later one, if it is not the last one's, is
-    what clients are sent in its first round, and (5) continues from theta^0.
+    theta^0 and D outlast a ``start``. If a later ``start`` gets another model than the last one's,
+    clients receive that model in the first round, and (5) continues from theta^0.
     """
 
     algorithm = "fedadmm"
@@ -161,7 +162,7 @@ class FedADMM(FederatedStrategy):
     local_start: Side = choice(
         default="client",
         choices=("client", "global"),
-        about="Whether (1) is started from the client's own w or from theta.",
+        about="Whether (1) starts from the client's own w or from theta.",
         sent="local-start",
     )
     tracking: Side = choice(
@@ -211,6 +212,6 @@ class FedADMM(FederatedStrategy):
 def changed(upload: Upload, shift: Vector | None) -> Vector:
     """Return Delta as the change of a client that began at theta^0 = theta - ``shift``.
 
-    One that lost its state is known, and has its place in D already.
+    A client that lost its state is known, and D holds its changes already.
     """
     return upload.vector + shift if upload.newcomer and shift is not None else upload.vector

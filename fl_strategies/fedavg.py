@@ -64,7 +64,7 @@ class Averaging(FederatedStrategy):
 class FedAvg(Averaging):
     """FedAvg's server half.
 
-    Other than Flower's class of this name: one client is enough (``min_train_nodes`` ... are 1,
+    Unlike Flower's class of this name: one client is enough (``min_train_nodes`` ... are 1,
     there 2), a seed fixes who is sampled, sums are in float64, replies are checked, and a round in
     which none can be used is void. Any client will do, Flower's own ``@app.train`` included.
     """

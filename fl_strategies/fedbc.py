@@ -1,9 +1,9 @@
-"""FedBC: clients may stay apart from the global model; the further apart, the larger the weight.
+"""FedBC: personalized models within a distance of the global model; lambda is pull and weight.
 
-Each client keeps a model of its own within a squared distance gamma of the global one; the dual
-variable lambda of that constraint both pulls the client's model towards the global one and is its
-weight at the server. The problem is  min sum_i f_i(x_i)  such that  ||x_i - z||^2 <= gamma_i.
-Round with the model z received, for each client i of S:
+Each client keeps a personalized model within a squared distance gamma of the global model. The dual
+variable lambda of this constraint pulls the client's model towards the global model, and is the
+client's weight at the server. The problem is  min sum_i f_i(x_i)  such that
+||x_i - z||^2 <= gamma_i. Round with the model z received, for each client i of S:
 
     x+ ~ argmin_x  f_i(x) + lambda ||x - z||^2,  started at x_i                 (1)
     lambda+, gamma+ by the dual step of ``fl_strategies.proximity``             (2)
@@ -16,17 +16,18 @@ x, lambda, gamma
 Facts. With a fixed gamma the fixed points satisfy the KKT conditions of the problem: the gradients
 of f_i at x_i sum to zero, lambda_i (||x_i - z||^2 - gamma_i) = 0; only as gamma -> 0 is z the
 minimiser of the sum. With the heuristic gamma every lambda is 0 in the end, and z is the plain mean
-of the clients' own minimisers: the paper's small alpha ends long before that. With lambda_min =
-lambda_max = mu/2 and ``local_start="global"`` this is FedProx with uniform weights (the paper's
-text says mu, its (1) has no factor 1/2), with lambda_min = lambda_max = 0 FedAvg.
+of the clients' own minimisers; with the paper's small alpha a run ends long before that. With
+lambda_min = lambda_max = mu/2 and ``local_start="global"`` FedBC is FedProx with uniform weights
+(the paper's text says mu, and its (1) has no factor 1/2); with lambda_min = lambda_max = 0 it is
+FedAvg.
 
-FedBC-FineTune takes one gradient step before the personalized model is measured: ``fine-tune`` in
-``local`` (``clients.LocalTraining``), whose result stands beside that of the model as it is.
+FedBC-FineTune measures the personalized model after one gradient step: ``fine-tune`` in ``local``
+(``clients.LocalTraining``) reports that beside the measurement of the model as it is.
 
 Deviations of the authors' published code, each an option: local training starts from z
 (``local_start="global"``); the dual optimiser has momentum, which moves the lambda of absent
-clients too (``dual_momentum=0.5``). Both together are ``FedBC.authors_rule``. Their FedAvg and
-FedProx weigh by samples; where all lambda are 0 they divide 0 by 0.
+clients too (``dual_momentum=0.5``). Both together are ``FedBC.authors_rule``. FedAvg and FedProx
+have weights by samples in the authors' code; if all lambda are 0, the code divides 0 by 0.
 
 Reference: Bedi, Fan, Koppel, Sahu, Sadler, Huang, Manocha, "FedBC: Calibrating Global and Local
 Models via Federated Learning Beyond Consensus", 2022, Algorithms 1 and 2, appendix E.
@@ -87,6 +88,6 @@ class FedBC(ProximityStrategy):
     local_start: Side = choice(
         default="client",
         choices=("client", "global"),
-        about="Whether (1) is started from the client's own x or from z.",
+        about="Whether (1) starts from the client's own x or from z.",
         sent="local-start",
     )

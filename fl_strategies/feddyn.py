@@ -12,7 +12,7 @@ each client i of S:
 y_i     dual variable [d] of client i, at first 0, kept by the client; the paper's gradient term of
         the client is -y_i
 h       kept by the server, at first 0
-alpha   penalty, > 0; in a schedule, (4) takes that of the round
+alpha   penalty, > 0; with a schedule, (4) uses the value of the round
 m       clients ever connected, departed ones included, or ``num_clients`` if that is more
 
 Facts. h = -(1/m) sum_i y_i after every round that is not void, whoever takes part, joins late or

@@ -1,4 +1,4 @@
-"""FedNova: clients that took more local steps do not count for more.
+"""FedNova: clients with more local steps get no larger weight.
 
 If clients take different numbers of local steps, FedAvg does not minimise the mean of the losses
 by samples: clients with more steps get more weight. FedNova divides each client's change by the
@@ -91,8 +91,8 @@ def check_steps(settings: Mapping[str, Any], mu: float) -> None:
     check_plain_steps(settings, "FedNova needs to know what its steps add up to", STEPS)
     if mu and largest(settings.get("momentum", 0.0)):
         raise ValueError(
-            f"mu must be 0 with momentum ({settings['momentum']}), of which together FedNova's a is"
-            f" not known, got {mu}"
+            f"mu must be 0 with momentum ({settings['momentum']}), got {mu}: FedNova's a is not"
+            " known for both together"
         )
 
 

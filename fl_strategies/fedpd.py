@@ -146,7 +146,7 @@ def server_rule(uploads: Iterable[Vector]) -> Vector:
 ORACLE_TWO: Mapping[str, float] = MappingProxyType(
     {"gamma": 1.0, "inner-steps": 8, "inner-batch": 1, "full-every": 20}
 )
-"""Hyperparameters of oracle II and their defaults; oracle I has no use for any."""
+"""Hyperparameters of oracle II and their defaults; oracle I uses none of them."""
 
 FINE_TUNING = ("fine-tune", "fine-tune-lr", "lr", "batch-size")
 """What ``fine-tune``, which measures models, reads of ``local``."""
@@ -204,11 +204,12 @@ class FedPD(FederatedStrategy):
     Notes
     -----
     ``num_rounds`` of :meth:`start` counts algorithm rounds; Flower's rounds, in which metrics are
-    kept and schedules are read, are the about (1 - p) ``num_rounds`` communication rounds. What
-    follows after the last of them would reach nobody and is not run; another ``start`` makes up for
-    it. Each communication round reports ``algorithm-round`` (how many are done), ``exchanges`` (how
-    many communication rounds so far) and ``bytes-saved`` (by the rounds skipped before it). A void
-    one takes one of Flower's rounds, and leaves the run as many algorithm rounds shorter.
+    kept and schedules are read, are the about (1 - p) ``num_rounds`` communication rounds. Rounds
+    after the last of them are not run, because nobody would receive their result; another
+    ``start`` runs them. Each communication round reports ``algorithm-round`` (how many are done),
+    ``exchanges`` (how many communication rounds so far) and ``bytes-saved`` (by the rounds skipped
+    before it). A void communication round takes one of Flower's rounds, and the run gets as many
+    algorithm rounds shorter.
     """
 
     algorithm = "fedpd"
@@ -238,9 +239,9 @@ class FedPD(FederatedStrategy):
     oracle: Literal["I", "II"] = choice(
         default="I",
         choices=("I", "II"),
-        about='"I" solves (6) as `local` says; "II" is (7), which has no use for `local` (but for'
-        " `fine-tune` and what that reads) and needs clients with access to full gradients of f_i:"
-        " one without (whose problem streams its samples, say) answers with an error that says so.",
+        about='"I" solves (6) as `local` says. "II" is (7), which uses nothing of `local` except'
+        " what `fine-tune` needs. Its clients need full gradients of f_i: a client without them,"
+        " whose problem streams its samples, answers with an error that says so.",
         sent="oracle",
     )
     gamma: Schedule | None = number(
@@ -265,17 +266,18 @@ class FedPD(FederatedStrategy):
     )
     num_clients: int = number(
         default=0,
-        about="How many clients there are, where known (0: not): rounds without so many usable"
-        " replies are rounds in which one is missing. If it is more than the clients ever"
-        " connected; else these count.",
+        about="Number of clients, if it is known (0: not known) and above the number of clients"
+        " ever connected, which counts otherwise. In a round with fewer usable replies a client is"
+        " missing.",
         integer=True,
         low=0,
     )
     missing: Literal["void", "proceed"] = choice(
         default="void",
         choices=("void", "proceed"),
-        about="What becomes of a round in which a known client is missing: it is void, so that no"
-        " client's state moves; or it goes on with the mean of those present, who alone move.",
+        about="What happens to a round in which a known client is missing: it is void, and no"
+        " client's state changes; or it takes the mean over the clients present, and only their"
+        " states change.",
     )
 
     def __post_init__(self) -> None:
@@ -330,7 +332,8 @@ class FedPD(FederatedStrategy):
         self, state: ServerState, theta: Vector, uploads: Uploads
     ) -> tuple[Vector, ServerState]:
         if len(uploads) < uploads.population:
-            self.say(uploads.round, f"goes on with {len(uploads)} of {uploads.population} clients")
+            present = f"{len(uploads)} of {uploads.population} clients"
+            self.say(uploads.round, f"continues with {present}")
         done = state._replace(done=self.next_rounds(state).stop, exchanges=state.exchanges + 1)
         return server_rule(upload.vector for upload in uploads), done
 

@@ -31,9 +31,9 @@ def client_rule(theta: Vector, oracle: Oracle, *, mu: float) -> Step:
 class FedProx(Averaging):
     """FedProx's server half.
 
-    Other than Flower's class of this name: mu is 0.01 by default, not 0, and may be a schedule; one
-    client is enough (``min_train_nodes`` ... are 1); replies are checked, and one of a client that
-    does not say which algorithm it ran is taken with a warning.
+    Unlike Flower's class of this name: mu is 0.01 by default, not 0, and may be a schedule; one
+    client is enough (``min_train_nodes`` ... are 1); replies are checked, and a reply that names no
+    algorithm is used, with a warning.
     """
 
     algorithm = "fedprox"

@@ -23,7 +23,7 @@ another module by ``head``. Both fixed models enter (2) by their difference alon
     q = (z_prev/||z_prev|| - z_glob/||z_glob||) / tau                           (5)
     -log(...) of (2) = log(1 + e^s),  s = <z/||z||, q>                          (6)
 
-so one vector per sample is kept while training. A z of length 0 is like nothing: sim = 0.
+so one vector per sample is kept while training. For a z of length 0, sim = 0.
 
 A client keeps w_i of its last participation that the server used, with its running statistics, as
 ``State``. A newcomer's previous model is the one it receives: then q = 0, (2) is log 2 whatever w,
@@ -31,9 +31,9 @@ and its first round is FedAvg's. So is every round of a single client, and of a 
 do not depend on its parameters (one linear layer: they are the input).
 
 Deviations. The paper puts a projection head of two layers into the model and compares its outputs;
-here it is the model's own features, and whoever wants the projection builds it into the module. In
+here it is the model's own features; to have the projection, build it into the module. In
 the authors' published code the term is 0 for all clients in the first round (FedAvg's as well), and
-a client that is first asked later is driven from the random initial model it was made with.
+a client that is first asked later moves away from the random model with which it was made.
 
 Reference: Li, He, Song, "Model-Contrastive Federated Learning", CVPR 2021, Algorithm 1.
 """
@@ -86,11 +86,15 @@ class MOON(Averaging):
     )
     mu: Schedule = number(
         default=1.0,
-        about="Weight of the contrastive term; the authors'.",
+        about="Weight of the contrastive term; the authors' by default.",
         low=0.0,
         scheduled=True,
         sent="mu",
     )
     tau: Schedule = number(
-        default=0.5, about="Temperature; the paper's.", above=0.0, scheduled=True, sent="tau"
+        default=0.5,
+        about="Temperature; the paper's by default.",
+        above=0.0,
+        scheduled=True,
+        sent="tau",
     )

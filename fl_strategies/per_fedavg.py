@@ -1,7 +1,7 @@
 """Per-FedAvg: a global model that a single local gradient step adapts to a client.
 
 The problem is  min_w (1/m) sum_i F_i(w)  with  F_i(w) = f_i(w - a grad f_i(w)): the loss of client
-i's model after one step of its own. Clients descend on F_i (model-agnostic meta-learning, MAML),
+i after one local gradient step. Clients descend on F_i (model-agnostic meta-learning, MAML), and
 the server averages. Round with theta, for each client i of S, on a fresh mini-batch b1, b2, b3 for
 every derivative:
 
@@ -12,8 +12,8 @@ every derivative:
 K       outer steps (the paper's tau): the ``steps`` or ``epochs`` of ``local``, where an epoch is
         as many outer steps as the client has mini-batches
 b       outer rate: the ``lr`` of ``local``
-a       inner rate, also that of the step by which the model is adapted
-g, H    gradient and Hessian of f_i; H is only ever multiplied with a vector
+a       inner rate, also of the step that personalizes the model
+g, H    gradient and Hessian of f_i; only products of H and a vector are computed
 p_i     1 as published ("uniform"), or the client's number of training samples ("samples")
 
 Clients keep nothing. A client's personalized model is theta after one step (1): evaluation reports
@@ -21,8 +21,8 @@ it as ``tuned-accuracy``, with the step on a mini-batch of training data and of 
 ``local`` sets ``fine-tune`` or ``fine-tune-lr``.
 
 Facts. On full batches (2) is gradient descent on F_i. The first-order form leaves a H out: its
-direction is off by -a H g(u), so that clients that differ agree on another point. With inner rate
-0 both are FedAvg.
+direction is off by -a H g(u), so that on heterogeneous clients its fixed point is another one. With
+inner rate 0 both forms are FedAvg.
 
 Deviation: the paper's Hessian-free form has a central difference of two gradients in place of H v,
 with a step to choose; here H v is exact, by differentiating the gradient, at about the same price.
@@ -72,8 +72,8 @@ def client_rule(
 class PerFedAvg(Averaging):
     """Per-FedAvg's server half; see the module's docstring for the rule.
 
-    Of ``local``, (2) knows ``lr``, ``epochs``, ``random-epochs``, ``steps``, ``random-steps`` and
-    ``batch-size``. Raises ``ValueError`` for one that asks for anything but plain gradient steps.
+    Of ``local``, (2) uses ``lr``, ``epochs``, ``random-epochs``, ``steps``, ``random-steps`` and
+    ``batch-size``. Raises ``ValueError`` for settings that ask for other than plain gradient steps.
     """
 
     algorithm = "per-fedavg"

@@ -1,9 +1,9 @@
-"""Per-FedBC: FedBC whose clients look for a model from which one step of their own goes far.
+"""Per-FedBC: FedBC whose clients look for a model that one local gradient step personalizes.
 
-The local work is first-order model-agnostic meta-learning (MAML): each outer step takes the
-gradient where a few inner steps on the penalised local problem end, and applies it where they
-began. Round with the model z received, for each client i of S, on a fresh mini-batch for every
-gradient g:
+The local work is first-order model-agnostic meta-learning (MAML). An outer step begins with a few
+inner steps on the penalised local problem; then it steps from where they began, along the gradient
+at the point where they ended. Round with the model z received, for each client i of S, on a fresh
+mini-batch for every gradient g:
 
     w <- z;  K times:  u <- w;  J times:  u <- u - a (g(u) + 2 lambda (u - z))  (1)
                        w <- w - b g(u)                                          (2)
@@ -16,12 +16,12 @@ b       outer rate: the ``lr`` of ``local`` (paper 0.001)
 a, J    inner rate (paper 0.01) and inner steps (paper 1)
 
 Kept by the client: x, lambda, gamma, as in FedBC. (2) has neither the penalty nor second
-derivatives: with inner rate 0 and lambda fixed it is FedAvg with uniform weights.
+derivatives: with inner rate 0 and lambda fixed Per-FedBC is FedAvg with uniform weights.
 
-Deviations of the authors' published code. There b is accepted but never used, (2) moves by a; set
-``lr`` to ``inner_rate`` for its numbers. ``dual_momentum=0.5`` as in FedBC. It measures z after one
-inner step on the client's TEST data: ``tuned-accuracy`` with ``fine-tune="test-batch"`` in
-``local``, ``"train"`` for the same without looking at test data.
+Deviations of the authors' published code. The code accepts b but never uses it, and (2) steps by a:
+for its numbers set ``lr`` to ``inner_rate``. It has ``dual_momentum=0.5``, as for FedBC. It
+measures z after one inner step on the client's TEST data, which is ``tuned-accuracy`` with
+``fine-tune="test-batch"`` in ``local``; ``"train"`` does the same without test data.
 
 Reference: see ``fl_strategies.fedbc``; Algorithm 3, appendix E.4.
 """
@@ -96,8 +96,8 @@ def client_rule(
 class PerFedBC(ProximityStrategy):
     """Per-FedBC's server half; see the module's docstring for the rule.
 
-    Of ``local``, (2) knows ``lr``, ``epochs``, ``random-epochs``, ``steps``, ``random-steps`` and
-    ``batch-size``. Raises ``ValueError`` for one that asks for anything but plain gradient steps.
+    Of ``local``, (2) uses ``lr``, ``epochs``, ``random-epochs``, ``steps``, ``random-steps`` and
+    ``batch-size``. Raises ``ValueError`` for settings that ask for other than plain gradient steps.
     """
 
     algorithm = "per-fedbc"
@@ -109,10 +109,10 @@ class PerFedBC(ProximityStrategy):
         paper="Bedi et al., 2022",
     )
     inner_rate: Schedule = number(
-        default=0.01, about="a; the paper's.", low=0.0, scheduled=True, sent="inner-rate"
+        default=0.01, about="a; the paper's by default.", low=0.0, scheduled=True, sent="inner-rate"
     )
     inner_steps: int = number(
-        default=1, about="J; the paper's.", integer=True, low=1, sent="inner-steps"
+        default=1, about="J; the paper's by default.", integer=True, low=1, sent="inner-steps"
     )
 
     def __post_init__(self) -> None:

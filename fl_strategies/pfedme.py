@@ -1,4 +1,4 @@
-"""pFedMe: personalized models tied to the global one, which descends on their Moreau envelopes.
+"""pFedMe: personalized models tied to a global model that descends on Moreau envelopes.
 
 The problem is  min_w (1/m) sum_i F_i(w)  with the envelope
 F_i(w) = min_theta f_i(theta) + (lambda/2) ||theta - w||^2: its minimiser theta_i(w) is client i's
@@ -10,26 +10,27 @@ for each client i of S:
     w_{r+1} = w_r - eta lambda (w_r - theta)                                    (2)
     w <- (1 - beta) w + beta sum_{i in S} p_i w_{i,R} / sum_{i in S} p_i        (3)
 
-theta   client's personalized model [d], kept by the client: where (1) starts next, and what
-        evaluation reports as ``own-accuracy``; a newcomer has theta = w
+theta   client's personalized model [d], kept by the client: the next (1) starts from it, and
+        evaluation reports its accuracy as ``own-accuracy``; a newcomer has theta = w
 R       the ``steps`` or ``epochs`` of ``local``, where an epoch is as many r as the client has
         mini-batches (paper: R = 20 mini-batches of 20 samples)
-K       ``inner_steps`` of the solver of ``local``, all on the same mini-batch; fewer where
+K       ``inner_steps`` of the solver of ``local``, all on the same mini-batch; fewer if
         ``residual`` (the paper's nu) is reached before
-lambda  pull, > 0; a gradient step of rate lr on (1) wants lr (lambda + curvature) < 2
+lambda  pull, > 0; gradient steps of rate lr on (1) are stable if lr (lambda + curvature) < 2
 eta     rate of (2), > 0; up to 1/lambda, w_{r+1} lies between w_r and theta
-beta    server rate, > 0; 1 is the plain mean, above 1 goes beyond it (paper: 1 ... 4)
+beta    server rate, > 0; with 1, (3) is the mean, above 1 it goes beyond (paper: 1 ... 4)
 p_i     1 as published ("uniform"), or the client's number of training samples ("samples")
 
 Facts. With (1) solved exactly on full batches, (2) is gradient descent on F_i; with R = 1 as well,
 and all clients in S, the fixed point is the minimiser of the mean of the envelopes, whatever eta
-and beta. With R > 1 it is off it as FedAvg's is off the minimiser of the mean loss. As lambda grows
-with eta lambda fixed, theta_i comes near w and (2) is gradient descent on f_i itself.
+and beta. With R > 1 the fixed point lies beside that minimiser, as FedAvg's lies beside the
+minimiser of the mean loss. As lambda grows with eta lambda fixed, theta_i comes near w, and (2)
+becomes gradient descent on f_i.
 
 Deviations of the authors' published code. (1) starts a round from w (``local_start="global"``), and
-uploads weigh by samples (``weights="samples"``): together ``PFedMe.authors_rule``. All clients
-train in every round there, of which some are averaged. Its personalized models are aliases of the
-live parameters; theta is kept by value here.
+uploads have weights by samples (``weights="samples"``): together ``PFedMe.authors_rule``. All
+clients train in every round, and the server averages some of them. The personalized models are
+aliases of the live parameters; here theta is a copy.
 
 Reference: Dinh, Tran, Nguyen, "Personalized Federated Learning with Moreau Envelopes", NeurIPS
 2020, Algorithm 1.
@@ -108,19 +109,23 @@ class PFedMe(Averaging):
     authors_rule: ClassVar[Mapping[str, str]] = {"local_start": "global", "weights": "samples"}
 
     lam: Schedule = number(
-        default=15.0, about="Pull; the paper's.", above=0.0, scheduled=True, sent="lam"
+        default=15.0, about="Pull; the paper's by default.", above=0.0, scheduled=True, sent="lam"
     )
     eta: Schedule = number(
-        default=0.005, about="Rate of (2); the paper's.", above=0.0, scheduled=True, sent="eta"
+        default=0.005,
+        about="Rate of (2); the paper's by default.",
+        above=0.0,
+        scheduled=True,
+        sent="eta",
     )
     beta: Schedule = number(default=1.0, about="Server rate.", above=0.0, scheduled=True)
     inner_steps: int = number(
-        default=5, about="K; the paper's.", integer=True, low=1, sent="inner-steps"
+        default=5, about="K; the paper's by default.", integer=True, low=1, sent="inner-steps"
     )
     local_start: Side = choice(
         default="client",
         choices=("client", "global"),
-        about="Whether a round's first (1) is started from the client's own theta or from w.",
+        about="Whether the first (1) of a round starts from the client's own theta or from w.",
         sent="local-start",
     )
     weights: Weights = choice(

@@ -6,27 +6,27 @@ After the local work that turned client i's model into x+, near the model z that
     gamma+  = gamma + alpha_gamma lambda                                              (b)
     z <- sum_i lambda+_i x+_i / sum_i lambda+_i, the plain mean if the sum is 0       (c)
 
-lambda  dual variable and weight of a client, at first 0 clipped into [lambda_min, lambda_max]; with
+lambda  dual variable and weight of a client, at first 0, clipped to [lambda_min, lambda_max]; with
         lambda_min = lambda_max = c it stays at c
-gamma   squared distance that is allowed: at first 0, then by the heuristic (b); or a fixed number
+gamma   allowed squared distance: a fixed number, or at first 0 and then by the heuristic (b)
 alpha, alpha_gamma
         step sizes of (a) and of (b)
 
-The heuristic never lowers gamma: where the distance stays bounded, gamma passes it in the end and
-lambda comes down to lambda_min for good. It is a schedule that loosens the constraint, not an
-estimate of the distance.
+The heuristic never lowers gamma. If the distance stays bounded, gamma exceeds it in the end; then
+lambda falls to lambda_min and stays there. So the heuristic is a schedule that loosens the
+constraint, not an estimate of the distance.
 
-Authors' dual optimiser (``dual_momentum`` = m, theirs 0.5; 0 is the paper's rule). One SGD holds
-the lambda and gamma of all clients and steps once for each selected client; its momentum goes on
-moving the others. In terms of one client, with velocities v and u, at first 0:
+The authors' dual optimiser (``dual_momentum`` = m, 0.5 in their code; 0 is the paper's rule) is one
+SGD that holds the lambda and gamma of all clients and steps once for each selected client. Its
+momentum also moves the other clients' numbers. For one client, with velocities v and u, at first 0:
 
     its own step:        v+ = m v + ||x+ - z||^2 - gamma,  u+ = m u + lambda                (d)
     another's:           v+ = m v,  u+ = m u                                                (e)
     after either:        lambda+ = clip(lambda + alpha v+, ...),  gamma+ = gamma + alpha_gamma u+
 
-(e) needs nothing but the client's own state and the number of the others' steps, so it is made up
-for, exactly, when the client takes part again: the server counts the steps (``Turn``), one for each
-client asked in a round that was not void, in an order drawn for every round.
+(e) needs only the client's own state and the number of the others' steps. So a client takes all
+steps (e) that it missed, exactly, when it takes part again. The server counts the steps (``Turn``):
+one for each client asked in a round that is not void, in an order drawn for every round.
 
 Reference: see ``fl_strategies.fedbc``.
 """
@@ -49,7 +49,7 @@ from fl_strategies.server.strategy import FederatedStrategy
 Gamma: TypeAlias = float | Literal["heuristic"]
 
 ABSURD = 1e12
-"""A lambda above this is refused where lambda_max is infinite: it would silence everyone else."""
+"""A lambda above this is refused if lambda_max is infinite: no other client would have weight."""
 
 
 class State(NamedTuple):
@@ -75,7 +75,7 @@ class Dual(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Dual steps taken, by anyone, before a client's own, and those after it in the same round."""
+    """The dual steps of all clients before a client's own, and those after it in the same round."""
 
     clock: Any = 0
     after: Any = 0
@@ -95,7 +95,7 @@ def idle_steps(state: State, dual: Dual, steps: Any) -> State:
     """Return the state after ``steps`` dual steps of other clients, by (e) summed up."""
     m, n = dual.dual_momentum, clip(steps, 0, math.inf)
     moved = m * (1 - m**n) / (1 - m)  # m + m^2 + ... + m^n
-    # v keeps its sign meanwhile, so that clipping once at the end is clipping at every step
+    # v keeps its sign, so that clipping once at the end is clipping at every step
     lam = _clip(state.lam + dual.alpha * moved * state.v, dual)
     gamma = state.gamma
     if isinstance(dual.gamma, str):  # the heuristic
@@ -140,7 +140,7 @@ def _clip(lam: Any, dual: Dual) -> Any:
 
 
 def check_alpha_gamma(gamma: Gamma, settings: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` if ``settings``, spelt as in requests, step a gamma that is fixed."""
+    """Raise ``ValueError`` if ``settings`` of a request have a step size for a fixed gamma."""
     if gamma != "heuristic" and "alpha-gamma" in settings:
         given = settings["alpha-gamma"]
         raise ValueError(
@@ -149,7 +149,7 @@ def check_alpha_gamma(gamma: Gamma, settings: Mapping[str, Any]) -> None:
 
 
 class ServerState(NamedTuple):
-    """What the server keeps: the dual steps taken so far, by anyone."""
+    """What the server keeps: the number of dual steps that all clients took so far."""
 
     clock: int = 0
 
@@ -178,7 +178,7 @@ class ProximityStrategy(FederatedStrategy):
     )
     gamma: Gamma = number(
         default="heuristic",
-        about="Allowed squared distance, the same for all clients, or each client's own by (b).",
+        about="Allowed squared distance: one number for all clients, or each client's own by (b).",
         low=0.0,
         words=("heuristic",),
         sent="gamma",
@@ -189,14 +189,14 @@ class ProximityStrategy(FederatedStrategy):
     lambda_max: float | None = number(
         default=None,
         about="Upper end of lambda's range, by default none. Replies outside the range are left"
-        " out; so are those above 1e12 where there is no upper end.",
+        " out; without an upper end, so are those above 1e12.",
         low=0.0,
         sent="lambda-max",
     )
     dual_momentum: float = number(
         default=0.0,
-        about="Momentum of the dual steps as in the authors' code (0.5 there), by (d) and (e); 0"
-        " where alpha or alpha_gamma is a schedule.",
+        about="Momentum of the dual steps, by (d) and (e), as in the authors' code (0.5 there); 0"
+        " is needed if alpha or alpha_gamma is a schedule.",
         low=0.0,
         below=1.0,
         sent="dual-momentum",
@@ -213,9 +213,9 @@ class ProximityStrategy(FederatedStrategy):
             isinstance(rate, Mapping) for rate in (self.alpha, self.alpha_gamma)
         ):
             raise ValueError(
-                f"dual_momentum must be 0 where alpha or alpha_gamma is a schedule, got"
-                f" {self.dual_momentum}: a client makes up by (e) for rounds whose values it never"
-                " saw"
+                f"dual_momentum must be 0 if alpha or alpha_gamma is a schedule, got"
+                f" {self.dual_momentum}: a client takes the steps (e) of rounds whose values it was"
+                " not told"
             )
         self._warned = False
 
@@ -248,6 +248,7 @@ class ProximityStrategy(FederatedStrategy):
         if total == 0.0 and not self._warned:
             self._warned = True
             logging.getLogger("flwr").warning(
-                "every lambda of round %d is 0: their models are averaged plainly", uploads.round
+                "every lambda of round %d is 0: the models are averaged with equal weights",
+                uploads.round,
             )
         return z, ServerState(state.clock + len(uploads.asked))  # in a void round, no dual step

@@ -15,10 +15,10 @@ lr     the client's learning rate, reported by it as ``lr``; 1/lr stands for the
 q      fairness, >= 0; with q = 0 and one rate for all, (4) is FedAvg's mean with uniform weights
 
 Clients keep nothing. F + 1e-10 stands for F in (3) and (4), as in the authors' code and in Flower's
-own QFedAvg: F = 0 has no power q - 1. Clients all count alike, whatever their number of samples.
+own QFedAvg: F = 0 has no power q - 1. All clients count equally, for any numbers of samples.
 
-(4) takes sum_i F_i^q w_i/lr_i and each F_i, lr_i and ||theta - w_i||^2, so that a host may send a
-mean of w_i by F_i^q/lr_i in their place, and the distances beside it.
+(4) needs only sum_i F_i^q w_i/lr_i, and each F_i, lr_i and ||theta - w_i||^2. So a host may send
+the mean of its w_i with the weights F_i^q/lr_i, and the distances beside it.
 
 Reference: Li, Sanjabi, Beirami, Smith, "Fair Resource Allocation in Federated Learning", ICLR 2020,
 Algorithm 2.
@@ -77,7 +77,7 @@ def server_rule(theta: Vector, uploads: Iterable[Local], *, q: float) -> Vector:
 class QFedAvg(FederatedStrategy):
     """q-FedAvg's server half; see the module's docstring for the rule and every symbol.
 
-    Other than Flower's class of this name: q is 1 by default, not 0.1, and may be a schedule; each
+    Unlike Flower's class of this name: q is 1 by default, not 0.1, and may be a schedule; each
     client reports its learning rate and the loss of the model received (``lr``, ``global-loss``),
     where Flower's has ``client_learning_rate`` and its clients' ``train_loss``.
     """

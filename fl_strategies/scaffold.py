@@ -17,19 +17,19 @@ eta_g   server step, > 0
 m       clients ever connected, departed ones included, or ``num_clients`` if that is more
 
 Facts. The server keeps S_c = sum_i c_i, and c = S_c/m: c is the mean of the c_i at all times, also
-when clients join later (their c_i is 0), and when replies are lost, as a client whose reply was not
-used takes its c_i+ back. A first round is FedAvg's with uniform weights. Full batches, K = 1 and
-all clients in S give gradient descent. A client that left, or lost its state and
-begins anew with c_i = 0, leaves its last c_i in S_c for good: the model rests where sum_j f_j(w) +
-<c_i, w> is least. For one that left, the others' sum: the optimum, if it left there. For one that
-lost its state there, f_i then counts twice: four clients of quadratics with eigenvalues in
-[0.4, 2.5], which start 3.8 off, rest 1.1 off. So ``lost_state`` is "warn" by default; "refuse"
-leaves such a client out as one that left.
+when clients join later (their c_i is 0), and when replies are lost, because a client whose reply
+was not used takes its c_i+ back. A first round is FedAvg's with uniform weights. Full batches,
+K = 1 and all clients in S give gradient descent. If a client leaves, or loses its state and begins
+anew with c_i = 0, its last c_i stays in S_c for good: the model stops where sum_j f_j(w) +
+<c_i, w> is least. If the client left, the sum is over the others, and the model stops at the
+optimum if the client left there. If the client lost its state at the optimum, f_i counts twice from
+then on: four clients of quadratics with eigenvalues in [0.4, 2.5], which start 3.8 off, stop 1.1
+off. So ``lost_state`` is "warn" by default; "refuse" treats such a client as one that left.
 
 (2) holds for plain gradient steps of one rate: momentum, an adaptive solver, extrapolation or a
 box would give a c_i+ that is no mean of gradients (momentum 0.9 one up to ten times too large), and
 are refused with option II. Weight decay is plain: it is a term of f_i. Rates may change between
-rounds. Option I costs a gradient on all samples more, and goes with any solver.
+rounds. Option I costs one more gradient on all samples, and works with any solver.
 
 Reference: Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled
 Averaging for Federated Learning", ICML 2020, Algorithm 1.

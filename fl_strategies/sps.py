@@ -1,22 +1,22 @@
 """SPS: stochastic gradient descent with Polyak's step size.
 
-Not a strategy but a local solver, for every algorithm here that takes one. With the loss f and
-gradient g of the k-th mini-batch at x_k (k = 0, 1, ...),
+SPS is a local solver, not a strategy, and works with every algorithm that takes a solver. With the
+loss f and gradient g of the k-th mini-batch at x_k (k = 0, 1, ...),
 
     eta_k   = (f - f*) / (c ||g||^2)                                            (1)
     eta_k   <- min(eta_k, growth^(b/n) eta_{k-1}, max_step)                     (2)
     x_{k+1} = x_k - eta_k g                                                     (3)
 
 f*      lower bound of the losses of all batches (0 for a loss that cannot be negative)
-c       > 0: 1 is Polyak's own step, for f* the least value of f; 1/2 is the paper's
+c       > 0: 1 is Polyak's own step, with f* the least value of f; the paper has 1/2
 growth  how much the step size may grow in an epoch, >= 1 (the authors' code: 2); 0 for no limit
 b/n     share of the samples in a batch
-eta_-1  the step size that the first is allowed to grow from
+eta_-1  the step size from which the first one may grow
 max_step  the paper's gamma_b, > 0; 0 for no limit
 
-A batch with f <= f* or g = 0 takes no step, and leaves eta_{k-1} for the next one to grow from (in
-the authors' code such a batch ends all movement, as a limit of 0 cannot grow). Delta-SGD's
-comparison ran (1) without (2): growth = max_step = 0.
+On a mini-batch with f <= f* or g = 0 no step is taken, and the next step size may grow from
+eta_{k-1}. (In the authors' code no step follows such a mini-batch: a limit of 0 cannot grow.) The
+Delta-SGD paper compares with (1) without (2): growth = max_step = 0.
 
 Reference: Loizou, Vaswani, Laradji, Lacoste-Julien, "Stochastic Polyak Step-size for SGD: An
 Adaptive Learning Rate for Fast Convergence", AISTATS 2021, equation (3) and Section 5.
@@ -33,9 +33,9 @@ from fl_strategies.core.vectors import Vector
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may set (see ``clients.SPS``), by default the authors'.
+    """The options of ``clients.SPS``, by default the authors'.
 
-    Raises ``ValueError`` for one outside its range.
+    Raises ``ValueError`` for an option outside its range.
     """
 
     lr: float = 1.0
@@ -72,7 +72,7 @@ def step_size(
     batch_share: float,
     max_step: float,
 ) -> tuple[Vector, Vector]:
-    """Return eta_k by (1) and (2), 0 where no step is taken, and the one to grow from next.
+    """Return eta_k by (1) and (2), 0 if no step is taken, and the one from which the next may grow.
 
     ``loss`` and ``square`` = ||g||^2 are arrays [1], or [clients, 1].
     """

@@ -150,8 +150,8 @@ def _run(
             why = reasons[0][0] if reasons else "see the log"
             raise RuntimeError(
                 f"clients were lost in {in_a_row} rounds in a row, in round {info.server_round}"
-                f" {lost} of {info.metrics['clients-asked']:.0f}: {why} (lost-rounds=0 goes on"
-                " without them)"
+                f" {lost} of {info.metrics['clients-asked']:.0f}: {why} (lost-rounds=0"
+                " continues without them)"
             )
 
     strategy = config.strategy(

@@ -20,8 +20,8 @@ app = ServerApp()
 def return_memory() -> None:
     """Have glibc give arrays of a megabyte and more back to the system when they are freed.
 
-    It else keeps what Flower's and Ray's threads have used for messages, each thread for itself:
-    some 300 MB with a model of 7 MB. Other C libraries stay as they are.
+    By default glibc keeps what Flower's and Ray's threads have used for messages, separately for
+    each thread: some 300 MB with a model of 7 MB. Other C libraries stay as they are.
     """
     with suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt

@@ -267,7 +267,7 @@ def test_no_flipped_bit_of_a_history_is_a_traceback(tmp_path: Path) -> None:
         with pytest.raises(files.DamagedFile) as fault:
             History(path).recall(rows)
         faults.append(str(fault.value))
-    said = r".* is damaged in line [12]: .*; the run goes on without it if it is moved away"
+    said = r".* is damaged in line [12]: .*; the run continues without it if it is moved away"
     assert all(re.fullmatch(said, fault) for fault in faults)
     assert len(faults) > len(lines)
     path.write_bytes(lines + b'{"round": 3, "lo')  # a kill cut it off

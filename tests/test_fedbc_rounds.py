@@ -69,7 +69,7 @@ def test_where_all_lambda_are_zero_the_mean_is_plain_and_is_announced_once(
     train(strategy(lambda_max=0.0), grid(quadratics(3)), 3)
     lines = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     said = [line for line in lines if "lambda" in line]
-    assert said == ["every lambda of round 1 is 0: their models are averaged plainly"]
+    assert said == ["every lambda of round 1 is 0: the models are averaged with equal weights"]
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_devices_begin_anew_as_long_as_a_summed_step_keeps_its_bound(
     result = one.start(federation, to_record(z), 2)
     counts = [m["clients-rejected"] for m in result.train_metrics_clientapp.values()]
     assert counts == [1, 1]
-    assert caplog.text.count("reply of client 2 left out: it begins anew beside what it was") == 2
+    assert caplog.text.count("reply of client 2 left out: it lost its state and would be one") == 2
     assert sum(book.weight for book in one.state.books) == pytest.approx(0.5 * 5)
     total = 0.4 * sum(book.weight for book in one.state.books)
     assert total <= 1.0 + 1e-12

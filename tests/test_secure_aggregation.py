@@ -134,12 +134,12 @@ def test_a_masked_sum_with_an_unusable_reply_is_void(caplog: pytest.LogCaptureFi
 
 @rows(OF_MODELS | OF_CHANGES, but=True)
 def test_rules_that_need_more_than_a_mean_are_refused_under_masks(row: Row) -> None:
-    with pytest.raises(ValueError, match=r"has no legacy form|does not go with secure aggregation"):
+    with pytest.raises(ValueError, match=r"has no legacy form|not work with secure aggregation"):
         as_legacy(ready(row), to_record(START), secure=workflow())
 
 
 def test_buffers_and_weights_that_cannot_be_are_refused_under_masks() -> None:
-    with pytest.raises(ValueError, match=r"^buffers \['tail'\] do not go with secure aggreg"):
+    with pytest.raises(ValueError, match=r"^buffers \['tail'\] do not work with secure aggreg"):
         as_legacy(FedAvg(buffers=["tail"], **QUIET), to_record(START), secure=workflow())
     with pytest.raises(ValueError, match=r"^max_weight must be >= 1, got 0\.5"):
         as_legacy(FedAvg(**QUIET), to_record(START), secure=workflow(max_weight=0.5))

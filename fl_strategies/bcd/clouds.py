@@ -43,8 +43,8 @@ class CloudStrategy(FederatedStrategy):
     """Base of FedBCD's strategies.
 
     ``fraction_train`` is the share of active devices of each cloud server, at least one of each.
-    Raises ``ValueError`` for a box without the initial model, clients that V does not divide, or a
-    summed step above its bound.
+    Raises ``ValueError`` if the box does not hold the initial model, if V does not divide the
+    number of clients, or if a summed step is above its bound.
     """
 
     clock: ClassVar[Clock] = Clock()
@@ -93,10 +93,10 @@ class CloudStrategy(FederatedStrategy):
     assignment: Assignment = choice(
         default="modulo",
         choices=("modulo", "blocks"),
-        about="Whether the p-th client, by id, belongs to cloud server p mod V, or p-th of V equal"
-        " blocks. A client that comes later joins the cloud server with the fewest; with"
-        ' reduce="sum" it does not take part if eta_z gamma |Q| would exceed 1 with it, and the log'
-        " says so.",
+        about="How clients, by id, are assigned to cloud servers: the p-th client to p mod V, or in"
+        " V equal blocks. A client that comes later joins the cloud server with the fewest clients;"
+        ' with reduce="sum" it does not take part if eta_z gamma |Q| would then exceed 1, and the'
+        " log says so.",
     )
 
     def __post_init__(self) -> None:
@@ -183,7 +183,7 @@ class CloudStrategy(FederatedStrategy):
         return state
 
     def meet(self, state: Any, clients: Iterable[int]) -> Any:
-        """Give every client without a cloud server one, but for whom a summed step has no room."""
+        """Assign clients without a cloud server to one; a summed step may have no room for some."""
         new = sorted(self.nodes.known - state.cloud_of.keys() - self._left_out)
         if not new:
             return state
@@ -212,7 +212,7 @@ class CloudStrategy(FederatedStrategy):
         return state
 
     def active(self, server_round: int, cloud: int, clients: Iterable[int]) -> list[int]:
-        """Return the active devices of ``cloud`` among ``clients``: the first to call."""
+        """Return the active devices of ``cloud`` among ``clients``: those who request first."""
         devices = self.state.devices(cloud, clients)
         return self.first_to_call(server_round, devices, self.active_size(len(devices)))
 

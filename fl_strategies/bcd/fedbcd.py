@@ -1,4 +1,4 @@
-"""FedBCD: every device keeps a personalized model, tied to the global one by a quadratic penalty.
+"""FedBCD: personalized models, tied to the global model by a quadratic penalty.
 
 The problem is, over the devices' models x_i in a box X and the global model z,
 
@@ -16,12 +16,12 @@ and at the server K_z times, over ALL devices (with the last x_i of those that w
     z <- z - eta_z (z - sum_i gamma_i x_i / sum_i gamma_i)              "mean"  (5)
 
 x_i, x_prev  device's model [d] and the iterate before it, kept by the device between rounds, so
-             that its momentum goes on; X = [-box, box]^d
+             that its momentum continues; X = [-box, box]^d
 z            global model [d]; a point where (2)-(5) rest is a stationary point of (1)
 K            local epochs (``local={"epochs": 5, "random-epochs": True}``, the paper's experiments),
              or mini-batches (``{"steps": 5, "random-steps": True}``, its Algorithm 1)
 eta_x        ``lr``; (2)-(3) are the step of the solver ``sgd`` or ``gd``. Another solver takes its
-             own step from e in place of (3)'s gradient step, and is projected alike
+             own step from e instead of (3)'s gradient step, and is projected in the same way
 
 The server keeps S = sum_i gamma_i x_i, not every x_i: devices upload x_i+ - x_i, and a device whose
 reply was lost undoes its change, so that S stays the sum of the devices' x_i.
@@ -35,13 +35,14 @@ reply was lost undoes its change, so that S stays the sum of the devices' x_i.
   one part in the number of devices. ``lost_state="refuse"`` leaves such a device out.
 
 (4) is the paper's; (5), the default, is its authors' code, and is (4) with eta_z / sum gamma_i. (4)
-needs eta_z gamma |Q| <= 1 (Assumption 4), with |Q| all devices here, as the paper's synchronous
-form is that of one server. It is checked again when a device is added or begins anew: a device
-without room does not take part, or its reply is left out as with ``lost_state="refuse"``.
+needs eta_z gamma |Q| <= 1 (Assumption 4); |Q| is the number of all devices here, because the
+paper's synchronous form has one server. The bound is checked again when a device is added or begins
+anew: a device without room does not take part, or its reply is left out as with
+``lost_state="refuse"``.
 
 Other deviations of the authors' code, each an option: a penalty gamma ||x - z||^2 with gamma = 2,
-which under (5) is gamma = 4 here; K counts mini-batches; heavy ball 0.9 with weight decay 1e-4 in
-place of (2); no box: ``FedBCD.authors_rule``, ``authors_local``.
+which under (5) is gamma = 4 here; K counts mini-batches; heavy ball 0.9 with weight decay 1e-4
+instead of (2); no box: ``FedBCD.authors_rule``, ``authors_local``.
 
 Reference: Wu, Scaglione, Wai, Karakoc, Hreinsson, Ma, "Federated Block Coordinate Descent Scheme
 for Learning Global and Personalized Models", AAAI 2021, Algorithm 1 and eqs. 4-5.
@@ -171,7 +172,7 @@ class BookedStrategy(CloudStrategy):
             try:
                 self.check_one_more(self.state, cloud, begun + gamma)
             except ValueError as error:
-                raise BadReply(f"it begins anew beside what it was: {error}") from None
+                raise BadReply(f"it lost its state and would be one more device: {error}") from None
             self._anew[cloud] = self._anew.get(cloud, 0.0) + gamma
         return upload
 

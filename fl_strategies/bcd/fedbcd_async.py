@@ -1,7 +1,7 @@
 """FedBCD, async-cloud: each cloud server has its own model, and the first few to finish mix.
 
-Cloud server n asks its active devices with its own z_n; they answer as in ``fedbcd``, with z_n in
-the place of z. In round t the first B cloud servers whose devices have answered mix, K_z times
+Cloud server n sends its own z_n to its active devices; they answer as in ``fedbcd``, with z_n
+instead of z. In round t the first B cloud servers whose devices have answered mix, K_z times
 (with ``reduce="mean"``, the sum of (2) is divided by the sum of its gamma_i):
 
     w   = mean of their z_n                                                     (1)
@@ -12,11 +12,11 @@ take part in a later round. The model of the run is the mean of all z_n.
 
 rigorous     (Appendix A) the others take (2) too, with w = z_n, once their devices have answered,
              and ask again: every cloud server steps in every round
-staleness    no cloud server goes longer without a mix: one that would is waited for, and mixes
-             beside the first others even if these are B already
-order        "virtual": by the clock of ``latency``, so that a seed fixes the run. A
-             cloud server's devices begin when it mixed last, and after a mix the clocks of those in
-             it are the latest of theirs. "arrival": by the replies as they really come in
+staleness    rounds in which each cloud server mixes at least once: the round waits for a cloud
+             server that would exceed them, which mixes beside the first B others
+order        "virtual": by the clock of ``latency``, so that a seed fixes the run. The devices of a
+             cloud server begin when it mixed last; a mix sets the clocks of its cloud servers to
+             the latest of them. "arrival": by the real arrival of replies
 
 B = V = 1 is sync-cloud FedBCD. With B = V > 1 the cloud servers' models still differ, as (2) pulls
 each to its own devices.
@@ -291,7 +291,7 @@ class FedBCDAsync(BookedStrategy):
             n: (p.server_round, list(p.asked.clients), p.buffers) for n, p in self._phases.items()
         }
         begun = {**at_work, **self._mixing}
-        # what nobody is here to go on with stays unfinished
+        # work whose clients are not connected stays unfinished
         waiting = {n: work for n, work in state.unfinished.items() if n not in begun}
         unfinished = {**waiting, **at_work}
         if self.order == "arrival":
@@ -314,7 +314,7 @@ class FedBCDAsync(BookedStrategy):
             node = reply.metadata.src_node_id
             asked = [phase for phase in new.values() if _is_of(reply, phase.asked)]
             asked = asked or [phase for phase in new.values() if node in phase.asked.by_node]
-            for phase in (asked or list(new.values()))[:1]:  # a stray one is logged with any
+            for phase in (asked or list(new.values()))[:1]:  # a stray reply goes to any
                 phase.replies.append(reply)
         for n, phase in new.items():
             took = self.duration(phase.server_round, phase.asked.clients, self._work(phase))

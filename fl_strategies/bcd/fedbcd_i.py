@@ -133,7 +133,7 @@ class FedBCDI(CloudStrategy):
     )
     offline_rounds: int = number(
         default=4,
-        about="Rounds that a device trains for at most between two contacts.",
+        about="The most rounds that a device trains between two contacts.",
         integer=True,
         low=1,
     )

@@ -1,4 +1,4 @@
-"""How long rounds take: the virtual clock of FedBCD's experiments, and what waiting for few gains.
+"""How long rounds take: the virtual clock of FedBCD's experiments, and the gain of waiting less.
 
 A device's request arrives after Exp(mean 2), and each epoch takes it Exp(mean 1), so that device i
 of round t takes

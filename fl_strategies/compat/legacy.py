@@ -5,16 +5,16 @@
         return ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=20))
 
 A legacy server calls a strategy step by step, with ``FitIns`` for requests and ``FitRes`` for
-replies. The adapter turns these into the messages of Flower's Message API and back, so that the
-strategy itself, and the model it comes to, are the same. What clients send is decoded and checked
-as messages are: a malformed result is one reply left out, a client whose properties cannot be read
-is known by its node's id.
+replies. The adapter turns these into the messages of Flower's Message API and back: the strategy
+and the resulting model are the same. What clients send is decoded and checked as messages are: a
+malformed result is left out, and a client whose properties cannot be read is known by its node's
+id.
 
 - Legacy nodes do not say how many there are: set ``min_available_nodes`` to their number.
 - ``num_rounds`` of ``ServerConfig`` counts rounds of messages, FedPD's communication rounds.
-- Flower's secure aggregation exists on legacy servers alone. The server learns the weighted mean of
-  the uploads and none of them, which is enough for strategies whose ``averages`` is not "".
-- A callback that ends the run cannot end the server, which then asks nobody any more.
+- Flower's secure aggregation exists on legacy servers only. The server learns the weighted mean of
+  the uploads and no upload, which is enough for strategies whose ``averages`` is not "".
+- A callback that ends the run cannot end the server: the server then asks no client any more.
 """
 
 from __future__ import annotations
@@ -75,26 +75,26 @@ def as_legacy(
     Parameters
     ----------
     strategy : FederatedStrategy
-        Any of ours but asynchronous FedBCD.
+        Any strategy of this package except asynchronous FedBCD.
     initial_arrays : ArrayRecord, optional
-        The initial model, as for ``strategy.start``. Without it clients are asked for their own
-        (``get_parameters``), one after another until one gives a model that the strategy can start
-        from; the arrays are then called "0", "1", ...
+        The initial model, as for ``strategy.start``. Without it clients are asked for their models
+        (``get_parameters``), one after another, until the strategy can start from one; its arrays
+        are then called "0", "1", ...
     num_rounds : int (default 0: not known)
         What callbacks find in ``RoundInfo.num_rounds``.
     evaluate_fn : callable, optional
         ``evaluate_fn(server_round, arrays)`` as for ``strategy.start``. The loss that the legacy
         history wants is its metric ``test-loss`` or ``loss``; NaN if it has neither.
     secure : SecAggPlusWorkflow, optional
-        The workflow that runs the rounds, whose clients have ``secaggplus_mod``. They refuse to
-        send what its ranges would cut off, and weigh alike where the rule has equal weights. A
-        round with an unusable reply is void, as it cannot be taken out of the sum.
+        The workflow that runs the rounds; its clients have ``secaggplus_mod``. Clients refuse to
+        send numbers that the workflow's ranges would cut off, and have equal weights if the rule
+        has. A round with an unusable reply is void: the reply cannot be taken out of the sum.
 
     Raises
     ------
     ValueError
-        For a strategy that does not wait for a round's replies or has checkpoints, and what
-        ``start`` raises; with ``secure`` for one whose rule needs more than a mean, or has buffers.
+        For a strategy that does not wait for a round's replies, or that has checkpoints; with
+        ``secure`` for one whose rule needs more than a mean, or that has buffers; and as ``start``.
     """
     if strategy.checkpoints is not None:
         raise ValueError(
@@ -115,14 +115,14 @@ def _check_secure(strategy: FederatedStrategy, secure: SecAggPlusWorkflow) -> No
     name = type(strategy).__name__
     if not strategy.composition.averages:
         raise ValueError(
-            f"{name} does not go with secure aggregation: the server learns the mean of all uploads"
-            " alone, and its rule needs more; FedAvg, FedProx, SCAFFOLD, FedADMM, FedDyn, A-FedPD"
-            " do with it"
+            f"{name} does not work with secure aggregation: the server learns only the mean of all"
+            " uploads, and the rule needs more; FedAvg, FedProx, SCAFFOLD, FedADMM, FedDyn and"
+            " A-FedPD work with it"
         )
     if strategy.buffers:
         raise ValueError(
-            f"buffers {list(strategy.buffers)} do not go with secure aggregation, which treats all"
-            " arrays as trained: use a model without, GroupNorm for BatchNorm"
+            f"buffers {list(strategy.buffers)} do not work with secure aggregation, which treats"
+            " all arrays as trained: use a model without, with GroupNorm instead of BatchNorm"
         )
 
 
@@ -155,7 +155,7 @@ class _LegacyStrategy(Strategy):
         return to_parameters(self._arrays)
 
     def _open_with_a_clients(self, manager: ClientManager) -> None:
-        """Begin with the first client's model that can be begun with."""
+        """Begin with the model of the first client whose model can be used."""
         if not manager.num_available():  # Flower looks for clients now, else in 5 seconds
             manager.wait_for(1, A_DAY)
         reasons = []
@@ -255,7 +255,7 @@ class _LegacyStrategy(Strategy):
         self._stopped = self.strategy.close_round(server_round, self._arrays)
 
     def _take(self, parameters: Parameters) -> None:
-        """Go on with the server's model: a wrapper may have added noise to ours."""
+        """Continue with the server's model: a wrapper may have added noise to the strategy's."""
         given = zip(self._arrays, parameters.tensors, strict=True)
         self._arrays = ArrayRecord({n: Array(decode(undecoded(data))) for n, data in given})
 
@@ -273,21 +273,21 @@ class _LegacyStrategy(Strategy):
         )
 
     def _check_masks(self, results: Sequence[FitRes]) -> None:
-        """Raise unless replies are masked if and only if they should be.
+        """Raise ``ValueError`` if replies are masked and should not be, or the other way round.
 
-        The workflow gives each of them the mean for its parameters, as one object.
+        The workflow puts the mean, as one object, in the place of each masked reply's parameters.
         """
         masked = all(result.parameters is results[0].parameters for result in results)
         if masked and self.secure is None:
             raise ValueError(
-                "the round ran under secure aggregation, of which clients and strategy know"
-                " nothing: give as_legacy the workflow as `secure`"
+                "the round ran under secure aggregation, of which clients and strategy were not"
+                " told: give as_legacy the workflow as `secure`"
             )
         if self.secure is not None and not masked:
             raise ValueError(
                 "replies came without masks: run the rounds by"
-                " DefaultWorkflow(fit_workflow=...) of the workflow that as_legacy was given as"
-                " `secure`, or give it none"
+                " DefaultWorkflow(fit_workflow=workflow) with the workflow that as_legacy got as"
+                " `secure`, or give as_legacy none"
             )
 
     # ---- messages as instructions, results as replies -----------------------------------------
@@ -316,7 +316,7 @@ class _LegacyStrategy(Strategy):
         failures: Iterable[Failure],
         content: Callable[[Message, Any], RecordDict],
     ) -> list[Message]:
-        """Return the replies; a failure that is an exception names no client and is a lost one."""
+        """Return the replies; a failure that is an exception names no client, and is left out."""
         answers = [*results, *(f for f in failures if not isinstance(f, BaseException))]
         return [
             answer_to(request, result, content)

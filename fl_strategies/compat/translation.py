@@ -49,7 +49,7 @@ class Network:
 
 
 def node_of(cid: str) -> int:
-    """Return the node's id as a number: ``cid`` itself, or 64 bits of its hash if it is none."""
+    """Return the node's id as a number: ``cid``, or 64 bits of its hash if it is no number."""
     if cid.isascii() and cid.isdecimal() and int(cid) < 2**64:
         return int(cid)
     return int.from_bytes(hashlib.sha256(cid.encode()).digest()[:8], "big")
@@ -66,14 +66,14 @@ def to_parameters(arrays: ArrayRecord) -> Parameters:
 
 
 def undecoded(data: object) -> Array:
-    """Return a tensor's bytes as a record of them, which the strategy decodes and checks."""
+    """Return a tensor's bytes as a record that the strategy will decode and check."""
     if not isinstance(data, bytes):
         raise BadReply(f"a tensor is a {type(data).__name__}, expected bytes")
     return Array("", (), NUMPY, data)
 
 
 def initial_model(parameters: Parameters) -> ArrayRecord:
-    """Return a client's model, decoded; raise ``BadReply`` unless it is one of finite numbers."""
+    """Return a client's model, decoded; raise ``BadReply`` unless its numbers are finite."""
     arrays = [decode(undecoded(data)) for data in parameters.tensors]
     if not arrays or not all(np.isfinite(array).all() for array in arrays):
         raise BadReply("it has no arrays, or numbers that are not finite")
@@ -83,7 +83,7 @@ def initial_model(parameters: Parameters) -> ArrayRecord:
 def answer_to(
     request: Message, result: Any, content: Callable[[Message, Any], RecordDict]
 ) -> Message:
-    """Return ``content(request, result)`` as a reply; an error if that cannot be made."""
+    """Return ``content(request, result)`` as a reply, or an error reply if that fails."""
     try:
         return Message(content(request, result), reply_to=request)
     except BadReply as error:
@@ -94,7 +94,7 @@ def answer_to(
 
 
 def check_status(result: Any) -> None:
-    """Raise ``BadReply`` for a result that says it is none."""
+    """Raise ``BadReply`` for a result whose status is not OK."""
     if result.status.code != Code.OK:
         raise BadReply(result.status.message)
 
@@ -127,7 +127,7 @@ def _properties(request: Message, proxy: ClientProxy, *, timeout: float) -> Reco
 
 
 def _metrics(result: FitRes | EvaluateRes, own: dict[str, float]) -> dict[str, Any]:
-    """Return the result's metrics as records; its number of samples and ``own`` prevail."""
+    """Return the result's metrics as records; its number of samples and ``own`` replace others."""
     metrics = result.metrics
     words: dict[str, Any] = {n: v for n, v in metrics.items() if isinstance(v, str | bytes | bool)}
     numbers: dict[str, Any] = {n: v for n, v in metrics.items() if n not in words}

@@ -59,7 +59,8 @@ class _Lines:
         try:
             found = read_lines(self.path) if self.path.exists() else []
         except DamagedFile as fault:
-            raise DamagedFile(f"{fault}; the run goes on without it if it is moved away") from None
+            said = f"{fault}; the run continues without it if it is moved away"
+            raise DamagedFile(said) from None
         before = [row for row in found if row["round"] <= max(rows, default=0)]
         write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in before).encode())
         self._mode = "a"

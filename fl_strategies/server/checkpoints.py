@@ -192,7 +192,7 @@ class Checkpoints:
         if version != VERSION:
             raise ValueError(
                 f"{self.path(number)} has version {version!r} of the format, and this version of"
-                f" fl_strategies reads {VERSION}: go on with the version that wrote it"
+                f" fl_strategies reads {VERSION}: continue with the version that wrote it"
             )
         return found
 

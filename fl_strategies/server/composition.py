@@ -57,7 +57,7 @@ class Composition:
         return self.wrapped or self.masked
 
     def wrap(self, buffers: Collection[str], *, watched: bool) -> None:
-        """Note a wrapper; raise ``ValueError`` where it would do harm.
+        """Note a wrapper; raise ``ValueError`` if it would make results wrong.
 
         ``watched`` says that the strategy has callbacks or checkpoints.
         """
@@ -67,13 +67,13 @@ class Composition:
                 f"{name} cannot be run by a wrapper: Flower's clip (reply - model) and add noise to"
                 " the next model, which is right where replies are models and the next model is"
                 f" their mean, as with FedAvg, FedProx, MOON; {name} has another rule. Call its own"
-                " `start`, or, from a loop that leaves replies as they are, first its `open`"
+                " `start`, or, from a loop that does not change replies, first its `open`"
             )
         if buffers:
             raise ValueError(
                 f"buffers {[*buffers]} would be clipped and get noise as if trained (a variance"
-                " might become negative): under a wrapper use a model without, GroupNorm for"
-                " BatchNorm"
+                " might become negative): under a wrapper use a model without, with GroupNorm"
+                " instead of BatchNorm"
             )
         if watched:
             raise ValueError(

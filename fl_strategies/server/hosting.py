@@ -178,7 +178,7 @@ def unpack_reply(content: RecordDict, *, folds: bool = False) -> dict[int, Conte
         if twice or len({*failures}) < len(failures):
             raise ValueError(f"clients {sorted(twice or failures)[:5]} are there twice")
     except (ValueError, KeyError) as error:
-        raise BadReply(f"its host's reply does not hang together: {error}") from None
+        raise BadReply(f"its host's reply is inconsistent: {error}") from None
     found: dict[int, Content | BadReply] = {
         client: (BadReply if client in refused else Failed)(str(reason))
         for client, reason in zip(failures, reasons, strict=True)

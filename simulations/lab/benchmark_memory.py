@@ -1,4 +1,4 @@
-"""Of what the memory of a simulation's server process is."""
+"""What the memory of a simulation's server process consists of."""
 
 from __future__ import annotations
 

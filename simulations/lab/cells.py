@@ -106,7 +106,7 @@ def _told(error: BaseException) -> str:
 
 def interrupted(folder: Path) -> int:
     """Print what Ctrl-C leaves behind; return its exit code."""
-    print(f"interrupted; {folder} has what was computed, the same command goes on from there")
+    print(f"interrupted; {folder} has what was computed, the same command continues from there")
     return 130
 
 
