@@ -11,7 +11,7 @@ from fl_strategies.core.oracle import Oracle, Step
 
 
 class AFedPDClient(FederatedClient):
-    """Keeps its dual variable, brings it up to date first; uploads the change of the model."""
+    """Keeps its dual variable, and brings it up to date first; uploads the model's change."""
 
     algorithm = "a-fedpd"
     state_type = a_fedpd.State

@@ -139,7 +139,7 @@ def _obstacle(client: FederatedClient, problem: Any, training: LocalTraining) ->
     if CLIENTS.get(client.algorithm) is not type(client):
         return f"{type(client).__name__} is not one of the algorithms that were tried on stacks"
     if not client.stacks:
-        return f"{client.algorithm}'s loss looks into the model"
+        return f"{client.algorithm}'s loss needs the model's features"
     if training.solver not in STACKED:
         return f"the solver {training.solver!r} does not run on stacks"
     return obstacle(problem)

@@ -11,7 +11,7 @@ from fl_strategies.core.oracle import Oracle, Step
 
 
 class DittoClient(FederatedClient):
-    """Keeps its personalized model; uploads its copy of the global one, trained."""
+    """Keeps its personalized model; uploads its trained copy of the global model."""
 
     algorithm = "ditto"
     state_type = ditto.State

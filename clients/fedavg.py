@@ -10,7 +10,7 @@ from fl_strategies.core.oracle import Oracle, Step
 
 
 class FedAvgClient(FederatedClient):
-    """Uploads its model, trained from the one received; keeps nothing."""
+    """Uploads the model that it trained from the received one; keeps nothing."""
 
     algorithm = "fedavg"
 

@@ -10,7 +10,7 @@ from fl_strategies.core.oracle import Oracle, Step
 
 
 class FedNovaClient(FederatedClient):
-    """Uploads its model, and what its local steps add up to; keeps nothing."""
+    """Uploads its model, and the accumulated weight of its local steps; keeps nothing."""
 
     algorithm = "fednova"
 

@@ -10,7 +10,7 @@ from fl_strategies.core.oracle import Oracle, Step
 
 
 class FedProxClient(FederatedClient):
-    """Uploads its model, trained near the one received; keeps nothing."""
+    """Uploads the model that it trained near the received one; keeps nothing."""
 
     algorithm = "fedprox"
 

@@ -27,7 +27,7 @@ class MOONClient(FederatedClient):
     """
 
     algorithm = "moon"
-    stacks = False  # its loss differs from client to client and looks into the model
+    stacks = False  # its loss differs from client to client and needs the model's features
     state_type = moon.State
 
     def first_state(self, theta: Tensor, config: Config) -> moon.State:
@@ -106,5 +106,5 @@ def statistics(module: nn.Module) -> list[Tensor]:
 def warn_once() -> None:
     """Warn that MOON equals FedAvg with this model."""
     logging.getLogger("flwr").warning(
-        "the model's features do not depend on its parameters: moon is fedavg with it"
+        "the model's features do not depend on its parameters: with it MOON is FedAvg"
     )

@@ -7,6 +7,11 @@ p_i     weight of client i: its number of training samples, or 1 ("uniform")
 
 Clients keep nothing.
 
+Facts. With one gradient step on the full batch this is FedSGD. With more local steps, on
+heterogeneous data, clients drift towards their own minimisers, and the model stops beside the
+minimiser of the mean loss. With "uniform" weights the mean loss counts each client once, else each
+sample. Nothing deviates from the paper.
+
 Reference: McMahan, Moore, Ramage, Hampson, Aguera y Arcas, "Communication-Efficient Learning of
 Deep Networks from Decentralized Data", AISTATS 2017, Algorithm 1.
 """

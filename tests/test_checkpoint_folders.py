@@ -123,7 +123,7 @@ def test_a_file_system_without_locks_is_worked_on_with_a_warning(
 
     monkeypatch.setattr("fcntl.flock", no_locks)
     run(strategy(FEDADMM, tmp_path), tmp_path, 2)
-    assert "cannot be locked (no locks available): see to it yourself" in caplog.text
+    assert "cannot be locked (no locks available): make sure" in caplog.text
 
 
 # ---- what else may lie there -------------------------------------------------------------------

@@ -96,7 +96,7 @@ def test_algorithms_and_solvers_that_are_not_stacked_are_run_one_by_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     problems = classified(smooth())
-    assert_the_same_bits(ROWS["moon"], problems, "moon's loss looks into the model", caplog)
+    assert_the_same_bits(ROWS["moon"], problems, "moon's loss needs the model's features", caplog)
     lbfgs = {"solver": "lbfgs", "epochs": 1}
     assert_the_same_bits(
         ROWS["fedavg"], problems, "'lbfgs' does not run on stacks", caplog, **lbfgs

@@ -161,7 +161,7 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], None], str, set[int]]] = {
     ),
     "a record that is not there": (
         lambda r: r["hosted"].update({"more": [1]}),
-        r"it speaks of \['more'\], which it does not have",
+        r"it names \['more'\], which it does not have",
         {0, 1, 2},
     ),
     "reasons without clients": (

@@ -96,7 +96,7 @@ def test_a_bound_on_the_norm_counts_a_tied_weight_once(name: str) -> None:
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        (Frozen, "keeps ['tail'] at home"),
+        (Frozen, "does not send ['tail']"),
         (Tied, "has the tied parameters [('head', 'again')]"),
     ],
 )

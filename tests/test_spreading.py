@@ -131,4 +131,4 @@ def test_a_host_that_says_nonsense_of_its_samples_is_taken_without(
     one = FedADMM(shared_population=2)
     assert one.nodes.connected(grid).keys() == {0, 1}
     assert one.nodes.samples == {}
-    assert "says nothing usable of its clients' samples" in caplog.text
+    assert "gives no usable numbers of its clients' samples" in caplog.text

@@ -1,4 +1,4 @@
-"""Which clients are trained as a stack. A committed table decides, never a timing of the moment.
+"""Which clients are trained as a stack. A committed table decides, never a timing of the run.
 
 ``cohort.json`` says how many times faster a stack was than clients trained one by one. Its rows
 name the kind of device, the kind of model, the number d of parameters and the number of clients;

@@ -215,8 +215,8 @@ class FlatModel:
             raise ValueError(
                 f"{algorithm} takes {expected} arrays for {parts}; {len(arrays)} were"
                 f" received. The client's model does not train {list(self.buffers[:3])}, has"
-                f" the tied parameters {list(self.layout.ties[:3])} and keeps {self.at_home[:3]} at"
-                " home: did the strategy get `**model.layout_options`, and"
+                f" the tied parameters {list(self.layout.ties[:3])} and does not send"
+                f" {self.at_home[:3]}: did the strategy get `**model.layout_options`, and"
                 " ArrayRecord(model.state_dict()) to begin with?"
             )
         further, vectors = iter(arrays[own:]), {}

@@ -133,7 +133,7 @@ class FolderLock:
             ) from None
         except OSError as error:  # some file systems have no locks
             logging.getLogger("flwr").warning(
-                "%s cannot be locked (%s): see to it yourself that no second run writes there",
+                "%s cannot be locked (%s): make sure that no second run writes there",
                 self.folder,
                 error,
             )

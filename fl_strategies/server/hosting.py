@@ -169,7 +169,7 @@ def unpack_reply(content: RecordDict, *, folds: bool = False) -> dict[int, Conte
         numbers = rows_of(_tables(METRICS, named, content.metric_records))
         words = rows_of(_tables(CONFIG, named, content.config_records))
         if named:
-            raise ValueError(f"it speaks of {sorted(named)[:5]}, which it does not have")
+            raise ValueError(f"it names {sorted(named)[:5]}, which it does not have")
         slices = {} if folded else _slices(stacked, content.array_records)
         fold = _fold(folded, content.array_records) if folded else None
         if folds and (stacked or ({*numbers} - {*folded})):

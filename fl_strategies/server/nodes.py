@@ -222,7 +222,7 @@ class Nodes:
         if not samples:
             return
         if len(samples) != len(clients) or not all(map(_natural, samples)):
-            log(WARNING, "node %d says nothing usable of its clients' samples", node)
+            log(WARNING, "node %d gives no usable numbers of its clients' samples", node)
             return
         for client, count in zip(clients, samples, strict=True):
             self.samples.setdefault(client, count)
