@@ -15,11 +15,11 @@ def main() -> None:
         description=apps.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("kind", choices=apps.KINDS)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("kind", choices=apps.KINDS, help="one of the above")
+    parser.add_argument("folder", type=Path, help="where the app is written; must not exist")
     given = parser.parse_args()
     if given.folder.exists():
-        parser.error(f"{given.folder} exists")
+        parser.error(f"{given.folder} exists already")
     apps.write(given.kind, given.folder)
     print(
         f"{given.folder} holds the app. Where fl-strategies and flwr[simulation] are installed:\n"

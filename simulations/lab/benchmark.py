@@ -343,7 +343,7 @@ BENCHMARKS: dict[str, Callable[[Path], list[list[str]]]] = {
 def main() -> None:
     """Run one benchmark from the command line and print its table."""
     parser = Command("benchmark", __doc__)
-    parser.add_argument("benchmark", choices=BENCHMARKS, help="what is measured")
+    parser.add_argument("benchmark", choices=BENCHMARKS, help="the benchmark")
     args = parser.read()
     logging.getLogger("flwr").setLevel(logging.ERROR)
     benchmark = BENCHMARKS[args.benchmark]

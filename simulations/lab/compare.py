@@ -279,53 +279,56 @@ def main(
 ) -> list[dict[str, Any]]:
     """Compare from the command line; ``parser`` may be that of another command."""
     parser = parser or Command("compare", __doc__)
-    parser.add_argument("--algorithms", required=True, help=f"of {','.join(sorted(STRATEGIES))}")
+    known = ", ".join(sorted(STRATEGIES))
+    parser.add_argument("--algorithms", required=True, help=f"names with commas, of {known}")
     parser.add_argument("--output", required=True, type=Path, help="folder for the results")
     parser.add_argument(
         "--engine",
         choices=ENGINES,
         default="in-process",
-        help="what runs them (in-process)",
+        help="one process (default), or Flower's simulation on Ray",
     )
-    parser.add_argument("--workers", type=int, default=2, help="worker processes of Ray")
+    parser.add_argument("--workers", type=int, default=2, help="worker processes of Ray (2)")
     parser.add_argument(
-        "--jobs", type=int, default=1, help="runs at a time, one thread each (in-process)"
+        "--jobs", type=int, default=1, help="in-process: runs at a time, one thread each (1)"
     )
     parser.add_argument(
-        "--seeds", type=_numbers(int), default=[], metavar="N,N,...", help="in place of --seed"
+        "--seeds", type=_numbers(int), default=[], metavar="N,N,...", help="instead of --seed"
     )
     parser.add_argument(
         "--tune-lr",
         type=_numbers(float),
         default=[],
         metavar="LR,LR,...",
-        help="choose each algorithm's learning rate from these",
+        help="choose each algorithm's learning rate from these, on held-out training samples",
     )
     parser.add_argument(
         "--tune-share",
         type=float,
         default=0.2,
-        help="share of each client's training samples held out for that (default 0.2)",
+        help="share of each client's training samples held out for --tune-lr (0.2)",
     )
     parser.add_argument(
         "--param",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="hyperparameter of an algorithm",
+        help="a hyperparameter: rho=0.1, or fedadmm.rho=0.1; may be repeated",
     )
     parser.add_argument(
         "--verbose", action="store_true", help="show Flower's log, and the traceback of an error"
     )
-    parser.add_argument("--quiet", action="store_true", help="no line for each round")
+    parser.add_argument("--quiet", action="store_true", help="print no line for each round")
     for key in fields(RunConfig):
         if key.name in ("algorithm", "params", "output"):
             continue
         flag, default = "--" + key.name.replace("_", "-"), getattr(RunConfig, key.name)
+        about = key.metadata["about"]
         if isinstance(default, bool):
-            parser.add_argument(flag, action="store_true", default=None, help=key.metadata["about"])
+            parser.add_argument(flag, action="store_true", default=None, help=about)
         else:
-            parser.add_argument(flag, type=type(default), help=key.metadata["about"])
+            shown = "" if default in ("", -1) else f" ({default})"
+            parser.add_argument(flag, type=type(default), help=about + shown)
     args = parser.read(arguments)
     given = {
         key.name.replace("_", "-"): getattr(args, key.name)

@@ -145,10 +145,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     default = Path.home() / "fl-strategies-results" / name
     parser = Command("deployment", __doc__)
     parser.add_argument("--output", type=Path, default=default, help=f"default: {default}")
-    parser.add_argument("--supernodes", type=int, default=3, help="SuperNodes, one client each")
-    parser.add_argument("--rounds", type=int, default=3, help="communication rounds")
+    parser.add_argument("--supernodes", type=int, default=3, help="SuperNodes, one client each (3)")
+    parser.add_argument("--rounds", type=int, default=3, help="communication rounds (3)")
     parser.add_argument("--algorithm", default="fedadmm", help=f"of {','.join(sorted(STRATEGIES))}")
-    parser.add_argument("--quiet", action="store_true", help="no line for each round")
+    parser.add_argument("--quiet", action="store_true", help="print no line for each round")
     args = parser.read(arguments)
     folder: Path = args.output.expanduser().absolute()
     with parser.explained():

@@ -208,12 +208,12 @@ TABLES: dict[str, Callable[[list[Cell], Path], str]] = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a study from the command line."""
     parser = Command("reproduce", __doc__)
-    parser.add_argument("study", choices=sorted([*STUDIES, *BOARD]), help="what is run")
+    parser.add_argument("study", choices=sorted([*STUDIES, *BOARD]), help="the study")
     parser.add_argument("--output", type=Path, required=True, help="folder for the results")
-    parser.add_argument("--jobs", type=int, default=1, help="cells at a time, one thread each")
-    parser.add_argument("--only", default="", help="cells whose name has this text")
-    parser.add_argument("--quiet", action="store_true", help="no line for each round")
-    parser.add_argument("--quick", action="store_true", help="the board, shrunk: whether it runs")
+    parser.add_argument("--jobs", type=int, default=1, help="cells at a time, one thread each (1)")
+    parser.add_argument("--only", default="", help="run only cells with this in their name")
+    parser.add_argument("--quiet", action="store_true", help="print no line for each round")
+    parser.add_argument("--quick", action="store_true", help="tiny runs of the board, to try it")
     args = parser.read(arguments)
     folder: Path = args.output.expanduser().absolute()
     logging.getLogger("flwr").setLevel(logging.ERROR)
