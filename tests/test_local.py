@@ -177,6 +177,13 @@ def test_a_name_like_no_other_gets_no_suggestion() -> None:
         FedBC(roh=1, zzz=2)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize("algorithm", STRATEGIES)
+def test_an_argument_without_a_name_is_refused_by_its_value(algorithm: str) -> None:
+    strategy: Any = STRATEGIES[algorithm]
+    with pytest.raises(TypeError, match=f"^{strategy.__name__} takes only named .*, got 0.3 "):
+        strategy(0.3, 2)
+
+
 def test_fedproxs_mu_has_flowers_name_as_well() -> None:
     assert FedProx(proximal_mu=0.3).request(1, 0)["proximal-mu"] == 0.3
     assert FedProx(proximal_mu={0: 0.3, 2: 0.1}).request(2, 0)["proximal-mu"] == 0.1

@@ -1,7 +1,7 @@
 """Small complete Flower Apps to begin with; ``python -m fl_strategies.apps`` writes one of them.
 
     python -m fl_strategies.apps problem my-app
-    flwr run my-app --stream
+    FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1 flwr run my-app --stream
 
 flower      Flower's own PyTorch quickstart, on scikit-learn's digits: the start of the others
 strategy    the same with a strategy of this package, and the app's own client

@@ -126,7 +126,8 @@ def option(*, default: Any, type_name: str, about: str) -> Any:
 class Declared:
     """Takes keyword arguments as declared in the class and its bases; ``__post_init__`` follows.
 
-    Raises ``ValueError`` for a value outside its range and ``TypeError`` for an unknown name.
+    Raises ``ValueError`` for a value outside its range, and ``TypeError`` for an unknown name or an
+    argument without a name.
     """
 
     declarations: ClassVar[Mapping[str, Hyperparameter]] = {}
@@ -149,7 +150,10 @@ class Declared:
             text = inspect.cleandoc(cls.__doc__ or "")
             cls.__doc__ = f"{text}\n\nParameters\n----------\n{entries}\n"
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, *unnamed: Any, **given: Any) -> None:
+        if unnamed:
+            name = type(self).__name__
+            raise TypeError(f"{name} takes only named arguments, got {unnamed[0]!r} without a name")
         if unknown := given.keys() - self.declarations.keys():
             raise TypeError(self.unknown_names(sorted(unknown)))
         for name, declaration in self.declarations.items():

@@ -53,6 +53,16 @@ class Command(argparse.ArgumentParser):
                 self.error(f"unknown option {unknown([name], self.options)}; --help lists all")
         return self.parse_args(words)
 
+    def format_help(self) -> str:
+        """Return the help, whose first line names only the arguments that must be given."""
+        needed = [action for action in self._actions if action.required]
+        words = [
+            " ".join([*action.option_strings[-1:], str(action.metavar or action.dest.upper())])
+            for action in needed
+        ]
+        self.usage = " ".join([self.prog, *words, "[OPTION ...]"])
+        return super().format_help()
+
     def typed(self, arguments: Sequence[str] | None = None) -> str:
         """Return the command as a shell takes it, with ``arguments`` or those of this process."""
         words = sys.argv[1:] if arguments is None else arguments

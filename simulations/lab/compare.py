@@ -280,8 +280,10 @@ def main(
     """Compare from the command line; ``parser`` may be that of another command."""
     parser = parser or Command("compare", __doc__)
     known = ", ".join(sorted(STRATEGIES))
-    parser.add_argument("--algorithms", required=True, help=f"names with commas, of {known}")
-    parser.add_argument("--output", required=True, type=Path, help="folder for the results")
+    about = f"names with commas, of {known}"
+    parser.add_argument("--algorithms", required=True, metavar="NAME,NAME,...", help=about)
+    about = "folder for the results"
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help=about)
     parser.add_argument(
         "--engine",
         choices=ENGINES,
