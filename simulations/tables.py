@@ -175,9 +175,9 @@ def _shown(row: Row, name: str) -> str:
 
 RULE = (
     "Learning rates were tuned per algorithm on seed {seed} alone: {share:g} % of each client's"
-    " training samples were held out, and each rate was scored by the mean accuracy on all of these"
-    " over the last fifth of the rounds. The highest score wins, the smaller rate among equals."
-    " No test data were used; the runs compared train on all training samples."
+    " training samples were held out, and a rate's score is the mean accuracy on all held-out"
+    " samples over the last fifth of the rounds. The highest score wins; among equal scores the"
+    " smaller rate wins. No test data were used. The compared runs train on all training samples."
 )
 
 
@@ -198,10 +198,10 @@ def tuned(algorithm: str, scores: Mapping[float, float]) -> list[Row]:
     best = max(rates, key=lambda rate: scores[rate])  # the first of equals
     remark = ""
     if len(set(scores.values())) == 1:
-        remark = "all rates score alike"
+        remark = "all rates have the same score"
     elif best in (rates[0], rates[-1]):
-        end = "smallest" if best == rates[0] else "largest"
-        remark = f"the {end} of the grid: one beyond may be better"
+        end, beyond = ("smallest", "smaller") if best == rates[0] else ("largest", "larger")
+        remark = f"the {end} of the grid: a {beyond} rate may be better"
     return [
         {
             "algorithm": algorithm,

@@ -242,5 +242,5 @@ def test_the_shrunk_board_runs_is_written_and_resumes(
     assert f"reproduce {study} --quick --only {only}" in text
     capsys.readouterr()
     main(command)
-    assert "cells done" not in capsys.readouterr().out
+    assert "runs done" not in capsys.readouterr().out
     assert (tmp_path / "board.md").read_text() == text

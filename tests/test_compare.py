@@ -150,10 +150,14 @@ def test_panels_fill_their_lines(count: int) -> None:
         (
             {1.0: 0.5, 0.01: 0.9, 0.1: 0.7},
             0.01,
-            "the smallest of the grid: one beyond may be better",
+            "the smallest of the grid: a smaller rate may be better",
         ),
-        ({1.0: 0.8, 0.01: 0.2, 0.1: 0.7}, 1.0, "the largest of the grid: one beyond may be better"),
-        ({1.0: 0.5, 0.01: 0.5}, 0.01, "all rates score alike"),
+        (
+            {1.0: 0.8, 0.01: 0.2, 0.1: 0.7},
+            1.0,
+            "the largest of the grid: a larger rate may be better",
+        ),
+        ({1.0: 0.5, 0.01: 0.5}, 0.01, "all rates have the same score"),
     ],
 )
 def test_the_best_rate_is_chosen_the_smaller_of_equals_and_ends_of_the_grid_are_named(

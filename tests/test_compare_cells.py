@@ -47,12 +47,12 @@ def test_a_finished_cell_is_not_run_again_and_a_changed_or_interrupted_one_is(
     assert started == ["fedavg", "fedprox"]
     assert compare(tmp_path, line) == first
     assert started == ["fedavg", "fedprox"]
-    assert "2 of 2 cells were finished before" in capsys.readouterr().out
+    assert "2 of 2 runs were finished before" in capsys.readouterr().out
 
     compare(tmp_path, f"{line} --param mu=0.5")
     assert started[2:] == ["fedprox"]
     out = capsys.readouterr().out
-    assert "fedprox is run anew, its settings have changed: mu was " in out
+    assert "fedprox is run anew because its settings have changed: mu was " in out
 
     summary = tmp_path / "fedavg/summary.json"
     summary.write_text(json.dumps(json.loads(summary.read_text()) | {"finished": False}))
@@ -108,7 +108,7 @@ def test_results_do_not_depend_on_the_number_of_jobs(
         assert one | {"seconds": 0} == two | {"seconds": 0}
     out = capfd.readouterr().out
     assert "fedbc-seed2 round 2/2" in out
-    assert "3 of 4 cells done, about " in out
+    assert "3 of 4 runs done, about " in out
 
 
 def boom() -> None:
@@ -124,7 +124,7 @@ def test_a_cell_that_fails_leaves_the_others_and_is_named(
     ]
     ran: list[str] = []
     with pytest.raises(
-        RuntimeError, match=r"1 of 2 cells failed: bad \(OSError: no space left\)"
+        RuntimeError, match=r"1 of 2 runs failed: bad \(OSError: no space left\)"
     ) as caught:
         run_cells({configs[0]: boom, configs[1]: lambda: ran.append("good")})
     assert isinstance(caught.value.__cause__, OSError)
@@ -140,8 +140,8 @@ def test_a_comparison_whose_runs_all_fail_says_why(
         compare(tmp_path, "--algorithms fedavg --seeds 1,2")
     assert stop.value.code == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "error: 2 of 2 cells failed: fedavg-seed1 (OSError: no space left), fed" in line
-    with pytest.raises(RuntimeError, match="2 of 2 cells failed") as error:
+    assert "error: 2 of 2 runs failed: fedavg-seed1 (OSError: no space left), fed" in line
+    with pytest.raises(RuntimeError, match="2 of 2 runs failed") as error:
         compare(tmp_path, "--algorithms fedavg --seeds 1,2 --verbose")
     assert isinstance(error.value.__cause__, OSError)
     assert (tmp_path / "table.md").read_text().startswith("No run has finished.")
@@ -243,7 +243,7 @@ def test_a_study_goes_on_from_its_folders(
     capsys.readouterr()
     reproduce.main(command)
     out = capsys.readouterr().out
-    assert "1 of 2 cells were finished before" in out
+    assert "1 of 2 runs were finished before" in out
     assert "lr0.2 round 2/2" in out
     assert (tmp_path / "lr0.1/summary.json").stat().st_mtime_ns == stamp
     assert out.rstrip().endswith((tmp_path / "table.md").read_text().rstrip())

@@ -215,7 +215,7 @@ def test_what_ended_a_run_is_what_is_told_of_it(
     assert stop.value.code == 1
     out, err = capsys.readouterr()
     (told,) = err.splitlines()
-    assert told.endswith("error: 1 of 1 cells failed: fedavg (Broken: out of GPU memory)")
+    assert told.endswith("error: 1 of 1 runs failed: fedavg (Broken: out of GPU memory)")
     assert "fedavg failed: Broken: out of GPU memory" in out
     assert "history.jsonl" not in out + err
     if saves:

@@ -168,7 +168,7 @@ def test_a_tuned_compare_shows_the_rounds_of_what_is_compared_and_quiet_none(
         lines = compared(folder, capsys, *options)
         assert len([line for line in lines if rounds.search(line)]) == 3 * runs
         assert lines[-1] == f"results: {folder}"
-        assert any("cells done" in line for line in lines)
+        assert any("runs done" in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -78,11 +78,11 @@ def run_cells(
         changes = _changes(config)
         if changes:
             name = Path(config.output).name
-            print(f"{name} is run anew, its settings have changed: {'; '.join(changes)}")
+            print(f"{name} is run anew because its settings have changed: {'; '.join(changes)}")
         if changes != []:
             todo[config.output] = run
     if len(todo) < len(cells):
-        print(f"{len(cells) - len(todo)} of {len(cells)} cells were finished before", flush=True)
+        print(f"{len(cells) - len(todo)} of {len(cells)} runs were finished before", flush=True)
     started = time.monotonic()
     failed: dict[str, BaseException] = {}
     with closing(_outcomes(todo, jobs)) as outcomes:
@@ -93,11 +93,11 @@ def run_cells(
                 print(f"{name} failed: {_told(error)}", flush=True)
             on_done()
             left = (time.monotonic() - started) / done * (len(todo) - done + later)
-            print(f"{done} of {len(todo) + later} cells done, about {left:.0f} s left", flush=True)
+            print(f"{done} of {len(todo) + later} runs done, about {left:.0f} s left", flush=True)
     if failed:
         names = ", ".join(f"{name} ({_told(error)})" for name, error in failed.items())
         first = next(iter(failed.values()))
-        raise RuntimeError(f"{len(failed)} of {len(cells)} cells failed: {names}") from first
+        raise RuntimeError(f"{len(failed)} of {len(cells)} runs failed: {names}") from first
 
 
 def _told(error: BaseException) -> str:
