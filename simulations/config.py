@@ -235,8 +235,8 @@ class RunConfig:
         params = parse_params(self.params)
         known = hyperparameters_of(self.algorithm)
         if wrong := sorted(params.keys() - set(known)):
-            said = unknown(wrong, known)
-            raise ValueError(f"{self.algorithm} has no hyperparameter {said}; it has {known}")
+            said = f"{unknown(wrong, known)}; it has {known or 'none'}"
+            raise ValueError(f"{self.algorithm} has no hyperparameter {said}")
         strategy = STRATEGIES[self.algorithm](
             fraction_train=self.fraction,
             fraction_evaluate=self.fraction_evaluate,

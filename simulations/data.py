@@ -111,7 +111,8 @@ def load(name: str, *, normalise: str = "own", **options: Any) -> Dataset:
         raise ValueError(f"normalise='authors' is for {', '.join(AUTHORS)} only, got {name!r}")
     known = _options(name)
     if wrong := sorted(options.keys() - set(known)):
-        raise ValueError(f"data set {name!r} has no option {unknown(wrong, known)}; it has {known}")
+        said = f"{unknown(wrong, known)}; it has {known or 'none'}"
+        raise ValueError(f"data set {name!r} has no option {said}")
     given = tuple(sorted(options.items()))
     if name in BUILT_IN:
         return _built_in(name, given)

@@ -115,7 +115,8 @@ def build(
         raise ValueError(f"model {name!r} takes {takes}; of text models are {', '.join(TEXT)}")
     known = getfullargspec(TEXT[name]).kwonlyargs if name in TEXT else []
     if wrong := sorted(options.keys() - set(known)):
-        raise ValueError(f"model {name!r} has no option {unknown(wrong, known)}; it has {known}")
+        said = f"{unknown(wrong, known)}; it has {known or 'none'}"
+        raise ValueError(f"model {name!r} has no option {said}")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs as well
         if vocabulary is not None:

@@ -65,7 +65,7 @@ def partition(
     known = getfullargspec(KINDS[kind]).kwonlyargs
     if wrong := sorted(options.keys() - set(known)):
         raise ValueError(
-            f"partition {kind!r} has no option {unknown(wrong, known)}; it has {known}"
+            f"partition {kind!r} has no option {unknown(wrong, known)}; it has {known or 'none'}"
         )
     if not 1 <= clients <= len(labels):
         raise ValueError(f"clients must be from 1 to {len(labels)} (samples), got {clients}")

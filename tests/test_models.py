@@ -235,7 +235,7 @@ def test_unknown_models_are_refused_with_the_known_ones() -> None:
 
 
 def test_models_refuse_options_that_they_do_not_have() -> None:
-    with pytest.raises(ValueError, match=r"model 'cnn1' has no option 'hidden'; it has \[\]"):
+    with pytest.raises(ValueError, match=r"model 'cnn1' has no option 'hidden'; it has none"):
         build("cnn1", MNIST, 10, seed=1, hidden=3)
     with pytest.raises(ValueError, match=r"no option 'hub'; it has \['source', 'pretrained'\]"):
         build("distilbert", (12,), 10, seed=1, vocabulary=9, hub="x")

@@ -222,7 +222,7 @@ class LocalTraining:
         free = [name for name in options if name not in ("lr", *HANDED_ON, *OFFERED)]
         if wrong := sorted(params.keys() - set(free)):
             raise ValueError(
-                f"solver {solver!r} has no option {unknown(wrong, free)}; it has {free}"
+                f"solver {solver!r} has no option {unknown(wrong, free)}; it has {free or 'none'}"
             )
         if named in OURS:
             OURS[named](lr=self.rate, **params)
