@@ -30,7 +30,7 @@ its sum as it is. So m is in no formula. With all clients in every round this is
 rho. By (3) the dual variable of a client that is never absent is FedDyn's. A client that was used
 in the last round that is not void receives theta alone; any other client receives d numbers more. A
 client that lost its state begins anew with 0 in the place of the y_j that it had kept, while V
-stays. The mean of all y is then off V by y_j/m for good, so ``lost_state`` is "warn" by default.
+stays. The mean of all y is then off V by y_j/m forever, so ``lost_state`` is "warn" by default.
 
 Clients upload w_i - theta, which server and client both book.
 

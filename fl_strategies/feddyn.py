@@ -18,7 +18,7 @@ m       clients ever connected, departed ones included, or ``num_clients`` if th
 Facts. h = -(1/m) sum_i y_i after every round that is not void, whoever takes part, joins late or
 loses a reply: the server keeps Y = sum_i y_i, and h = -Y/m, so that a growing m rescales it. With
 all clients in every round this is FedADMM with rho = alpha, eta = 1 and ``local_start="global"``.
-A client that lost its state begins anew with y_i = 0 while its last y_i stays in Y for good, so
+A client that lost its state begins anew with y_i = 0 while its last y_i stays in Y forever, so
 ``lost_state`` is "warn" by default.
 
 Clients upload w_i - theta, which server and client both book.

@@ -15,11 +15,11 @@ a_i     "normalizer", reported by the client: of plain steps tau_i; with momentu
 mu      pull of local steps towards theta, as in FedProx, >= 0
 
 Clients keep nothing. With equal a_i (3) is FedAvg by samples. Where they differ, and as lr -> 0,
-theta comes to the minimiser of the mean loss by samples, which FedAvg does not.
+theta converges to the minimiser of the mean loss by samples, which FedAvg does not.
 
 (2) is known for ``sgd`` and ``gd`` alone; other solvers, extrapolation and a box are refused, and
 so is momentum together with a pull. ``clipping_norm`` also bounds the change of the global model,
-as an a that is made up would scale those of all clients.
+because a false a would scale the changes of all clients.
 
 Reference: Wang, Liu, Liang, Joshi, Poor, "Tackling the Objective Inconsistency Problem in
 Heterogeneous Federated Optimization", NeurIPS 2020, eq. 13 and Section 4.

@@ -306,7 +306,7 @@ class FedPD(FederatedStrategy):
     def exchanges_in(self, num_rounds: int) -> int:
         """Return how many of the run's algorithm rounds end with communication.
 
-        They are ``num_rounds``, and those that earlier runs were asked for and did not come to.
+        The run has ``num_rounds``, and those that earlier runs were asked for and did not run.
         """
         state = self.state or self.first_state(self.theta)
         rounds = range(state.first, state.before + num_rounds)

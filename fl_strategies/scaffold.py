@@ -20,7 +20,7 @@ Facts. The server keeps S_c = sum_i c_i, and c = S_c/m: c is the mean of the c_i
 when clients join later (their c_i is 0), and when replies are lost, because a client whose reply
 was not used takes its c_i+ back. A first round is FedAvg's with uniform weights. Full batches,
 K = 1 and all clients in S give gradient descent. If a client leaves, or loses its state and begins
-anew with c_i = 0, its last c_i stays in S_c for good: the model stops where sum_j f_j(w) +
+anew with c_i = 0, its last c_i stays in S_c forever: the model stops where sum_j f_j(w) +
 <c_i, w> is least. If the client left, the sum is over the others, and the model stops at the
 optimum if the client left there. If the client lost its state at the optimum, f_i counts twice from
 then on: four clients of quadratics with eigenvalues in [0.4, 2.5], which start 3.8 off, stop 1.1

@@ -17,7 +17,7 @@ and at the server K_z times, over ALL devices (with the last x_i of those that w
 
 x_i, x_prev  device's model [d] and the iterate before it, kept by the device between rounds, so
              that its momentum continues; X = [-box, box]^d
-z            global model [d]; a point where (2)-(5) rest is a stationary point of (1)
+z            global model [d]; a fixed point of (2)-(5) is a stationary point of (1)
 K            local epochs (``local={"epochs": 5, "random-epochs": True}``, the paper's experiments),
              or mini-batches (``{"steps": 5, "random-steps": True}``, its Algorithm 1)
 eta_x        ``lr``; (2)-(3) are the step of the solver ``sgd`` or ``gd``. Another solver takes its

@@ -147,7 +147,7 @@ def _outcomes(
                 error = future.exception()
                 if isinstance(error, BrokenProcessPool):
                     raise RuntimeError(
-                        f"a process was killed (for want of memory?); jobs was {jobs}"
+                        f"a process was killed (out of memory?); jobs was {jobs}"
                     ) from error
                 yield running.pop(future), error
                 running |= {pool.submit(run): key for key, run in islice(waiting, 1)}
