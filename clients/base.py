@@ -16,6 +16,7 @@ from clients.keeping import Keeper, Kept, State
 from clients.learning.objective import Objective
 from clients.learning.oracle import ClientOracle
 from clients.learning.replay import kept_generators, seed_generators
+from clients.learning.stack import obstacle
 from clients.node.state import Store
 from clients.request import Arrays, Config, Received, generator, round_of, weight_in_secret
 from fl_strategies import STRATEGIES
@@ -78,8 +79,6 @@ class FederatedClient(NumPyClient):
     algorithm: ClassVar[str]
     state_type: ClassVar[type | None] = None
     """The named tuple that the client keeps, if any."""
-    stacks: ClassVar[bool] = True
-    """Whether ``step`` also works on a stack of clients (``clients.cohort``)."""
     beside: ClassVar[tuple[str, ...]] = ()
     """Names of the vectors [d] that travel beside the model; the strategy's are the same."""
 
@@ -125,6 +124,14 @@ class FederatedClient(NumPyClient):
     def most_steps(self, config: Config) -> float:
         """Return the most local steps, each one gradient on a mini-batch, that a round may take."""
         return self.problem.most_steps(self.training.updated(config))
+
+    def obstacle(self) -> str:
+        """Return why ``step`` cannot run on a stack (``clients.cohort``), "" if it can."""
+        return obstacle(self.problem)
+
+    def stacked_bytes(self) -> int:
+        """Return the bytes that a stack needs for the client beside vectors and a mini-batch."""
+        return 0
 
     def own_model(self, state: State) -> Tensor | None:
         """Return the personalized model [d], if the algorithm keeps one."""

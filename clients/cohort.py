@@ -31,7 +31,7 @@ from clients.learning.cohort import CohortOracle
 from clients.learning.plans import batch_size, column
 from clients.learning.problem import Problem
 from clients.learning.room import client_bytes
-from clients.learning.stack import activations, obstacle
+from clients.learning.stack import activations
 from clients.learning.stacked import STACKED
 from clients.request import Arrays, Config, Received
 from fl_strategies.core.local import LocalTraining
@@ -124,7 +124,7 @@ def _kind(client: FederatedClient, config: Config) -> Any:
     """Return what the clients of one stack share; None for a client that is trained alone."""
     problem = client.problem
     training, rounds = client.training.updated(config), tuple(client.rounds(config))
-    if why := _obstacle(client, problem, training):
+    if why := _obstacle(client, training):
         say_once(f"clients are trained one by one: {why}")
         return None
     words = tuple((n, v) for n, v in config.items() if n not in OWN and isinstance(v, str | bool))
@@ -135,14 +135,12 @@ def _kind(client: FederatedClient, config: Config) -> Any:
     )  # fmt: skip
 
 
-def _obstacle(client: FederatedClient, problem: Any, training: LocalTraining) -> str:
+def _obstacle(client: FederatedClient, training: LocalTraining) -> str:
     if CLIENTS.get(client.algorithm) is not type(client):
         return f"{type(client).__name__} is not one of the algorithms that were tried on stacks"
-    if not client.stacks:
-        return f"{client.algorithm}'s loss needs the model's features"
     if training.solver not in STACKED:
         return f"the solver {training.solver!r} does not run on stacks"
-    return obstacle(problem)
+    return client.obstacle()
 
 
 @functools.cache
@@ -168,7 +166,8 @@ def _grouped(
     order = order[alone:]
     while order:
         size = min(batch_size(training) or sizes[order[0]], sizes[order[0]])
-        count = max(1, min(most, memory // sum(client_bytes(problem, int(size)))))
+        each = sum(client_bytes(problem, int(size))) + members[order[0]][0].stacked_bytes()
+        count = max(1, min(most, memory // each))
         numbers, order = order[:count], order[count:]
         some = [members[number] for number in numbers]
         outcomes |= zip(numbers, _stacked(some, parameters, memory), strict=True)

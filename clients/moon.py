@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import logging
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from clients.base import FederatedClient
+from clients.learning.cohort import CohortOracle
+from clients.learning.contrasts import Contrasts, warn_once
+from clients.learning.model import FlatModel
 from clients.learning.objective import Objective
 from clients.learning.oracle import ClientOracle
 from clients.learning.problem import Problem
 from clients.learning.replay import without_trace
+from clients.learning.stack import Stack, Variant, obstacle
 from clients.request import Config, Received, value_of
 from fl_strategies import fedavg, moon
 from fl_strategies.core.oracle import Step
@@ -27,11 +28,10 @@ class MOONClient(FederatedClient):
     """
 
     algorithm = "moon"
-    stacks = False  # its loss differs from client to client and needs the model's features
     state_type = moon.State
 
     def first_state(self, theta: Tensor, config: Config) -> moon.State:
-        return moon.State(theta, self._statistics())
+        return moon.State(theta, statistics_of(self.problem.model))
 
     def contrast(self, state: moon.State, theta: Tensor, config: Config) -> Contrast:
         """Return (3), with the features of the two fixed models; the model stays as it was."""
@@ -49,16 +49,31 @@ class MOONClient(FederatedClient):
         return Contrast(self.problem, q, mu=value_of(config, "mu"))
 
     def step(
-        self, state: moon.State, received: Received, oracle: ClientOracle, config: Config
+        self,
+        state: moon.State,
+        received: Received,
+        oracle: ClientOracle | CohortOracle,
+        config: Config,
     ) -> Step:
-        objective = self.contrast(state, received.theta, config)
-        made = fedavg.client_rule(received.theta, oracle.on(objective))
-        return made._replace(state=moon.State(made.upload, self._statistics()))
+        theta = received.theta
+        if isinstance(oracle, CohortOracle):
+            stack = contrasts(oracle.stack, state, theta, config)
+            made = fedavg.client_rule(theta, oracle.on(stack))
+        else:
+            made = fedavg.client_rule(theta, oracle.on(self.contrast(state, theta, config)))
+        kept = statistics_of(self.problem.model).expand(*theta.shape[:-1], -1)
+        return made._replace(state=moon.State(made.upload, kept))
 
-    def _statistics(self) -> Tensor:
-        model = self.problem.model
-        pieces = [buffer.reshape(-1).to(model.vector) for buffer in statistics(model.module)]
-        return torch.cat([model.vector[:0], *pieces])
+    def obstacle(self) -> str:
+        return obstacle(self.problem, CONTRASTED)
+
+    def stacked_bytes(self) -> int:
+        """Return the bytes of q, and of the features of which it is made."""
+        inputs, targets = (part[:1] for part in self.problem.whole)
+        self.problem.model.module.eval()
+        with torch.no_grad():
+            _, z = self.problem.model.with_features(self.problem.forward, inputs, targets)
+        return 3 * len(self.problem) * z.numel() * z.element_size()
 
 
 class Contrast(Problem):
@@ -102,9 +117,35 @@ def statistics(module: nn.Module) -> list[Tensor]:
     return [buffer for buffer in module.buffers() if buffer.is_floating_point()]
 
 
-@functools.cache
-def warn_once() -> None:
-    """Warn that MOON equals FedAvg with this model."""
-    logging.getLogger("flwr").warning(
-        "the model's features do not depend on its parameters: with it MOON is FedAvg"
-    )
+def statistics_of(model: FlatModel) -> Tensor:
+    """Return the module's floating-point buffers as one vector [b]."""
+    pieces = [buffer.reshape(-1).to(model.vector) for buffer in statistics(model.module)]
+    return torch.cat([model.vector[:0], *pieces])
+
+
+# ---- stacks of clients --------------------------------------------------------------------------
+
+
+def contrasts(stack: Stack, state: moon.State, theta: Tensor, config: Config) -> Contrasts:
+    """Return (3) for a stack; the state and ``theta`` [clients, d] have a row for each client."""
+    made = Contrasts(stack, mu=value_of(config, "mu"))
+    made.turn(state, theta, tau=value_of(config, "tau"))
+    return made
+
+
+TRIAL: Config = {"mu": 1.0, "tau": 1.0}
+
+
+def _tried_alone(problem: Problem) -> Contrast:
+    theta = problem.model.vector.clone()
+    state = moon.State(theta.flip(0), statistics_of(problem.model))  # any other model
+    return MOONClient(problem, client_id=0).contrast(state, theta, TRIAL)
+
+
+def _tried_at_once(stack: Stack) -> Contrasts:
+    theta, kept = stack.model.vector, statistics_of(stack.model)
+    theta, w, kept = (v.expand(len(stack), -1) for v in (theta, theta.flip(0), kept))
+    return contrasts(stack, moon.State(w, kept), theta, TRIAL)
+
+
+CONTRASTED = Variant(_tried_alone, _tried_at_once)

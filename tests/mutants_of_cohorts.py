@@ -9,6 +9,8 @@ PATH = (
     " -x -k 'not every_algorithm and not every_solver'"
 )
 
+MOON = "tests/test_moon_stacks.py -x"
+
 COHORTS = [
     *of(
         "clients/learning/stacked.py",
@@ -59,14 +61,44 @@ COHORTS = [
         },
     ),
     *of(
+        "clients/learning/contrasts.py",
+        MOON,
+        {
+            "np.repeat(self._starts - starts, self.sizes)": "np.repeat(starts, self.sizes)",
+            "self._rows, self._starts = None, starts": "self._rows = None",
+            "self.model.views(theta[at]), NONE": "self.model.views(theta[at * 0]), NONE",
+            "self._own(statistics))": "NONE)",
+            "tau[at] if isinstance": "tau[at * 0] if isinstance",
+            "(self.model.views(w),": "(self.model.views(theta[at]),",
+            "[torch.from_numpy(owners).to(like.device), 0]": "[0, 0] + 0 * self._row_at",
+            "losses - mu * logsigmoid(-moon": "losses - mu * logsigmoid(moon",
+            "self._q.index_select(0, samples.reshape(-1))": (
+                "self._q.index_select(0, self._row_at.take(samples.reshape(-1)))"
+            ),
+        },
+    ),
+    *of("clients/cohort.py", MOON, {"+ members[order[0]][0].stacked_bytes()": ""}),
+    *of(
+        "clients/learning/layers.py",
+        MOON,
+        {"features = inputs if place == places[-1]": "features = inputs if place == places[0]"},
+    ),
+    *of(
+        "clients/moon.py",
+        MOON,
+        {
+            "return obstacle(self.problem, CONTRASTED)": "return obstacle(self.problem)",
+            "return 3 * len(self.problem)": "return len(self.problem)",
+        },
+    ),
+    *of(
         "clients/cohort.py",
         PATH,
         {
             "member[0].check(member[1])": "pass",
             "order = order[alone:]": "pass",
-            "min(most, memory // sum(client_bytes(problem, int(size))))": "most",
+            "min(most, memory // each)": "most",
             "if CLIENTS.get(client.algorithm) is not type(client):": "if False:",
-            "if not client.stacks:": "if False:",
         },
     ),
     *of(

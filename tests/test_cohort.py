@@ -31,16 +31,16 @@ from clients.learning import choice
 
 # ---- every algorithm ----------------------------------------------------------------------------
 
-stackable = pytest.mark.parametrize("row", [r for r in TABLE if r.name != "moon"], ids=str)
+every_row = pytest.mark.parametrize("row", TABLE, ids=str)
 
 
-@stackable
+@every_row
 @pytest.mark.parametrize("settings", [{}, {"solver": "sgd", "batch-size": 5, "epochs": 3}], ids=str)
 def test_every_algorithm_on_a_stack_is_the_algorithm(row: Row, settings: dict[str, Any]) -> None:
     assert_alike(row, classified(smooth()), local=local(**settings))
 
 
-@stackable
+@every_row
 def test_every_algorithm_in_single_precision(row: Row) -> None:
     problems = classified(smooth(torch.float32))
     assert_alike(row, problems, within=SINGLE, local=local(solver="sgd", **{"batch-size": 5}))
@@ -59,6 +59,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("fedbcd", {"gamma": [0.1, 0.2, 0.3, 0.4, 0.5]}),
     ("fedbcd-i", {"fraction_train": 0.4, "box": 1.5}),
     ("fednova", {"mu": 0.5}),
+    ("moon", {"mu": 5.0, "tau": 0.2, "fraction_train": 0.6}),
 ]
 
 
@@ -94,9 +95,10 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("name", ["fedadmm", "ditto"])
+@pytest.mark.parametrize("name", ["fedadmm", "ditto", "moon"])
 def test_every_solver_on_a_stack_is_the_solver(name: str, settings: dict[str, Any]) -> None:
-    """FedADMM's subproblem has a slope and a pull; Ditto solves twice from one stream."""
+    """FedADMM's subproblem has a slope and a pull; Ditto solves twice from one stream; MOON's loss
+    differs from client to client."""
     settings = {"solver": "sgd", "batch-size": 5, "epochs": 2} | settings
     assert_alike(ROWS[name], classified(smooth()), local=local(**settings))
 
@@ -122,7 +124,7 @@ def test_clients_have_tensors_in_common_or_their_own() -> None:
 
 def test_samples_beyond_a_chunk_go_through_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clients.learning.stack.CHUNK", 6)
-    for row, others in (("scaffold", {"option": "I"}), ("q-fedavg", {})):
+    for row, others in (("scaffold", {"option": "I"}), ("q-fedavg", {}), ("moon", {"mu": 5.0})):
         settings = local(solver="sgd", residual=0.0, **{"batch-size": 4})
         assert_alike(ROWS[row], classified(smooth()), local=settings, **others)
 
@@ -156,7 +158,7 @@ def penalty(w: Tensor) -> Tensor:
     return 0.05 * (w**2 / (1 + w**2)).sum()
 
 
-@pytest.mark.parametrize("name", ["fedavg", "per-fedavg", "q-fedavg", "scaffold"])
+@pytest.mark.parametrize("name", ["fedavg", "moon", "per-fedavg", "q-fedavg", "scaffold"])
 def test_a_penalty_is_each_clients(name: str) -> None:
     problems = classified(smooth(), penalty=penalty)
     assert_alike(ROWS[name], problems, local=local(solver="sgd", **{"batch-size": 5}))
@@ -194,7 +196,7 @@ MODELS: dict[str, tuple[Any, Sequence[int]]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("algorithm", ["fedadmm", "scaffold"])
+@pytest.mark.parametrize("algorithm", ["fedadmm", "moon", "scaffold"])
 def test_models_that_vmap_takes_are_stacked(name: str, algorithm: str) -> None:
     build, shape = MODELS[name]
     torch.manual_seed(4)

@@ -7,6 +7,7 @@ columns [clients, 1].
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -65,6 +66,12 @@ class CohortOracle:
         self.stack = Stack(problems, samples_at_once=samples_at_once)
         self._rngs, self._streams = rngs, streams
         self._draws: Iterator[Batches] | None = None
+
+    def on(self, stack: Stack) -> CohortOracle:
+        """Return a new oracle like this one for another stack; call it before the first use."""
+        other = copy.copy(self)
+        other.stack = stack
+        return other
 
     @property
     def steps(self) -> Any:

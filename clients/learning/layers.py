@@ -7,6 +7,7 @@ the forward passes are batched matrix products.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,40 +15,55 @@ from torch import Tensor, nn
 ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.Softplus, nn.ELU, nn.LeakyReLU)
 """Layers that act on every number separately."""
 
-Forward = Callable[[Sequence[Tensor], Tensor], Tensor]
+Forward = Callable[[Sequence[Tensor], Tensor], Any]
 """Outputs [clients, b, ...] for parameters [clients, ...] and inputs [clients, b, ...]."""
 
 
-def chain(module: nn.Module, parameters: Sequence[nn.Parameter]) -> Forward | None:
+def chain(
+    module: nn.Module, parameters: Sequence[nn.Parameter], heads: Sequence[nn.Module] = ()
+) -> Forward | None:
     """Return the forward pass of ``module`` for stacks of its ``parameters``, in their order.
 
     Returns None unless ``module`` is an ``nn.Sequential`` of ``nn.Flatten``, ``nn.Linear`` and
     elementwise layers, has no hooks, and has no other parameters. Samples are vectors, unless
     the module begins with ``nn.Flatten``.
+
+    With ``heads``, the pass returns the outputs and the features [clients, b, p], which are the
+    input of the last layer that is one of ``heads``. Returns None if no layer is.
     """
     if type(module) is not nn.Sequential or _hooked(module):
         return None
-    places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     steps: list[Callable[[Sequence[Tensor], Tensor], Tensor]] = []
     for layer in module:
-        if _hooked(layer) or not {id(p) for p in layer.parameters()} <= places.keys():
+        if _hooked(layer) or not {id(p) for p in layer.parameters()} <= numbers.keys():
             return None
         if type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1):
             steps.append(lambda given, x: x.flatten(2))
         elif type(layer) is nn.Linear:
-            bias = None if layer.bias is None else places[id(layer.bias)]
-            steps.append(_linear(places[id(layer.weight)], bias))
+            bias = None if layer.bias is None else numbers[id(layer.bias)]
+            steps.append(_linear(numbers[id(layer.weight)], bias))
         elif type(layer) in ELEMENTWISE:
             steps.append(_elementwise(layer))
         else:
             return None
+    places = [place for place, layer in enumerate(module) if layer in heads]
+    if heads and not places:
+        return None
 
     def forward(given: Sequence[Tensor], inputs: Tensor) -> Tensor:
         for step in steps:
             inputs = step(given, inputs)
         return inputs
 
-    return forward
+    def featured(given: Sequence[Tensor], inputs: Tensor) -> tuple[Tensor, Tensor]:
+        features = inputs
+        for place, step in enumerate(steps):
+            features = inputs if place == places[-1] else features
+            inputs = step(given, inputs)
+        return inputs, features.flatten(2)
+
+    return featured if heads else forward
 
 
 def _linear(weight: int, bias: int | None) -> Forward:

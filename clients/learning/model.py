@@ -67,6 +67,8 @@ class FlatModel:
     layout : fl_strategies.core.layout.Layout
         Names, shapes and types of the arrays that travel; which names are one tied parameter;
         digests of the frozen arrays.
+    heads : list of torch.nn.Module
+        Of these submodules, the one that a forward pass runs last gets the features.
     layout_options : dict
         The strategy's arguments ``buffers``, ``ties`` and ``frozen``:
         ``FedADMM(**model.layout_options)``.
@@ -92,7 +94,7 @@ class FlatModel:
         modules = dict(self.module.named_modules())
         if head is not None and head not in modules:
             raise ValueError(f"head must be one of the model's modules {[*modules]}, got {head!r}")
-        self._heads = [
+        self.heads = [
             submodule
             for name, submodule in modules.items()
             if name == head or (head is None and isinstance(submodule, nn.Linear))
@@ -255,7 +257,7 @@ class FlatModel:
         def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             seen.append(inputs[0])
 
-        hooks = [head.register_forward_pre_hook(note) for head in self._heads]
+        hooks = [head.register_forward_pre_hook(note) for head in self.heads]
         try:
             result = forward(x, y)
         finally:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
-from clients.learning.layers import chain
+from clients.learning.layers import Forward, chain
 from clients.learning.model import FlatModel
 from clients.learning.objective import CHUNK, Loss, Objective, called
 from clients.learning.problem import Problem, gathered
@@ -30,6 +31,7 @@ from clients.learning.solvers import precise
 from fl_strategies.core.reasons import of_exception
 
 Numbers = npt.NDArray[np.int64]
+NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class Batches(NamedTuple):
@@ -168,30 +170,45 @@ class Stack:
         self, leaves: Sequence[Tensor], batches: Batches, judged: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Return the mean losses [k], without penalty, and the numbers of right answers [k]."""
-        shape, flat = batches.samples.shape, batches.samples.reshape(-1)
-        inputs, targets = gathered(self._inputs, flat), self._targets.index_select(0, flat)
-        outputs = self._outputs(leaves, inputs.view(*shape, *inputs.shape[1:])).flatten(0, 1)
-        losses = (of_each(self._loss, outputs, targets).view(shape) * batches.weights).sum(1)
+        losses, outputs, targets = self._of_samples(leaves, batches.samples)
+        losses = (losses * batches.weights).sum(1)
         if not judged:
             return losses, None
-        right = (outputs.detach().argmax(1) == targets).view(*shape, -1)
+        right = (outputs.detach().argmax(1) == targets).view(*batches.samples.shape, -1)
         return losses, (right & (batches.weights > 0.0)[..., None]).sum((1, 2))
+
+    def _of_samples(
+        self, leaves: Sequence[Tensor], samples: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the losses [k, b] of samples [k, b], their outputs and targets [k b, ...]."""
+        inputs, targets = self._gathered(samples)
+        outputs = self._outputs(leaves, inputs).flatten(0, 1)
+        return of_each(self._loss, outputs, targets).view(samples.shape), outputs, targets
+
+    def _gathered(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the inputs [k, b, ...] and targets [k b, ...] in these rows [k, b]."""
+        flat = rows.reshape(-1)
+        inputs, targets = gathered(self._inputs, flat), self._targets.index_select(0, flat)
+        return inputs.view(*rows.shape, *inputs.shape[1:]), targets
 
     @functools.cached_property
     def _outputs(self) -> Callable[..., Tensor]:
         """The module's outputs [k, b, ...] for parameters [k, ...] and inputs [k, b, ...]."""
-        names, module = self.model.layout.trainable, self.model.module
-        of_vectors = self._inputs.dim() == 2 or isinstance(
-            next(module.children(), None), nn.Flatten
-        )
-        if of_vectors and (forward := chain(module, self.model.shared)):
-            return forward
+        return self._chained() or vmap(self._called)
 
-        def one(values: Sequence[Tensor], inputs: Tensor) -> Any:
-            parameters = dict(zip(names, values, strict=True))
-            return called(lambda x: functional_call(module, parameters, (x,)), inputs)
+    def _chained(self, heads: Sequence[nn.Module] = ()) -> Forward | None:
+        """Return :func:`.layers.chain` of the module and ``heads``, None where it cannot be."""
+        module = self.model.module
+        first = next(module.children(), None)
+        of_vectors = self._inputs.dim() == 2 or isinstance(first, nn.Flatten)
+        return chain(module, self.model.shared, heads) if of_vectors else None
 
-        return vmap(one)
+    def _called(
+        self, values: Sequence[Tensor], inputs: Tensor, buffers: Mapping[str, Tensor] = NONE
+    ) -> Any:
+        """Return the module's outputs for the parameters, and some of its buffers, of a client."""
+        given = dict(zip(self.model.layout.trainable, values, strict=True)) | dict(buffers)
+        return called(lambda x: functional_call(self.model.module, given, (x,)), inputs)
 
 
 def of_each(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -205,11 +222,24 @@ def of_each(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
 # ---- what can be stacked ------------------------------------------------------------------------
 
 _TRIED: weakref.WeakKeyDictionary[FlatModel, dict[Any, str]] = weakref.WeakKeyDictionary()
-"""Obstacles that were found: by model, then by loss and kind of inputs."""
+"""Obstacles that were found: by model, then by variant, loss and kind of inputs."""
 
 
-def obstacle(problem: Objective) -> str:
-    """Return why the problem's client must be trained alone, or "" if it can be stacked."""
+class Variant(NamedTuple):
+    """A loss that an algorithm makes of f, as a client alone has it and as a stack has it."""
+
+    alone: Callable[[Problem], Objective]
+    at_once: Callable[[Stack], Stack]
+
+
+PLAIN = Variant(lambda problem: problem, lambda stack: stack)
+
+
+def obstacle(problem: Objective, variant: Variant = PLAIN) -> str:
+    """Return why the problem's client must be trained alone, or "" if it can be stacked.
+
+    ``variant`` is the loss that the client's algorithm trains on.
+    """
     if type(problem) is not Problem:
         return f"a {type(problem).__name__} has no fixed samples or a loss of its own"
     model = problem.model
@@ -217,10 +247,11 @@ def obstacle(problem: Objective) -> str:
         return f"arrays are each client's own ({model.kept[0]})"
     if problem.autocast is not None:
         return f"it runs in {problem.autocast}"
-    key = (problem.loss, problem.inputs.shape[1:], problem.inputs.dtype, problem.targets.dtype)
+    like = problem.inputs.shape[1:], problem.inputs.dtype, problem.targets.dtype
+    key = (variant, problem.loss, *like)
     found = _TRIED.setdefault(model, {})
     if key not in found:
-        found[key] = _of_module(model.module) or _of_trial(problem)
+        found[key] = _of_module(model.module) or _of_trial(problem, variant)
     return found[key]
 
 
@@ -256,7 +287,7 @@ def _of_module(module: nn.Module) -> str:
     return ""
 
 
-def _of_trial(problem: Problem) -> str:
+def _of_trial(problem: Problem, variant: Variant) -> str:
     """Return why two stacked clients do not get the gradients of each alone, or "" if they do."""
     model, (inputs, targets) = problem.model, problem.whole
     other = next((i for i in range(1, len(targets)) if not targets[i].equal(targets[0])), 0)
@@ -267,19 +298,22 @@ def _of_trial(problem: Problem) -> str:
     before = model.vector.clone()
     w = torch.randn(len(before), generator=torch.Generator().manual_seed(1)).to(before) / 20
     with without_trace([before], model.module):
-        model.module.train()
         model.vector.copy_(w)
         try:
-            stack = Stack([problem, problem])
-            numbers = np.array([[0, 0], [0, 1]])
+            stack = variant.at_once(Stack([problem, problem]))
+            alone = variant.alone(problem)
+            model.vector.copy_(w)
+            model.module.train()
+            x, y = alone.whole
+            numbers = np.array([[0, 1], [0, 1]])  # the first client's batch is one sample, padded
             found, _ = stack.gradient(w.expand(2, -1), stack.batches(numbers, np.array([1, 2])))
             for mine, count in zip(found, (1, 2), strict=True):
-                problem.gradient(problem.inputs[:count], problem.targets[:count])
+                alone.gradient(x[:count], y[:count])
                 apart, size = mine - model.gradient, model.gradient.norm()
                 if not apart.norm() <= torch.finfo(mine.dtype).eps ** 0.5 * size:
                     return "its loss is no mean over samples, or a sample's depends on others"
         except Exception as error:
-            return f"torch.vmap does not take it: {of_exception(error)}"
+            return f"a trial stack fails: {of_exception(error)}"
         finally:
             model.vector.copy_(before)
     return ""

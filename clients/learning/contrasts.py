@@ -1,0 +1,118 @@
+"""MOON's loss for a stack of clients; the rule is in ``fl_strategies.moon``."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import vmap
+from torch.nn.functional import logsigmoid
+
+from clients.learning.stack import NONE, Stack, of_each
+from fl_strategies import moon
+
+
+class Contrasts(Stack):
+    """f_i + mu h_i of a stack's clients, by (3). :meth:`turn` sets the q of all their samples.
+
+    A sample's place says where its row of q is. The places of a client follow those of the client
+    before it. Mini-batches hold places. ``mu`` is a number or a column.
+    """
+
+    def __init__(self, stack: Stack, *, mu: Any) -> None:
+        vars(self).update(vars(stack))  # the same samples, which are not copied
+        like, ends = self.model.vector, np.cumsum(self.sizes)
+        starts = ends - self.sizes
+        if self._rows is None:
+            rows = np.repeat(self._starts - starts, self.sizes) + np.arange(ends[-1])
+            self._row_at = torch.from_numpy(rows).to(like.device)
+        else:
+            self._row_at = self._rows
+        self._rows, self._starts = None, starts
+        if isinstance(mu, Tensor):
+            owners = np.repeat(np.arange(len(self)), self.sizes)
+            mu = mu.to(like)[torch.from_numpy(owners).to(like.device), 0]
+        self._mu, self._q = mu, like.new_empty(len(self._row_at), 0)
+
+    @torch.no_grad()
+    def turn(self, state: moon.State, theta: Tensor, *, tau: Any) -> None:
+        """Set q, by (5). The state and ``theta`` hold a row for each client."""
+        self.model.module.eval()
+        # clients of similar sizes together: then less than half of a piece is padding
+        levels = np.frexp(self.sizes)[1]
+        for who in [np.flatnonzero(levels == level) for level in np.unique(levels)]:
+            at = torch.from_numpy(who).to(theta.device)
+            w, statistics = (vectors[at] for vectors in state)
+            fixed = [
+                (self.model.views(theta[at]), NONE),
+                (self.model.views(w), self._own(statistics)),
+            ]
+            each_tau = tau[at] if isinstance(tau, Tensor) else tau
+            for batches, _ in self.whole(who):
+                inputs, _ = self._gathered(self._row_at.take(batches.samples))
+                z = [self._featured(values, inputs, buffers)[1] for values, buffers in fixed]
+                q = moon.direction(*z, tau=each_tau).to(theta)
+                if not self._q.shape[1]:
+                    self._q = q.new_empty(len(self._q), q.shape[-1])
+                self._q[batches.samples] = q  # padding repeats a client's last sample
+
+    def _own(self, statistics: Tensor) -> dict[str, Tensor]:
+        """Return the clients' floating-point buffers [k, ...] of their ``statistics`` [k, b]."""
+        buffers = self.model.module.named_buffers()
+        own = {name: buffer for name, buffer in buffers if buffer.is_floating_point()}
+        pieces = torch.split(statistics, [buffer.numel() for buffer in own.values()], 1)
+        return {
+            name: piece.to(buffer.dtype).view(-1, *buffer.shape)
+            for (name, buffer), piece in zip(own.items(), pieces, strict=True)
+        }
+
+    def _of_samples(
+        self, leaves: Sequence[Tensor], samples: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        inputs, targets = self._gathered(self._row_at.take(samples))
+        outputs, z = self._featured(leaves, inputs)
+        if not z.requires_grad:
+            warn_once()
+        outputs = outputs.flatten(0, 1)
+        losses = of_each(self._loss, outputs, targets).view(samples.shape)
+        q = self._q.index_select(0, samples.reshape(-1)).view(*samples.shape, -1)
+        mu = self._mu.take(samples) if isinstance(self._mu, Tensor) else self._mu
+        return losses - mu * logsigmoid(-moon.excess(z, q)), outputs, targets
+
+    @functools.cached_property
+    def _featured(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        """Outputs [k, b, ...] and features [k, b, p] for parameters [k, ...], inputs [k, b, ...].
+
+        Buffers [k, ...] by name may take the place of the module's.
+        """
+        model = self.model
+        chained = self._chained(model.heads) if model.heads else None
+
+        def one(values: Sequence[Tensor], inputs: Tensor, buffers: Mapping[str, Tensor]) -> Any:
+            def forward(x: Tensor, _: Tensor) -> Any:
+                return self._called(values, x, buffers)
+
+            return model.with_features(forward, inputs, inputs)
+
+        def featured(
+            values: Sequence[Tensor], inputs: Tensor, buffers: Mapping[str, Tensor] = NONE
+        ) -> tuple[Tensor, Tensor]:
+            found: tuple[Tensor, Tensor] = (
+                chained(values, inputs) if chained else vmap(one)(values, inputs, dict(buffers))
+            )
+            return found
+
+        return featured
+
+
+@functools.cache
+def warn_once() -> None:
+    """Warn that MOON equals FedAvg with this model."""
+    logging.getLogger("flwr").warning(
+        "the model's features do not depend on its parameters: with it MOON is FedAvg"
+    )
