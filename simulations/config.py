@@ -103,6 +103,7 @@ class RunConfig:
     device: str = key("auto", "`auto`: `cuda` if there is one; `cpu`, `cuda`, `xpu`, `mps`")
     dtype: str = key("float32", "type of the model: `float32`, `float64`, `bfloat16`")
     autocast: str = key("", "lower precision of forward passes: `bfloat16`")
+    cuda_graph: bool = key(False, "experimental: a local step is one CUDA graph")
     output: str = key("", "results folder; empty: a new one under `~/fl-strategies-results`")
 
     @classmethod
@@ -269,7 +270,7 @@ class RunConfig:
         return torch.cuda.device_count() if device.type == "cuda" else 0
 
     def check_device(self) -> None:
-        """Raise ``ValueError`` if this process, which computes on the device, lacks it.
+        """Raise ``ValueError`` if this process, which computes on the device, cannot use it.
 
         A server without the device may still have clients that use it.
         """
@@ -278,6 +279,11 @@ class RunConfig:
                 f"device is {self.device!r}, which this process ({socket.gethostname()}) does not"
                 " see; Flower's simulation shows clients a GPU where"
                 " `client-resources-num-gpus` gives them a share of it"
+            )
+        if self.cuda_graph and self.torch_device.type != "cuda":
+            raise ValueError(
+                f"cuda-graph needs a CUDA device, and this process ({socket.gethostname()})"
+                f" computes on {self.torch_device.type}"
             )
 
 

@@ -34,6 +34,8 @@ from simulations import data, generated, models, partitions
 from simulations.config import RunConfig
 from simulations.population import hosted, worker_states
 
+CPU = torch.device("cpu")
+
 
 def compute_repeatably(device: torch.device) -> None:
     """Make torch's results repeatable in this process; on a CPU they always are.
@@ -141,8 +143,8 @@ def draw_partition(config: RunConfig, path: Path) -> None:
     partitions.draw([train for train, _ in parts(config)], dataset(config).y, path)
 
 
-def fresh_model(config: RunConfig, device: torch.device | None = None) -> FlatModel:
-    """Return the run's initial model, on the CPU or on ``device``."""
+def fresh_model(config: RunConfig, device: torch.device = CPU) -> FlatModel:
+    """Return the run's initial model on ``device``."""
     found = dataset(config)
     module = models.build(
         config.model,
@@ -152,7 +154,8 @@ def fresh_model(config: RunConfig, device: torch.device | None = None) -> FlatMo
         vocabulary=found.vocabulary,
         **parse_params(config.model_params),
     )
-    return FlatModel(module, device=device, dtype=getattr(torch, config.dtype))
+    graph = config.cuda_graph and device.type == "cuda"
+    return FlatModel(module, device=device, dtype=getattr(torch, config.dtype), cuda_graph=graph)
 
 
 @functools.lru_cache(maxsize=1)

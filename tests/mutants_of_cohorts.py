@@ -1,4 +1,4 @@
-"""Mutants of what trains clients at once. See mutants.py."""
+"""Mutants of what trains clients at once, and of local steps as graphs. See mutants.py."""
 
 from trials import of
 
@@ -10,6 +10,7 @@ PATH = (
 )
 
 MOON = "tests/test_moon_stacks.py -x"
+GRAPHS = "tests/test_graphs.py -x"
 
 COHORTS = [
     *of(
@@ -78,6 +79,31 @@ COHORTS = [
         },
     ),
     *of("clients/cohort.py", MOON, {"+ members[order[0]][0].stacked_bytes()": ""}),
+    *of(
+        "clients/learning/graphs.py",
+        GRAPHS,
+        {
+            "kept.copy_(given)": "pass",
+            "mine.copy_(given)": "pass",
+            "self._velocity.copy_(made)": "pass",
+            "self.optimizer.velocity = None": "pass",
+            "self.optimizer.velocity = self._velocity": "pass",
+            "return _copied(self._found)": "return self._found",
+            "or forward is not Objective.forward": "",
+            "if any(_layout(mine) != _layout(given) for mine, given in pairs):": "if False:",
+            "problem.autocast, training, *kinds)": "problem.autocast, *kinds)",
+            "training, *kinds)": "training)",
+            "if len(graphs) > KEPT:": "if False:",
+            "self._fails = True": "pass",
+        },
+    ),
+    *of(
+        "clients/learning/solvers.py",
+        GRAPHS,
+        {
+            "subproblem = graph.optimizer, graph.subproblem": "_ = graph.optimizer, None",
+        },
+    ),
     *of(
         "clients/learning/layers.py",
         MOON,

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from clients.learning.delta_sgd import DeltaSGD
-from clients.learning.objective import Objective
+from clients.learning.graphs import graph_of
+from clients.learning.objective import Inputs, Objective
 from clients.learning.sps import SPS
 from fl_strategies.core.local import TORCH, LocalTraining, build, torch_solver
 from fl_strategies.core.oracle import Solved
@@ -104,10 +105,33 @@ def solve(
     model.module.train()
     batch_size = 0 if training.full_batch else training.batch_size
     optimizer = _optimizer(problem, training, batch_size)
+    graph = None
+    if isinstance(optimizer, Descent):
+        graph = graph_of(problem, optimizer, subproblem, training)
+    if graph is not None:
+        optimizer, subproblem = graph.optimizer, graph.subproblem  # type: ignore[assignment]
     needs_loss = training.solver not in GRADIENT_ONLY
     bent = _bend(problem, subproblem, start, needs_loss)
     plain = isinstance(optimizer, Descent) and optimizer.plain
     plain = plain and problem.descends and not subproblem.bends
+
+    def taken(x: Inputs, y: Tensor) -> tuple[Tensor, ...]:
+        """Take a step on a mini-batch; return its loss and outputs before the step."""
+        if plain:
+            first = [problem.descend(x, y, training.rate)]
+        else:
+            first = []
+
+            def closure() -> Tensor:
+                loss, outputs = problem.gradient(x, y)
+                first.append((loss, outputs))
+                return bent(loss)
+
+            optimizer.step(closure)  # type: ignore[arg-type]
+        if training.box:
+            model.vector.clamp_(-training.box, training.box)
+        return first[0]
+
     epochs, limit = planned(training, problem.planned(training), rng)
     keeps_previous = training.extrapolation > 0.0 or previous is not None
     before = start if previous is None else previous
@@ -117,24 +141,12 @@ def solve(
     while done < epochs:
         seen = []
         for x, y in problem.batches(rng, batch_size):
-            first: list[tuple[Tensor, Tensor]] = []
-
-            def closure(x: Tensor = x, y: Tensor = y, first: list[Any] = first) -> Tensor:
-                loss, outputs = problem.gradient(x, y)
-                first.append((loss, outputs))
-                return bent(loss)
-
             here = model.vector.clone() if keeps_previous else before
             if training.extrapolation:
                 model.vector.add_(here - before, alpha=training.extrapolation)
-            if plain:
-                first.append(problem.descend(x, y, training.rate))
-            else:
-                optimizer.step(closure)  # type: ignore[arg-type]
-            if training.box:
-                model.vector.clamp_(-training.box, training.box)
+            loss, outputs = taken(x, y) if graph is None else graph.take(taken, x, y)
             before = here
-            seen.append((*first[0], y))
+            seen.append((loss, outputs, y))
             steps += 1
             if steps == limit:
                 break
