@@ -232,7 +232,7 @@ def _draw_lines(board: Sequence[Judged], path: Path) -> None:
     setting = board[0].setting
     assert setting.line is not None
     unit = KINDS[setting.figure].unit
-    figure = Figure(figsize=(5.5, 3.6), layout="constrained")
+    figure = Figure(figsize=(5.5, 4.2), layout="constrained")
     axes = figure.add_subplot()
     for rule in setting.rules:
         points = sorted(
@@ -252,7 +252,8 @@ def _draw_lines(board: Sequence[Judged], path: Path) -> None:
     axes.set_xscale("log")
     axes.set_xticks(places, [f"{place:g}" for place in places])
     axes.minorticks_off()
-    axes.set(xlabel=setting.line.axis, ylabel=KINDS[setting.figure].name)
+    axes.set_xlabel(setting.line.axis)
+    axes.set_ylabel(KINDS[setting.figure].name, fontsize="small")
     axes.set_title(setting.where.rpartition(",")[0], fontsize="medium")
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
