@@ -23,7 +23,8 @@ dataclass of numbers, texts, arrays, lists and dicts of them), or None if it kee
 
 NUM_CLIENTS: Any = number(
     default=0,
-    about="m, where known (0: not); counts if it is more than the clients ever connected.",
+    about="m, if it is known (0: not known) and above the number of clients ever connected, which"
+    " counts otherwise.",
     integer=True,
     low=0,
 )
