@@ -77,6 +77,8 @@ class FederatedClient(NumPyClient):
     """
 
     algorithm: ClassVar[str]
+    only_solves: ClassVar[bool] = False
+    """Whether ``step`` asks the oracle for ``solve`` and ``loss`` alone, whatever the request."""
     state_type: ClassVar[type | None] = None
     """The named tuple that the client keeps, if any."""
     beside: ClassVar[tuple[str, ...]] = ()

@@ -28,6 +28,8 @@ from clients.base import Begun, FederatedClient, Reply
 from clients.keeping import State
 from clients.learning.choice import Setting, check_setting, kind_of, stacked_at
 from clients.learning.cohort import CohortOracle
+from clients.learning.masks import dropouts
+from clients.learning.objective import CHUNK
 from clients.learning.plans import batch_size, column
 from clients.learning.problem import Problem
 from clients.learning.room import client_bytes
@@ -140,6 +142,10 @@ def _obstacle(client: FederatedClient, training: LocalTraining) -> str:
         return f"{type(client).__name__} is not one of the algorithms that were tried on stacks"
     if training.solver not in STACKED:
         return f"the solver {training.solver!r} does not run on stacks"
+    size = min(batch_size(training) or len(client.problem), len(client.problem))
+    plain = client.only_solves and training.solver != "delta-sgd" and training.residual is None
+    if dropouts(client.problem.model.module) and (size > CHUNK or not plain):
+        return f"with dropout, {client.algorithm} draws masks beside those of mini-batches"
     return client.obstacle()
 
 
@@ -223,12 +229,14 @@ def _steps(
 
     def oracle(number: int, config: Config) -> CohortOracle:
         pairs = zip(clients, configs, strict=True)
-        rngs, _, streams = zip(*(c.streams(number, own) for c, own in pairs), strict=True)
+        rngs, seeds, streams = zip(*(c.streams(number, own) for c, own in pairs), strict=True)
 
         def by_purpose(purpose: str) -> list[np.random.Generator]:
             return [stream(purpose) for stream in streams]
 
-        return CohortOracle(problems, training, rngs, by_purpose, samples_at_once=samples)
+        return CohortOracle(
+            problems, training, rngs, by_purpose, seeds=seeds, samples_at_once=samples
+        )
 
     wide = Received(
         received.theta.expand(len(clients), -1),

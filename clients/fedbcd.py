@@ -26,6 +26,7 @@ class FedBCDClient(_Device):
     """Keeps its model and the iterate before it; uploads the model's change."""
 
     algorithm = "fedbcd"
+    only_solves = True
     state_type = fedbcd.State
 
     def first_state(self, theta: Tensor, config: Config) -> fedbcd.State:
@@ -45,12 +46,14 @@ class FedBCDAsyncClient(FedBCDClient):
     """As :class:`FedBCDClient`: a device cannot tell whether cloud servers wait for each other."""
 
     algorithm = "fedbcd-async"
+    only_solves = True
 
 
 class FedBCDIClient(_Device):
     """Trains for the rounds it was available in, takes the pull step, and uploads its model."""
 
     algorithm = "fedbcd-i"
+    only_solves = True
     state_type = fedbcd_i.State
 
     def first_state(self, theta: Tensor, config: Config) -> fedbcd_i.State:

@@ -28,6 +28,7 @@ class MOONClient(FederatedClient):
     """
 
     algorithm = "moon"
+    only_solves = True
     state_type = moon.State
 
     def first_state(self, theta: Tensor, config: Config) -> moon.State:

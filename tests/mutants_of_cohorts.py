@@ -11,6 +11,7 @@ PATH = (
 
 MOON = "tests/test_moon_stacks.py -x"
 GRAPHS = "tests/test_graphs.py -x"
+DROPOUT = "tests/test_cohort.py tests/test_cohort_alone.py -x -k 'dropout or masks'"
 
 COHORTS = [
     *of(
@@ -79,6 +80,33 @@ COHORTS = [
         },
     ),
     *of("clients/cohort.py", MOON, {"+ members[order[0]][0].stacked_bytes()": ""}),
+    *of(
+        "clients/learning/masks.py",
+        DROPOUT,
+        {
+            "manual_seed(seed)": "manual_seed(0)",
+            "row[:size].bernoulli_": "row.bernoulli_",
+            "x * noise.div_(1.0 - p)": "x * noise",
+            "x.movedim(in_dims[0], 0)": "x",
+            "dropouts(module) if layer.training]": "dropouts(module)]",
+            "            del layer.forward": "            pass",
+        },
+    ),
+    *of(
+        "clients/learning/stacked.py",
+        DROPOUT,
+        {"stack.masks.of(numbers[:k],": "stack.masks.of(np.arange(k),"},
+    ),
+    *of(
+        "clients/cohort.py",
+        DROPOUT,
+        {"(size > CHUNK or not plain)": "not plain", "client.only_solves and": ""},
+    ),
+    *of(
+        "clients/learning/layers.py",
+        DROPOUT,
+        {"if layer.training and layer.p else x": "if layer.p else x"},
+    ),
     *of(
         "clients/learning/graphs.py",
         GRAPHS,

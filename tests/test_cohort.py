@@ -22,12 +22,15 @@ from cohorts import (
 from cohorts import nothing_was_said as nothing_was_said
 from laws import TABLE, Row, local
 from torch import Tensor, nn
+from torch.func import vmap
 
 from clients import (
+    CLIENTS,
     FlatModel,
     Problem,
 )
 from clients.learning import choice
+from clients.learning.masks import Masks, masked
 
 # ---- every algorithm ----------------------------------------------------------------------------
 
@@ -203,6 +206,66 @@ def test_models_that_vmap_takes_are_stacked(name: str, algorithm: str) -> None:
     inputs = torch.randint(9, (99, 7), dtype=torch.uint8) if shape == TEXT else None
     problems = classified(build().double(), shape=shape, inputs=inputs)
     assert_alike(ROWS[algorithm], problems, local=local(solver="sgd", **{"batch-size": 5}))
+
+
+class Dropping(nn.Module):
+    """Dropout in a module that is called as it is, one layer of it at two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out, self.drop = nn.Linear(4, 6), nn.Linear(6, 3), nn.Dropout(0.4)
+        self.rare = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.drop(torch.tanh(self.first(self.rare(x))))
+        out: Tensor = self.drop(self.out(self.rare(z).unflatten(1, (1, 6))))[:, 0]
+        return out
+
+
+DROPOUT: dict[str, Any] = {
+    "in a chain": lambda: nn.Sequential(
+        nn.Dropout(0.2), nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3),
+        nn.Dropout(0.0),
+    ),
+    "in a module": Dropping,
+}  # fmt: skip
+SOLVING = [row for row in TABLE if CLIENTS[row.name].only_solves]
+
+
+@pytest.mark.parametrize("place", DROPOUT)
+@pytest.mark.parametrize("row", SOLVING, ids=str)
+def test_dropout_draws_the_masks_that_each_client_draws_alone(row: Row, place: str) -> None:
+    torch.manual_seed(4)
+    problems = classified(DROPOUT[place]().double())
+    before = torch.get_rng_state()
+    settings = {"batch-size": 5, "epochs": 2, "momentum": 0.0}
+    settings = {} if row.name == "fedsgd" else settings
+    assert_alike(row, problems, local=local(solver="sgd", **settings))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_masks_are_drawn_client_by_client_wherever_vmap_has_their_dimension() -> None:
+    drawing, p, layer = Masks([1, 2]), 0.3, nn.Dropout(0.3)
+    x = torch.ones(3, 2, 4)
+    with masked(layer, drawing), drawing.of(np.array([1, 0]), np.array([3, 2])):
+        found = vmap(layer, in_dims=1)(x)
+        with pytest.raises(RuntimeError, match=r"under torch\.vmap alone"):
+            layer(x)
+    for mine, seed, size in zip(found, (2, 1), (3, 2), strict=True):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            assert torch.equal(mine[:size], torch.dropout(torch.ones(size, 4), p, True))
+        assert not mine[size:].any()
+    with pytest.raises(RuntimeError, match="of local steps alone"), masked(layer, drawing):
+        vmap(layer)(x)
+
+
+@pytest.mark.parametrize("settings", [s for s in SETTINGS if not {"residual"} & s.keys()], ids=str)
+def test_solvers_with_dropout_on_a_stack(settings: dict[str, Any]) -> None:
+    settings = {"solver": "sgd", "batch-size": 5, "epochs": 2} | settings
+    if settings["solver"] != "delta-sgd":
+        problems = classified(DROPOUT["in a module"]().double())
+        assert_alike(ROWS["fedadmm"], problems, local=local(**settings))
 
 
 def test_kinds_of_models() -> None:

@@ -61,6 +61,11 @@ class Noisy(nn.Linear):
         return super().forward(x + 0.1 * torch.randn_like(x))
 
 
+class Turned(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.T
+
+
 class Centred(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x - x.mean(0))
@@ -73,8 +78,13 @@ def with_norm() -> nn.Module:
 ALONE: dict[str, tuple[Any, dict[str, Any], str]] = {
     "BatchNorm": (with_norm, {}, "BatchNorm1d looks at a whole mini-batch"),
     "a recurrent layer": (lambda: Last().double(), {}, "recurrent layers"),
-    "dropout": (
-        lambda: nn.Sequential(nn.Dropout(0.5), smooth()), {}, "Dropout draws random numbers"
+    "alpha dropout": (
+        lambda: nn.Sequential(nn.AlphaDropout(0.5), smooth()), {}, "AlphaDropout on cpu draws masks"
+    ),
+    "dropout along the batch": (
+        lambda: nn.Sequential(Turned(), nn.Dropout(0.5), Turned(), smooth()),
+        {},
+        "depends on others",
     ),
     "random numbers": (lambda: Noisy(4, 3).double(), {}, "a trial stack fails: RuntimeError: vmap"),
     "a loss that is no mean": (smooth, {"loss": of_both}, "its loss is no mean over samples"),
@@ -96,6 +106,23 @@ def test_what_cannot_be_stacked_is_trained_one_by_one_and_said_once(
     torch.manual_seed(4)
     problems = classified(build(), **options)
     assert_the_same_bits(ROWS["fedavg"], problems, reason, caplog)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "chunk"),
+    [
+        ("per-fedavg", {"solver": "sgd"}, 99),
+        ("fedavg", {"solver": "delta-sgd"}, 99),
+        ("fedavg", {"residual": 0.0}, 99),
+        ("fedavg", {}, 2),
+    ],
+)
+def test_masks_beside_those_of_local_steps_are_drawn_one_by_one(
+    name: str, settings: dict[str, Any], chunk: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    problems = classified(nn.Sequential(nn.Dropout(0.5), smooth()).double(), sizes=(7, 12, 3))
+    with mock.patch("clients.cohort.CHUNK", chunk):
+        assert_the_same_bits(ROWS[name], problems, "draws masks beside", caplog, **settings)
 
 
 def test_solvers_that_are_not_stacked_are_run_one_by_one(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from clients.learning.masks import Masks, dropouts
 from clients.learning.oracle import on_all
 from clients.learning.plans import (
     Generators,
@@ -48,6 +49,8 @@ class CohortOracle:
         The generator of each client's ``solve``.
     streams : callable
         ``streams(purpose)`` returns each client's generator of that purpose.
+    seeds : sequence of int
+        The seed of each client's dropout masks; needed if the module has dropout.
     samples_at_once : int
         The most samples, of all clients together, in one forward pass over whole data sets.
         Mini-batches are never cut.
@@ -60,10 +63,12 @@ class CohortOracle:
         rngs: Generators,
         streams: Callable[[str], Generators],
         *,
+        seeds: Sequence[int] = (),
         samples_at_once: int = 1 << 20,
     ) -> None:
         self.problems, self.training = problems, training
         self.stack = Stack(problems, samples_at_once=samples_at_once)
+        self.stack.masks = Masks(seeds) if dropouts(self.stack.model.module) else None
         self._rngs, self._streams = rngs, streams
         self._draws: Iterator[Batches] | None = None
 

@@ -20,7 +20,10 @@ Forward = Callable[[Sequence[Tensor], Tensor], Any]
 
 
 def chain(
-    module: nn.Module, parameters: Sequence[nn.Parameter], heads: Sequence[nn.Module] = ()
+    module: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    heads: Sequence[nn.Module] = (),
+    drop: Callable[[Tensor, float], Tensor] | None = None,
 ) -> Forward | None:
     """Return the forward pass of ``module`` for stacks of its ``parameters``, in their order.
 
@@ -30,6 +33,8 @@ def chain(
 
     With ``heads``, the pass returns the outputs and the features [clients, b, p], which are the
     input of the last layer that is one of ``heads``. Returns None if no layer is.
+
+    ``drop(x, p)`` does what ``nn.Dropout`` does in training mode; None allows no dropout.
     """
     if type(module) is not nn.Sequential or _hooked(module):
         return None
@@ -43,6 +48,8 @@ def chain(
         elif type(layer) is nn.Linear:
             bias = None if layer.bias is None else numbers[id(layer.bias)]
             steps.append(_linear(numbers[id(layer.weight)], bias))
+        elif type(layer) is nn.Dropout and drop is not None:
+            steps.append(_dropout(layer, drop))
         elif type(layer) in ELEMENTWISE:
             steps.append(_elementwise(layer))
         else:
@@ -70,6 +77,13 @@ def _linear(weight: int, bias: int | None) -> Forward:
     def step(given: Sequence[Tensor], x: Tensor) -> Tensor:
         w = given[weight].transpose(1, 2)
         return torch.bmm(x, w) if bias is None else torch.baddbmm(given[bias][:, None], x, w)
+
+    return step
+
+
+def _dropout(layer: nn.Dropout, drop: Callable[[Tensor, float], Tensor]) -> Forward:
+    def step(given: Sequence[Tensor], x: Tensor) -> Tensor:
+        return drop(x, layer.p) if layer.training and layer.p else x
 
     return step
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -23,10 +24,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
 from clients.learning.layers import Forward, chain
+from clients.learning.masks import Masks, dropouts, masked
 from clients.learning.model import FlatModel
 from clients.learning.objective import CHUNK, Loss, Objective, called
 from clients.learning.problem import Problem, gathered
-from clients.learning.replay import without_trace
+from clients.learning.replay import seed_generators, without_trace
 from clients.learning.solvers import precise
 from fl_strategies.core.reasons import of_exception
 
@@ -55,7 +57,7 @@ class Stack:
 
     The problems share model, loss and penalty; :func:`obstacle` says whether a problem can be
     stacked. Where a method takes ``who``, these are the numbers of the clients whose vectors are
-    given.
+    given. ``masks``, if set, draws the masks of the module's dropout.
     """
 
     def __init__(self, problems: Sequence[Problem], *, samples_at_once: int = 1 << 20) -> None:
@@ -64,6 +66,7 @@ class Stack:
         self.model, self.classifies = first.model, first.classifies
         self.sizes: Numbers = np.array([len(problem) for problem in problems])
         self._loss, self._penalty = first.loss, first.penalty
+        self.masks: Masks | None = None
         # all samples that any client has: those of client i are _rows[_starts[i] :]
         sources = {id(p.inputs): (p.inputs, p.targets) for p in problems}
         begins = np.cumsum([0, *(len(x) for x, _ in sources.values())]).tolist()
@@ -201,14 +204,17 @@ class Stack:
         module = self.model.module
         first = next(module.children(), None)
         of_vectors = self._inputs.dim() == 2 or isinstance(first, nn.Flatten)
-        return chain(module, self.model.shared, heads) if of_vectors else None
+        drop = None if self.masks is None else self.masks.dropped
+        return chain(module, self.model.shared, heads, drop) if of_vectors else None
 
     def _called(
         self, values: Sequence[Tensor], inputs: Tensor, buffers: Mapping[str, Tensor] = NONE
     ) -> Any:
         """Return the module's outputs for the parameters, and some of its buffers, of a client."""
         given = dict(zip(self.model.layout.trainable, values, strict=True)) | dict(buffers)
-        return called(lambda x: functional_call(self.model.module, given, (x,)), inputs)
+        module = self.model.module
+        with nullcontext() if self.masks is None else masked(module, self.masks):
+            return called(lambda x: functional_call(module, given, (x,)), inputs)
 
 
 def of_each(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -251,7 +257,7 @@ def obstacle(problem: Objective, variant: Variant = PLAIN) -> str:
     key = (variant, problem.loss, *like)
     found = _TRIED.setdefault(model, {})
     if key not in found:
-        found[key] = _of_module(model.module) or _of_trial(problem, variant)
+        found[key] = _of_module(model) or _of_trial(problem, variant)
     return found[key]
 
 
@@ -275,15 +281,17 @@ def activations(problem: Objective) -> int:
     return outputs[0] + inputs.numel()
 
 
-def _of_module(module: nn.Module) -> str:
-    for part in module.modules():
+def _of_module(model: FlatModel) -> str:
+    device = model.vector.device.type
+    for part in model.module.modules():
         name = type(part).__name__
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
             return f"{name} looks at a whole mini-batch and keeps running statistics"
         if isinstance(part, nn.RNNBase):
             return f"torch.vmap does not take recurrent layers ({name})"
-        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0.0:
-            return f"{name} draws random numbers from each client's own stream"
+        drops = isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0.0
+        if drops and (type(part) is not nn.Dropout or part.p == 1.0 or device != "cpu"):
+            return f"{name} on {device} draws masks that a stack does not"
     return ""
 
 
@@ -300,14 +308,19 @@ def _of_trial(problem: Problem, variant: Variant) -> str:
     with without_trace([before], model.module):
         model.vector.copy_(w)
         try:
-            stack = variant.at_once(Stack([problem, problem]))
+            both = Stack([problem, problem])
+            both.masks = Masks([1, 1]) if dropouts(model.module) else None
+            stack = variant.at_once(both)
             alone = variant.alone(problem)
             model.vector.copy_(w)
             model.module.train()
             x, y = alone.whole
             numbers = np.array([[0, 1], [0, 1]])  # the first client's batch is one sample, padded
-            found, _ = stack.gradient(w.expand(2, -1), stack.batches(numbers, np.array([1, 2])))
+            sizes = np.array([1, 2])
+            with both.masks.of(np.arange(2), sizes) if both.masks else nullcontext():
+                found, _ = stack.gradient(w.expand(2, -1), stack.batches(numbers, sizes))
             for mine, count in zip(found, (1, 2), strict=True):
+                seed_generators(1, w.device)
                 alone.gradient(x[:count], y[:count])
                 apart, size = mine - model.gradient, model.gradient.norm()
                 if not apart.norm() <= torch.finfo(mine.dtype).eps ** 0.5 * size:

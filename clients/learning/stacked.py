@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -238,6 +239,14 @@ def solve(
     rights = torch.zeros(losses.shape, dtype=torch.int64, device=device)
     stopping = Stopping(task, training, work, numbers) if training.residual is not None else None
     last_epochs = int(((epochs - 1) * per_epoch).min())
+    sizes = work.sizes[:, numbers]
+
+    def drawing(k: int, place: int) -> AbstractContextManager[None]:
+        """Draw the masks of the first ``k`` clients inside."""
+        if stack.masks is None:
+            return nullcontext()
+        return stack.masks.of(numbers[:k], sizes[place if len(sizes) > 1 else 0, :k])
+
     for step, k in enumerate(left):
         place = step if len(samples) > 1 else 0
         batches = Batches(samples[place, :k], weights[place, :k])
@@ -251,8 +260,10 @@ def solve(
             k: int = k,
             first: Any = first,
             judged: bool = judged,
+            place: int = place,
         ) -> Any:
-            gradient, found = stack.gradient(at, batches, judged=judged)
+            with drawing(k, place):
+                gradient, found = stack.gradient(at, batches, judged=judged)
             first.append(found)
             return task.bent(gradient, at, k), found.loss
 
@@ -277,7 +288,7 @@ def solve(
         )  # fmt: skip
         steps = np.minimum(steps, epochs * per_epoch)
         stopping.rewind(rngs)
-    at, sizes = np.arange(len(left))[:, None], work.sizes[:, numbers]
+    at = np.arange(len(left))[:, None]
     last = (at >= (epochs - 1) * per_epoch) & (at < steps)
     counted = np.where(last, sizes[: len(left)], 0)
     loss, accuracy = means(losses, rights, counted)
