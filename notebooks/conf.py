@@ -81,6 +81,7 @@ notebooks/pages/faults
 simulations/DEPLOYMENT
 SECURITY
 notebooks/pages/board
+notebooks/pages/delta-sgd
 notebooks/pages/fedadmm-needs
 ```
 
