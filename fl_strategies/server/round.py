@@ -57,13 +57,11 @@ from fl_strategies.server.replies import (
 from fl_strategies.server.requests import Requests
 from fl_strategies.server.wire import Content, decode_model, opened
 
-NO_FOLD: tuple[Fold | None, Upload] = (None, Upload(-1, 0.0, 0.0))
-
 
 class Round(Requests):
     """The part of a strategy that Flower's ``Strategy.start``, its wrappers and servers call."""
 
-    _last_fold: tuple[Fold | None, Upload] = NO_FOLD
+    _last_fold: tuple[Fold, Upload] | None = None
     """The mean that was checked last, as an upload, while the round's replies are read."""
 
     @property
@@ -116,7 +114,7 @@ class Round(Requests):
         run, number = self.run, self.run.rounds_before + server_round
         waited = time.monotonic() - self._asked.started
         sifted = sift(replies, self._asked, self._taken, self.check_fold)
-        self._last_fold = NO_FOLD
+        self._last_fold = None
         good = [reply for reply, _ in sifted.good.values()]
         metrics = self._phase(sifted, good, self.train_metrics_aggr_fn, in_training)
         self.patience.settle(len(good), sifted.unusable, len(self.nodes.known))
@@ -189,7 +187,7 @@ class Round(Requests):
         """
         assert self.layout is not None
         assert self._wire is not None
-        if self._last_fold[0] is not fold:
+        if self._last_fold is None or self._last_fold[0] is not fold:
             arrays = decode_fold(fold, self._wire)
             mean = upload_of(replace(reply, arrays=arrays), self.layout, self.beside)
             if (bound := self.clipping_norm) is not None:
