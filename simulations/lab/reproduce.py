@@ -2,14 +2,13 @@
 
     python -m simulations.lab.reproduce STUDY --output DIR [--jobs 2] [--only TEXT] [--quick]
 
-A study is a list of cells (``studies``), or settings of the board (``published``), whose numbers
-stand beside ours, with intervals over seeds and a verdict (``board``). A cell that is finished
-under DIR, with the same settings, is not run again, so that the command can be repeated after an
-interruption. ``DIR/table.md``, or ``DIR/board.md`` and ``DIR/board.json``, is written anew after
-every cell; each setting of the board gets a figure. A cell ends at its number of rounds, at its
-target, when all its clients diverge, or when as many rounds as its patience bring no new best
-accuracy. ``--quick`` runs two rounds of two settings of the board with a small model: whether it
-all still runs.
+A study is a list of cells, each one run, or of settings of the board, whose numbers stand beside
+the published ones, with intervals over seeds and a verdict. A run that is finished under DIR, with
+the same settings, is not made again, so that an interrupted command can be repeated. After every
+run ``DIR/table.md``, or ``DIR/board.md`` and ``DIR/board.json``, is written anew; each setting of
+the board gets a figure. A run ends at its number of rounds, at its target, when all its clients
+diverge, or after a number of rounds without a new best accuracy. ``--quick`` makes two rounds of
+two settings of the board with a small model, to show that the study still runs.
 """
 
 from __future__ import annotations
