@@ -78,7 +78,10 @@ class FederatedClient(NumPyClient):
 
     algorithm: ClassVar[str]
     only_solves: ClassVar[bool] = False
-    """Whether ``step`` asks the oracle for ``solve`` and ``loss`` alone, whatever the request."""
+    """Whether ``step`` asks the oracle for solves and losses alone, whatever the request.
+
+    Then a stack of clients with dropout can draw each client's masks (``clients.learning.masks``).
+    """
     state_type: ClassVar[type | None] = None
     """The named tuple that the client keeps, if any."""
     beside: ClassVar[tuple[str, ...]] = ()

@@ -12,21 +12,18 @@ client whose request fails a check fails alone; what cannot be stacked is traine
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from logging import INFO
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from flwr.client import NumPyClient
-from flwr.common import log
 from torch import Tensor
 
 from clients.any_algorithm import CLIENTS, AnyAlgorithmClient
 from clients.base import Begun, FederatedClient, Reply
 from clients.keeping import State
-from clients.learning.choice import Setting, check_setting, kind_of, stacked_at
+from clients.learning.choice import Setting, check_setting, kind_of, say_once, stacked_at
 from clients.learning.cohort import CohortOracle
 from clients.learning.masks import dropouts
 from clients.learning.objective import CHUNK
@@ -142,17 +139,20 @@ def _obstacle(client: FederatedClient, training: LocalTraining) -> str:
         return f"{type(client).__name__} is not one of the algorithms that were tried on stacks"
     if training.solver not in STACKED:
         return f"the solver {training.solver!r} does not run on stacks"
-    size = min(batch_size(training) or len(client.problem), len(client.problem))
-    plain = client.only_solves and training.solver != "delta-sgd" and training.residual is None
-    if dropouts(client.problem.model.module) and (size > CHUNK or not plain):
-        return f"with dropout, {client.algorithm} draws masks beside those of mini-batches"
+    if dropouts(client.problem.model.module) and (why := _draws_further(client, training)):
+        return f"with dropout, {why}"
     return client.obstacle()
 
 
-@functools.cache
-def say_once(text: str) -> None:
-    """Log ``text`` once in a process."""
-    log(INFO, text)
+def _draws_further(client: FederatedClient, training: LocalTraining) -> str:
+    """Return why a client draws other masks than one for each of its mini-batches."""
+    if not client.only_solves:
+        return f"{client.algorithm} draws masks beside those of mini-batches"
+    if training.solver == "delta-sgd" or training.residual is not None:
+        what = "residual" if training.residual is not None else training.solver
+        return f"{what} draws masks beside those of mini-batches"
+    size = min(batch_size(training) or len(client.problem), len(client.problem))
+    return f"batches of more than {CHUNK} samples are computed in parts" if size > CHUNK else ""
 
 
 def _grouped(

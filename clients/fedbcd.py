@@ -46,7 +46,6 @@ class FedBCDAsyncClient(FedBCDClient):
     """As :class:`FedBCDClient`: a device cannot tell whether cloud servers wait for each other."""
 
     algorithm = "fedbcd-async"
-    only_solves = True
 
 
 class FedBCDIClient(_Device):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid
 
 from clients.base import FederatedClient
 from clients.learning.cohort import CohortOracle
-from clients.learning.contrasts import Contrasts, warn_once
+from clients.learning.contrasts import Contrasts, terms, warn_of_no_effect
 from clients.learning.model import FlatModel
 from clients.learning.objective import Objective
 from clients.learning.oracle import ClientOracle
@@ -100,9 +99,8 @@ class Contrast(Problem):
         labels = self.labels[targets]
         (loss, outputs), z = self.model.with_features(self.plain.forward, inputs, labels)
         if not z.requires_grad:
-            warn_once()
-        term = -logsigmoid(-moon.excess(z, self.q[targets])).mean()
-        return loss + self.mu * term, outputs
+            warn_of_no_effect()
+        return loss + self.mu * terms(z, self.q[targets]).mean(), outputs
 
 
 @torch.no_grad()
@@ -130,7 +128,7 @@ def statistics_of(model: FlatModel) -> Tensor:
 def contrasts(stack: Stack, state: moon.State, theta: Tensor, config: Config) -> Contrasts:
     """Return (3) for a stack; the state and ``theta`` [clients, d] have a row for each client."""
     made = Contrasts(stack, mu=value_of(config, "mu"))
-    made.turn(state, theta, tau=value_of(config, "tau"))
+    made.set_directions(state, theta, tau=value_of(config, "tau"))
     return made
 
 

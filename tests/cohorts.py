@@ -23,8 +23,8 @@ from clients import (
     LocalTraining,
     Problem,
     client_app,
-    cohort,
 )
+from clients.learning import choice
 from clients.node.in_process import InProcessGrid
 
 Made = Callable[[Context], NumPyClient]
@@ -112,9 +112,9 @@ SINGLE = 2e-5
 
 @pytest.fixture(autouse=True)
 def nothing_was_said() -> Iterator[None]:
-    cohort.say_once.cache_clear()
+    choice.say_once.cache_clear()
     yield
-    cohort.say_once.cache_clear()
+    choice.say_once.cache_clear()
 
 
 def run(row: Row, federation: InProcessGrid, problems: Sequence[Problem], **options: Any) -> Result:

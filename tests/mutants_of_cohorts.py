@@ -73,7 +73,8 @@ COHORTS = [
             "tau[at] if isinstance": "tau[at * 0] if isinstance",
             "(self.model.views(w),": "(self.model.views(theta[at]),",
             "[torch.from_numpy(owners).to(like.device), 0]": "[0, 0] + 0 * self._row_at",
-            "losses - mu * logsigmoid(-moon": "losses - mu * logsigmoid(moon",
+            "losses + mu * terms": "losses - mu * terms",
+            "return -logsigmoid(-moon": "return -logsigmoid(moon",
             "self._q.index_select(0, samples.reshape(-1))": (
                 "self._q.index_select(0, self._row_at.take(samples.reshape(-1)))"
             ),
@@ -100,7 +101,11 @@ COHORTS = [
     *of(
         "clients/cohort.py",
         DROPOUT,
-        {"(size > CHUNK or not plain)": "not plain", "client.only_solves and": ""},
+        {
+            "if size > CHUNK else": "if False else",
+            "if not client.only_solves:": "if False:",
+            'if training.solver == "delta-sgd" or': "if",
+        },
     ),
     *of(
         "clients/learning/layers.py",
@@ -117,12 +122,11 @@ COHORTS = [
             "self.optimizer.velocity = None": "pass",
             "self.optimizer.velocity = self._velocity": "pass",
             "return _copied(self._found)": "return self._found",
-            "or forward is not Objective.forward": "",
+            " or type(problem) not in (Problem, StreamedProblem)": "",
             "if any(_layout(mine) != _layout(given) for mine, given in pairs):": "if False:",
             "problem.autocast, training, *kinds)": "problem.autocast, *kinds)",
             "training, *kinds)": "training)",
             "if len(graphs) > KEPT:": "if False:",
-            "self._fails = True": "pass",
         },
     ),
     *of(

@@ -351,8 +351,7 @@ ROUNDS = [
         {
             "model.vector.copy_(state.w)": "pass",
             "buffer.copy_(piece.view_as(buffer))": "pass",
-            "term = -logsigmoid(-moon": "term = -logsigmoid(moon",
-            "loss + self.mu * term": "loss - self.mu * term",
+            "loss + self.mu * terms": "loss - self.mu * terms",
             "    problem.model.module.eval()\n    found": "    found",
             "moon.State(made.upload, kept)": "moon.State(received.theta, kept)",
             "self.labels[targets])": "targets)",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from flwr.serverapp.strategy import FedAvg
 
+from clients import FederatedClient
 from simulations.config import RunConfig
 from simulations.figures import read_history
 from simulations.lab import board, board_page, flower_server, measured
@@ -208,6 +210,37 @@ def test_flowers_server_takes_fedavgs_clients_alone(tmp_path: Path) -> None:
     config = RunConfig.parse(SMALL | {"algorithm": "fedprox", "output": str(tmp_path)})
     with pytest.raises(ValueError, match="fedadam takes the clients of fedavg, got fedprox"):
         board.run_one(config, "fedadam")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("params", "weights=uniform", "params, got"),
+        ("stop-at-target", True, "stop-at-target, got True"),
+        ("checkpoint-every", 2, "checkpoint-every, got 2"),
+    ],
+)
+def test_what_flowers_server_would_not_follow_is_refused(
+    key: str, value: Any, said: str, tmp_path: Path
+) -> None:
+    settings = SMALL | {"algorithm": "fedavg", key: value, "output": str(tmp_path)}
+    with pytest.raises(ValueError, match=f"fedadam does not follow {said}"):
+        board.run_one(RunConfig.parse(settings), "fedadam")
+
+
+def test_a_client_that_fails_under_flowers_server_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flower's own strategies leave such a reply out and say nothing in their metrics."""
+
+    def broken(*args: Any) -> None:
+        raise ValueError("the disk is full")
+
+    monkeypatch.setattr(FederatedClient, "steps_made", broken)
+    config = RunConfig.parse(SMALL | {"algorithm": "fedavg", "output": str(tmp_path)})
+    with pytest.raises(RuntimeError, match=r"a client failed: .*the disk is full"):
+        board.run_one(config, "fedadam")
+    assert not finished(config)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)

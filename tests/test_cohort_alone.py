@@ -109,20 +109,24 @@ def test_what_cannot_be_stacked_is_trained_one_by_one_and_said_once(
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "chunk"),
+    ("name", "settings", "chunk", "reason"),
     [
-        ("per-fedavg", {"solver": "sgd"}, 99),
-        ("fedavg", {"solver": "delta-sgd"}, 99),
-        ("fedavg", {"residual": 0.0}, 99),
-        ("fedavg", {}, 2),
+        ("per-fedavg", {"solver": "sgd"}, 99, "per-fedavg draws masks beside"),
+        ("fedavg", {"solver": "delta-sgd"}, 99, "delta-sgd draws masks beside"),
+        ("fedavg", {"residual": 0.0}, 99, "residual draws masks beside"),
+        ("fedavg", {}, 2, "samples are computed in parts"),
     ],
 )
 def test_masks_beside_those_of_local_steps_are_drawn_one_by_one(
-    name: str, settings: dict[str, Any], chunk: int, caplog: pytest.LogCaptureFixture
+    name: str,
+    settings: dict[str, Any],
+    chunk: int,
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     problems = classified(nn.Sequential(nn.Dropout(0.5), smooth()).double(), sizes=(7, 12, 3))
     with mock.patch("clients.cohort.CHUNK", chunk):
-        assert_the_same_bits(ROWS[name], problems, "draws masks beside", caplog, **settings)
+        assert_the_same_bits(ROWS[name], problems, reason, caplog, **settings)
 
 
 def test_solvers_that_are_not_stacked_are_run_one_by_one(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from clients import FlatModel, LocalTraining, Problem, solve
 from clients.learning import graphs
+from clients.learning.objective import Inputs
 from fl_strategies.core.oracle import Solved
 from fl_strategies.core.subproblem import Subproblem
 from simulations import worker
@@ -173,15 +173,36 @@ class Waiting(nn.Module):
         return out if bool(out.sum() > 0) else 2.0 * out
 
 
-def test_what_cannot_be_captured_runs_as_without_and_is_said_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with EmulatedGPU() as gpu, recorded_graphs(gpu), caplog.at_level(logging.WARNING, "flwr"):
-        expected = solved(on_a_gpu(Waiting()), TRAINING, 2)
-        assert not caplog.text
-        found = solved(on_a_gpu(Waiting(), cuda_graph=True), TRAINING, 2)
-        assert same(found, expected)
-    assert caplog.text.count("a local step cannot be a CUDA graph: RuntimeError: CUDA error") == 1
+def test_what_cannot_be_captured_ends_the_solve_with_the_reason() -> None:
+    with EmulatedGPU() as gpu, recorded_graphs(gpu):
+        solved(on_a_gpu(Waiting()), TRAINING)
+        said = r"cannot be a CUDA graph; train without cuda_graph: RuntimeError: CUDA error"
+        with pytest.raises(RuntimeError, match=said):
+            solved(on_a_gpu(Waiting(), cuda_graph=True), TRAINING)
+
+
+class Scaled(Problem):
+    """Its gradient is a client's own."""
+
+    scale = 1.0
+
+    def gradient(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
+        found = super().gradient(inputs, targets)
+        self.model.gradient.mul_(self.scale)
+        return found
+
+
+def test_steps_on_a_problem_with_a_gradient_of_its_own_are_not_captured() -> None:
+    def problems(**options: Any) -> list[Problem]:
+        made: list[Problem] = []
+        for number, one in enumerate(on_a_gpu(smooth(torch.float32), **options)):
+            made.append(Scaled(one.model, one.loss, one.inputs, one.targets, rows=one.rows))
+            made[-1].scale = 1.0 + number  # type: ignore[attr-defined]
+        return made
+
+    with EmulatedGPU() as gpu, recorded_graphs(gpu) as made:
+        assert same(solved(problems(cuda_graph=True), TRAINING), solved(problems(), TRAINING))
+    assert not made
 
 
 def test_inputs_of_another_shape_run_as_without() -> None:

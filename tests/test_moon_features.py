@@ -123,6 +123,6 @@ def test_with_features_that_no_parameter_moves_it_is_fedavg_and_says_so_once(
     def logistic() -> nn.Module:
         return models.build("logistic", (1, 4, 4), 3, seed=0).double()
 
-    moon_module.warn_once.cache_clear()
+    moon_module.warn_of_no_effect.cache_clear()
     assert same(nets(MOON, 3, logistic), nets(FedAvg, 3, logistic))
     assert caplog.text.count("features do not depend on its parameters: with it MOON") == 1

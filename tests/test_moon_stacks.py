@@ -145,7 +145,7 @@ def test_a_model_whose_features_depend_on_other_samples_is_trained_one_by_one_wi
 ) -> None:
     problems = classified(Probed().double())
     made = clients_of(problems)
-    for name, reason in (("fedavg", ""), ("moon", "or a sample's depends on others")):
+    for name, reason in (("fedavg", ""), ("moon", "a sample's depends on others")):
         with caplog.at_level(logging.INFO, "flwr"):
             caplog.clear()
             run(ROWS[name], stacked(made, len(problems)), problems, local=local())
@@ -167,6 +167,6 @@ def test_with_features_that_no_parameter_moves_a_stack_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     problems = classified(nn.Linear(4, 3).double())
-    moon_module.warn_once.cache_clear()
+    moon_module.warn_of_no_effect.cache_clear()
     assert_alike(ROWS["moon"], problems, local=local(solver="sgd"))
     assert caplog.text.count("features do not depend on its parameters: with it MOON") == 1

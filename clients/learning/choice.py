@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any, Literal, TypeAlias
@@ -24,6 +25,12 @@ Setting: TypeAlias = Literal["auto", "off"] | int
 
 GAIN = 1.05
 """A stack is preferred where it is this many times faster."""
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Log ``text`` once in a process."""
+    logging.getLogger("flwr").info(text)
 
 
 def kind_of(module: nn.Module) -> str:

@@ -18,10 +18,11 @@ from fl_strategies import moon
 
 
 class Contrasts(Stack):
-    """f_i + mu h_i of a stack's clients, by (3). :meth:`turn` sets the q of all their samples.
+    """f_i + mu h_i of a stack's clients, by (3).
 
-    A sample's place says where its row of q is. The places of a client follow those of the client
-    before it. Mini-batches hold places. ``mu`` is a number or a column.
+    :meth:`set_directions` sets the q of all their samples. A sample's place says where its row of q
+    is. The places of a client follow those of the client before it. Mini-batches hold places.
+    ``mu`` is a number or a column.
     """
 
     def __init__(self, stack: Stack, *, mu: Any) -> None:
@@ -40,7 +41,7 @@ class Contrasts(Stack):
         self._mu, self._q = mu, like.new_empty(len(self._row_at), 0)
 
     @torch.no_grad()
-    def turn(self, state: moon.State, theta: Tensor, *, tau: Any) -> None:
+    def set_directions(self, state: moon.State, theta: Tensor, *, tau: Any) -> None:
         """Set q, by (5). The state and ``theta`` hold a row for each client."""
         self.model.module.eval()
         # clients of similar sizes together: then less than half of a piece is padding
@@ -77,12 +78,12 @@ class Contrasts(Stack):
         inputs, targets = self._gathered(self._row_at.take(samples))
         outputs, z = self._featured(leaves, inputs)
         if not z.requires_grad:
-            warn_once()
+            warn_of_no_effect()
         outputs = outputs.flatten(0, 1)
         losses = of_each(self._loss, outputs, targets).view(samples.shape)
         q = self._q.index_select(0, samples.reshape(-1)).view(*samples.shape, -1)
         mu = self._mu.take(samples) if isinstance(self._mu, Tensor) else self._mu
-        return losses - mu * logsigmoid(-moon.excess(z, q)), outputs, targets
+        return losses + mu * terms(z, q), outputs, targets
 
     @functools.cached_property
     def _featured(self) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -110,8 +111,13 @@ class Contrasts(Stack):
         return featured
 
 
+def terms(z: Tensor, q: Tensor) -> Tensor:
+    """Return (6) of each sample, by its features z [..., p] and its q [..., p]."""
+    return -logsigmoid(-moon.excess(z, q))
+
+
 @functools.cache
-def warn_once() -> None:
+def warn_of_no_effect() -> None:
     """Warn that MOON equals FedAvg with this model."""
     logging.getLogger("flwr").warning(
         "the model's features do not depend on its parameters: with it MOON is FedAvg"

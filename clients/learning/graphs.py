@@ -5,20 +5,24 @@ A CUDA graph holds these launches, which the host then starts at once. It reads 
 memory: the model's vector, its gradient and buffers lie where they are; mini-batches, the slope and
 centre of a subproblem, and the velocity are copied to where the graph reads them.
 
-A graph repeats operators, not Python code. A module whose forward pass depends on anything else
-than tensors and torch's generators (a counter, Python's ``random``) must not be captured.
+A step that CUDA cannot capture, such as one that looks at a value on the host, ends the solve with
+an error. A graph repeats operators, not Python code: a module whose forward pass depends on
+anything else than tensors and torch's generators (a counter, Python's ``random``) must not be
+captured.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from clients.learning.choice import say_once
 from clients.learning.objective import Objective
+from clients.learning.problem import Problem
+from clients.learning.streamed import StreamedProblem
 from fl_strategies.core.local import LocalTraining
 from fl_strategies.core.reasons import of_exception
 from fl_strategies.core.subproblem import Subproblem
@@ -56,7 +60,7 @@ class StepGraph:
         self._batch: list[Tensor] = []
         self._found: tuple[Tensor, ...] = ()
         self._velocity: Tensor | None = None
-        self._warm, self._fails = 0, False
+        self._warm = 0
 
     def begin(self, subproblem: Subproblem) -> None:
         """Begin a solve."""
@@ -71,20 +75,14 @@ class StepGraph:
             found = step(x, y)
             self._keep_velocity()
             return found
-        if self._fails or not self._placed(x, y):
+        if not self._placed(x, y):
             return step(x, y)
         if self._warm < WARM:
             self._warm += 1
             return self._aside(step)
         if self._graph is None:
-            try:
-                self._capture(step)
-            except Exception as error:
-                self._fails = True
-                why = of_exception(error)
-                logging.getLogger("flwr").warning("a local step cannot be a CUDA graph: %s", why)
-                return step(x, y)
-        self._graph.replay()  # type: ignore[union-attr]
+            self._graph = self._captured(step)
+        self._graph.replay()
         return _copied(self._found)
 
     def _keep_velocity(self) -> None:
@@ -118,11 +116,15 @@ class StepGraph:
         here.wait_stream(aside)
         return _copied(found)
 
-    def _capture(self, step: Take) -> None:
+    def _captured(self, step: Take) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._found = step(*self._batch)
-        self._graph = graph
+        try:
+            with torch.cuda.graph(graph):
+                self._found = step(*self._batch)
+        except Exception as error:
+            said = "a local step cannot be a CUDA graph; train without cuda_graph"
+            raise RuntimeError(f"{said}: {of_exception(error)}") from error
+        return graph
 
 
 def graph_of(
@@ -130,11 +132,15 @@ def graph_of(
 ) -> StepGraph | None:
     """Return what takes the steps of a solve; None if the model's steps are not captured.
 
-    Nor are those on the full batch, and of losses that hold tensors of one client.
+    Nor are those on the full batch, and of losses of one client's own.
     """
-    graphs, forward = problem.model.graphs, type(problem).forward
+    graphs = problem.model.graphs
     size = 0 if training.full_batch else training.batch_size
-    if graphs is None or not size or forward is not Objective.forward:
+    if graphs is None:
+        return None
+    if not size or type(problem) not in (Problem, StreamedProblem):
+        of = "the full batch" if not size else f"a {type(problem).__name__}"
+        say_once(f"cuda_graph: steps on {of} are not captured")
         return None
     kinds = (Tensor if isinstance(part, Tensor) else part for part in subproblem)
     key = (type(problem), problem.loss, problem.penalty, problem.autocast, training, *kinds)

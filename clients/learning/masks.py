@@ -17,7 +17,7 @@ class Masks:
     """Draws the masks of a stack's clients, each from a generator that has the client's seed.
 
     :meth:`of` says whose mini-batches are computed; without it, :meth:`dropped` raises
-    ``RuntimeError``. On a CPU the masks are those of ``torch.dropout``.
+    ``RuntimeError``. On a CPU the masks are those of ``torch.dropout`` on contiguous activations.
     """
 
     def __init__(self, seeds: Sequence[int]) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from clients.learning.choice import say_once
 from clients.learning.delta_sgd import DeltaSGD
 from clients.learning.graphs import graph_of
 from clients.learning.objective import Inputs, Objective
@@ -108,6 +109,8 @@ def solve(
     graph = None
     if isinstance(optimizer, Descent):
         graph = graph_of(problem, optimizer, subproblem, training)
+    elif model.graphs is not None:
+        say_once(f"cuda_graph: steps of the solver {training.solver} are not captured")
     if graph is not None:
         optimizer, subproblem = graph.optimizer, graph.subproblem  # type: ignore[assignment]
     needs_loss = training.solver not in GRADIENT_ONLY

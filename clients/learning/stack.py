@@ -324,7 +324,10 @@ def _of_trial(problem: Problem, variant: Variant) -> str:
                 alone.gradient(x[:count], y[:count])
                 apart, size = mine - model.gradient, model.gradient.norm()
                 if not apart.norm() <= torch.finfo(mine.dtype).eps ** 0.5 * size:
-                    return "its loss is no mean over samples, or a sample's depends on others"
+                    return (
+                        "its loss is no mean over samples, a sample's depends on others, or a"
+                        " convolution's output has dropout"
+                    )
         except Exception as error:
             return f"a trial stack fails: {of_exception(error)}"
         finally:

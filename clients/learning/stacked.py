@@ -193,7 +193,7 @@ class Polyak:
 
 
 def optimizer_of(task: Task, training: LocalTraining, sizes: Numbers) -> Optimizer:
-    """Return the optimizer of ``training``, for clients with ``samples`` samples each."""
+    """Return the optimizer of ``training``, for clients with ``sizes`` samples."""
     if training.solver in ("gd", "sgd") and not training.solver_params:
         return Descent(task, training)
     if training.solver == "delta-sgd":

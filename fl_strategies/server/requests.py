@@ -88,6 +88,7 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
         self._wire: Layout | None = None
         self._model: Arrays = NOTHING
         self._checks: list[Part] = []
+        self._folds: dict[int, Upload] = {}  # the means that were checked, by id(Fold)
         self._asked = Asked((), 0, 0.0)
         self._said_taken = self._said_folds = False
         if self.fold == "on" and not self.folds_by:

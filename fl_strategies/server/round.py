@@ -61,9 +61,6 @@ from fl_strategies.server.wire import Content, decode_model, opened
 class Round(Requests):
     """The part of a strategy that Flower's ``Strategy.start``, its wrappers and servers call."""
 
-    _last_fold: tuple[Fold, Upload] | None = None
-    """The mean that was checked last, as an upload, while the round's replies are read."""
-
     @property
     def result(self) -> Result:
         """Flower's record of the run."""
@@ -114,7 +111,7 @@ class Round(Requests):
         run, number = self.run, self.run.rounds_before + server_round
         waited = time.monotonic() - self._asked.started
         sifted = sift(replies, self._asked, self._taken, self.check_fold)
-        self._last_fold = None
+        self._folds.clear()
         good = [reply for reply, _ in sifted.good.values()]
         metrics = self._phase(sifted, good, self.train_metrics_aggr_fn, in_training)
         self.patience.settle(len(good), sifted.unusable, len(self.nodes.known))
@@ -187,7 +184,7 @@ class Round(Requests):
         """
         assert self.layout is not None
         assert self._wire is not None
-        if self._last_fold is None or self._last_fold[0] is not fold:
+        if (mean := self._folds.get(id(fold))) is None:
             arrays = decode_fold(fold, self._wire)
             mean = upload_of(replace(reply, arrays=arrays), self.layout, self.beside)
             if (bound := self.clipping_norm) is not None:
@@ -195,10 +192,10 @@ class Round(Requests):
                 mean = NormBound(within, self.reference, self.books_changes, self._model).check(
                     reply, mean
                 )
-            self._last_fold = fold, mean
+            self._folds[id(fold)] = mean
         numbers = dict(reply.numbers)
         distance2 = numbers.pop(DISTANCE) if self.folds_distances else None
-        return replace(reply, numbers=numbers), self._last_fold[1]._replace(
+        return replace(reply, numbers=numbers), mean._replace(
             client=reply.client,
             num_examples=reply.num_examples,
             scalars=numbers,

@@ -56,7 +56,7 @@ class Rule(NamedTuple):
     reference: bool = False
     """A row to compare with that is no baseline: training in one place, the authors' own form."""
     rates: tuple[float, ...] | None = None
-    """Learning rates to choose from; None: the setting's; none: that of the config."""
+    """Learning rates to choose from. None: the setting's; empty: the config's ``lr`` alone."""
     server: str = ""
     """A server of ``flower_server.SERVERS`` in place of the algorithm's."""
 

@@ -16,12 +16,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp.strategy import FedAdam, FedAvg
 
-from clients import InProcessGrid
+from clients import FlatModel, InProcessGrid
 from fl_strategies import History, RoundInfo
-from fl_strategies.core.files import write_atomically
+from fl_strategies.core.files import FolderLock, write_atomically
+from fl_strategies.core.reasons import root_cause
 from simulations.config import RunConfig
 from simulations.experiment import prepare
 from simulations.results import EARLIER, Progress, Summary
@@ -29,19 +30,35 @@ from simulations.worker import app, compute_repeatably, kept_flags, problem
 
 SERVERS: Mapping[str, Callable[..., FedAvg]] = {"fedadam": partial(FedAdam, eta=0.01, tau=1e-3)}
 """beta_1 = 0.9 and beta_2 = 0.99 are Flower's defaults."""
+UNUSED = ("params", "fraction_evaluate", "stop_at_target", "checkpoint_every", "resume")
+"""Settings that a server of Flower's does not follow."""
 
 
 def run_under_flower(config: RunConfig, server: str, *, quiet: bool = False) -> Summary:
     """Run ``config`` in this process with ``SERVERS[server]``; return the summary.
 
     The clients of a round are drawn by Flower, from the generator of ``random``; a seed fixes them.
-    Raises ``ValueError`` for an algorithm other than FedAvg, whose clients they are.
+    Raises ``ValueError`` for an algorithm other than FedAvg, whose clients they are, and for
+    settings that would do nothing; ``RuntimeError`` when a client fails.
     """
     if config.algorithm != "fedavg":
         raise ValueError(f"{server} takes the clients of fedavg, got {config.algorithm}")
+    plain = RunConfig()
+    for name in UNUSED:
+        if (value := getattr(config, name)) != getattr(plain, name):
+            raise ValueError(f"{server} does not follow {name.replace('_', '-')}, got {value!r}")
     config.check_device()
     torch.set_num_threads(1)
     model, folder = prepare(config)
+    lock = FolderLock(folder)
+    lock.take()
+    try:
+        return _run(config, server, model, folder, quiet)
+    finally:
+        lock.release()
+
+
+def _run(config: RunConfig, server: str, model: FlatModel, folder: Path, quiet: bool) -> Summary:
     for name in ("summary.json", *EARLIER):
         (folder / name).unlink(missing_ok=True)
     write_atomically(folder / "config.json", json.dumps(asdict(config), indent=2).encode())
@@ -53,7 +70,8 @@ def run_under_flower(config: RunConfig, server: str, *, quiet: bool = False) -> 
     with kept_flags():
         compute_repeatably(config.torch_device)
         watch = _Watch(config, folder, quiet)
-        grid = InProcessGrid(app, config.clients, run_config=config.to_run_config())
+        run_config = config.to_run_config()
+        grid = InProcessGrid(app, config.clients, run_config=run_config, fault=watch.answered)
         request = ConfigRecord({"seed": config.seed, **config.local()})
         kept = random.getstate()
         random.seed(config.seed)
@@ -80,6 +98,14 @@ class _Watch:
         self.progress = Progress(config, folder, quiet)
         self.history = History(folder / "history.jsonl")
         self.began = time.monotonic()
+        self.asked = 0
+
+    def answered(self, request: Message, reply: Message) -> Message:
+        """Count a request; raise ``RuntimeError`` if the client failed, which Flower would skip."""
+        self.asked += 1
+        if reply.has_error():
+            raise RuntimeError(f"a client failed: {root_cause(reply.error.reason)}")
+        return reply
 
     def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
         now = time.monotonic()
@@ -92,9 +118,10 @@ class _Watch:
             "seconds": seconds,
             "bytes-up": 0.0,
             "bytes-down": 0.0,
-            "clients-asked": round(self.config.fraction * self.config.clients),
+            "clients-asked": float(self.asked),
             "clients-lost": 0.0,
         }
+        self.asked = 0
         tested = MetricRecord()
         last = server_round == self.config.rounds
         if server_round % self.config.evaluate_every == 0 or last:
