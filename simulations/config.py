@@ -16,7 +16,7 @@ from clients import CLIENTS, LocalTraining
 from clients.base import MAX_STEPS
 from clients.learning.choice import setting_of
 from fl_strategies import STRATEGIES, FederatedStrategy, fedpd, step_decay
-from fl_strategies.core.near import unknown
+from fl_strategies.core.near import unknown, unknown_of
 from fl_strategies.core.params import format_params, parse_params
 from fl_strategies.core.schedules import check
 from simulations.defaults import ANY
@@ -236,7 +236,7 @@ class RunConfig:
         params = parse_params(self.params)
         known = hyperparameters_of(self.algorithm)
         if wrong := sorted(params.keys() - set(known)):
-            said = f"{unknown(wrong, known)}; it has {known or 'none'}"
+            said = unknown_of(wrong, known)
             raise ValueError(f"{self.algorithm} has no hyperparameter {said}")
         strategy = STRATEGIES[self.algorithm](
             fraction_train=self.fraction,

@@ -52,7 +52,7 @@ import pyarrow as pa
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from fl_strategies.core.near import unknown
+from fl_strategies.core.near import unknown, unknown_of
 from fl_strategies.core.randomness import stream
 from simulations import hub, text
 from simulations.generated import BUILT_IN, Dataset, Inputs, Ints
@@ -111,8 +111,7 @@ def load(name: str, *, normalise: str = "own", **options: Any) -> Dataset:
         raise ValueError(f"normalise='authors' is for {', '.join(AUTHORS)} only, got {name!r}")
     known = _options(name)
     if wrong := sorted(options.keys() - set(known)):
-        said = f"{unknown(wrong, known)}; it has {known or 'none'}"
-        raise ValueError(f"data set {name!r} has no option {said}")
+        raise ValueError(f"data set {name!r} has no option {unknown_of(wrong, known)}")
     given = tuple(sorted(options.items()))
     if name in BUILT_IN:
         return _built_in(name, given)

@@ -71,7 +71,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, relu
 
-from fl_strategies.core.near import unknown
+from fl_strategies.core.near import unknown, unknown_of
 from simulations.hub import asked_briefly
 from simulations.text import DISTILBERT, transformers
 
@@ -115,8 +115,7 @@ def build(
         raise ValueError(f"model {name!r} takes {takes}; of text models are {', '.join(TEXT)}")
     known = getfullargspec(TEXT[name]).kwonlyargs if name in TEXT else []
     if wrong := sorted(options.keys() - set(known)):
-        said = f"{unknown(wrong, known)}; it has {known or 'none'}"
-        raise ValueError(f"model {name!r} has no option {said}")
+        raise ValueError(f"model {name!r} has no option {unknown_of(wrong, known)}")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs as well
         if vocabulary is not None:

@@ -34,7 +34,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_strategies.core.near import unknown
+from fl_strategies.core.near import unknown, unknown_of
 from fl_strategies.core.randomness import stream
 from simulations.figures import save
 
@@ -64,9 +64,7 @@ def partition(
         raise ValueError(f"unknown partition {unknown([kind], KINDS)}; known: {', '.join(KINDS)}")
     known = getfullargspec(KINDS[kind]).kwonlyargs
     if wrong := sorted(options.keys() - set(known)):
-        raise ValueError(
-            f"partition {kind!r} has no option {unknown(wrong, known)}; it has {known or 'none'}"
-        )
+        raise ValueError(f"partition {kind!r} has no option {unknown_of(wrong, known)}")
     if not 1 <= clients <= len(labels):
         raise ValueError(f"clients must be from 1 to {len(labels)} (samples), got {clients}")
     parts = KINDS[kind](np.asarray(labels), clients, stream(seed, "partition"), **options)

@@ -183,9 +183,10 @@ def check_memory(config: RunConfig) -> None:
     numbers = found.x.size + found.test_x.size
     each = size if first.inputs.is_floating_point() else x.itemsize
     clients = max(1, round(config.fraction * config.clients))
-    beside = samples * CLIENTS[config.algorithm](first, client_id=0).stacked_bytes()
-    at_once = clients * (vectors + batch + beside)
-    at_once = 0 if config.cohort == "off" else min(at_once, MEMORY)
+    at_once = 0
+    if config.cohort != "off":
+        beside = samples * CLIENTS[config.algorithm](first, client_id=0).stacked_bytes()
+        at_once = min(clients * (vectors + batch + beside), MEMORY)
     room = Room(numbers * each, 2 * d * size, vectors, batch, at_once)
     check_room(room, device, torch.cuda.mem_get_info(device)[0])
 

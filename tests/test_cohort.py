@@ -244,9 +244,8 @@ def test_dropout_draws_the_masks_that_each_client_draws_alone(row: Row, place: s
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("p", [0.3, 1.0])
-def test_masks_are_drawn_client_by_client_wherever_vmap_has_their_dimension(p: float) -> None:
-    drawing, layer = Masks([1, 2]), nn.Dropout(p)
+def test_masks_are_drawn_client_by_client_wherever_vmap_has_their_dimension() -> None:
+    drawing, p, layer = Masks([1, 2]), 0.3, nn.Dropout(0.3)
     x = torch.ones(3, 2, 4)
     with masked(layer, drawing), drawing.of(np.array([1, 0]), np.array([3, 2])):
         found = vmap(layer, in_dims=1)(x)

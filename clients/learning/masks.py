@@ -38,8 +38,6 @@ class Masks:
         """Return the activations x [k, b, ...], each 0 with probability p; padding is 0."""
         if len(self._drawing) != len(x):
             raise RuntimeError("masks are drawn for the mini-batches of local steps alone")
-        if p == 1.0:
-            return x * 0.0  # torch draws nothing either
         noise = torch.zeros(x.shape, dtype=x.dtype)
         for row, (generator, size) in zip(noise.unbind(), self._drawing, strict=True):
             row[:size].bernoulli_(1.0 - p, generator=generator)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias, dataclass_transform
 
-from fl_strategies.core.near import unknown
+from fl_strategies.core.near import unknown_of
 from fl_strategies.core.schedules import Schedule as Schedule
 from fl_strategies.core.schedules import check, one_of
 from fl_strategies.core.schedules import values as all_values
@@ -169,7 +169,7 @@ class Declared:
     def unknown_names(cls, names: Iterable[str]) -> str:
         """Return the text that the class has no arguments of these names, and which ones it has."""
         known = [*cls.declarations]
-        return f"{cls.__name__} has no argument {unknown(names, known)}; it has {known}"
+        return f"{cls.__name__} has no argument {unknown_of(names, known)}"
 
 
 def told(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from fl_strategies import delta_sgd, sps
-from fl_strategies.core.near import unknown
+from fl_strategies.core.near import unknown, unknown_of
 from fl_strategies.core.params import parse_params
 from fl_strategies.core.schedules import at, check, check_flag, one_of
 
@@ -221,9 +221,7 @@ class LocalTraining:
             raise ValueError(f"solver {solver!r} has no {', '.join(lacking)}")
         free = [name for name in options if name not in ("lr", *HANDED_ON, *OFFERED)]
         if wrong := sorted(params.keys() - set(free)):
-            raise ValueError(
-                f"solver {solver!r} has no option {unknown(wrong, free)}; it has {free or 'none'}"
-            )
+            raise ValueError(f"solver {solver!r} has no option {unknown_of(wrong, free)}")
         if named in OURS:
             OURS[named](lr=self.rate, **params)
         elif make is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def unknown(names: Iterable[object], known: Iterable[str]) -> str:
@@ -19,3 +19,14 @@ def unknown(names: Iterable[object], known: Iterable[str]) -> str:
         near = [] if name in known else difflib.get_close_matches(str(name), known, 1, 0.5)
         said.append(f"{name!r} (did you mean {near[0]!r}?)" if near else repr(name))
     return ", ".join(said)
+
+
+def unknown_of(names: Iterable[object], known: Sequence[str]) -> str:
+    """Return :func:`unknown`, and what is known.
+
+    Examples
+    --------
+    >>> unknown_of(["x"], [])
+    "'x'; it has none"
+    """
+    return f"{unknown(names, known)}; it has {known or 'none'}"
