@@ -238,6 +238,12 @@ def _splits(
     return (train, test), (owner, test_owner)
 
 
+def _arrow(file: Path) -> Any:
+    """Return a Parquet file's table; Arrow's ``read_table`` would import pandas, 47 MB."""
+    with pyarrow.parquet.ParquetFile(file) as opened:
+        return opened.read()
+
+
 def _codes(column: Any) -> Ints:
     """Return each entry's value as a number; values are numbered in order of appearance."""
     codes: Ints = column.combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64)
@@ -266,7 +272,7 @@ def _table(name: str, folder: Path | None, split: str) -> Any:
         files = sorted(folder.glob(pattern)) or sorted(folder.glob(f"*/{pattern}"))
         if not files:
             raise _NoSplit(f"data set {name!r}: no {pattern} in {folder} or a folder in it")
-        return pa.concat_tables([pyarrow.parquet.read_table(file) for file in files])
+        return pa.concat_tables([_arrow(file) for file in files])
     import datasets  # here: it takes seconds, and folders do without
 
     try:
@@ -282,9 +288,11 @@ def _classes(name: str, column: Any) -> Ints:
     """Return the classes of a column: its integers, or the numbers of its characters."""
     if len(column) > 0 and isinstance(column[0].as_py(), str):
         return text.characters(column.to_pylist())[:, 0].astype(np.int64)
-    y: Ints = column.to_numpy().astype(np.int64)
-    if len(y) == 0 or y.min() < 0:
-        raise ValueError(f"data set {name!r}: a split is empty or has labels < 0 (no label)")
+    if len(column) == 0 or column.null_count:
+        raise ValueError(f"data set {name!r}: a split is empty or lacks labels")
+    y: Ints = np.from_dlpack(column.combine_chunks()).astype(np.int64)  # to_numpy takes pandas
+    if y.min() < 0:
+        raise ValueError(f"data set {name!r}: a split has labels < 0 (no label)")
     return y
 
 

@@ -318,6 +318,22 @@ def test_a_folder_that_is_no_data_set_is_refused_with_what_it_lacks(tmp_path: Pa
         data.load(str(folder(tmp_path / "odd", GREY, "picture")))
 
 
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [(-1, "has labels < 0"), (None, "lacks labels"), (2, None), (7.0, None)],
+)
+def test_labels_must_be_there(label: float | None, message: str | None, tmp_path: Path) -> None:
+    made = datasets.Dataset.from_dict({"image": encoded(GREY[:2]), "label": [0, label]})
+    made = made.cast_column("image", datasets.Image())
+    for split in ("train", "test"):
+        made.to_parquet(tmp_path / f"{split}.parquet")
+    if message is None:
+        assert data.load(str(tmp_path)).y.tolist() == [0, label]
+        return
+    with pytest.raises(ValueError, match=message):
+        data.load(str(tmp_path))
+
+
 def test_images_of_several_sizes_are_refused_before_the_run_and_by_whoever_reads_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

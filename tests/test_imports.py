@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from tiny_data import cifar100
 
 import clients
 import fl_strategies
@@ -53,6 +54,12 @@ def test_no_import_loads_a_slow_package_that_it_may_not_need() -> None:
     ]
     assert modules
     assert loaded_after(*(f"import {name}" for name in modules)) & SLOW == set()
+
+
+def test_images_of_a_folder_load_no_slow_package(tmp_path: Path) -> None:
+    cifar100(tmp_path)
+    read = f"data.load({str(tmp_path)!r}).inputs()"
+    assert loaded_after("from simulations import data", read) & SLOW == set()
 
 
 def test_the_server_half_needs_no_torch() -> None:
