@@ -232,6 +232,7 @@ def test_many_clients_in_one_process_do_the_work_of_as_many_supernodes(
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("waits")  # beside the other engines: most of its ten minutes are waits
 def test_fedadmm_whose_server_is_killed_twenty_times_ends_with_the_in_process_model(
     federation: Federation, tmp_path: Path
 ) -> None:

@@ -137,6 +137,54 @@ def fedbc_table_1(data: int, epochs: int) -> Setting:
     )
 
 
+FEDBC_TABLE_7: dict[tuple[int, float], dict[str, float]] = {
+    key: dict(zip(FEDBC_RULES, accuracies, strict=True))
+    for key, accuracies in {
+        (1, 1.1): (0.9371, 0.9415, 0.9388, 0.9414, 0.9411),
+        (1, 1.3): (0.9075, 0.9236, 0.9169, 0.9362, 0.9386),
+        (1, 1.5): (0.9436, 0.9423, 0.9439, 0.9449, 0.9504),
+        (3, 1.1): (0.9669, 0.9665, 0.9675, 0.9704, 0.9683),
+        (3, 1.3): (0.9578, 0.9611, 0.9577, 0.9440, 0.9646),
+        (3, 1.5): (0.9623, 0.9643, 0.9620, 0.9409, 0.9640),
+    }.items()
+}
+"""Global test accuracy on MNIST, E = 1, by classes C of most devices and exponent of the sizes."""
+
+
+def fedbc_table_7() -> list[Setting]:
+    """Return cells of Table 7, whose partitions are those of Tables 4 and 5.
+
+    Rounds, mu, q and alpha of MNIST are not stated: they are those of ``fedbc_table_1``, with 0.01
+    for mu. Learning rates are chosen in the first cell.
+    """
+
+    def cell(classes: int, exponent: float) -> Setting:
+        table_1 = fedbc_table_1(0, 1)
+        return table_1._replace(
+            name=f"fedbc-mnist-C{classes}-exponent{exponent:g}",
+            where=f"FedBC, Table 7: MNIST, C = {classes}, exponent {exponent:g}",
+            rules=table_1.rules | {"fedprox": Rule("fedprox", {"mu": 0.01})},
+            published=FEDBC_TABLE_7[classes, exponent],
+            config={
+                **{k: v for k, v in table_1.config.items() if k != "dataset-params"},
+                "dataset": "mnist",
+                "model": "mlp",
+                "partition": "power-law",
+                "partition-params": f"exponent={exponent:g} classes_per_client={classes}",
+                "pooled": True,
+                "local-test": 0.2,
+                "clients": 20,
+                "fraction": 0.5,
+                "random-epochs": "false",
+            },
+            rates=(0.01, 0.1, 0.5),
+        )
+
+    first = cell(1, 1.3)
+    others = [cell(*key) for key in FEDBC_TABLE_7 if key != (1, 1.3)]
+    return [first, *(one._replace(tuned_by=first) for one in others)]
+
+
 # ---- Delta-SGD: Kim et al., Table 1 -------------------------------------------------------------
 
 SOLVERS: dict[str, dict[str, Any]] = {
@@ -304,6 +352,7 @@ BOARD: dict[str, list[Setting]] = {
     "global-models": GLOBAL_MODELS,
     "personalized-models": PERSONALIZED_MODELS,
     "fedbc": [fedbc_table_1(data, epochs) for epochs in (1, 5) for data in range(5)],
+    "fedbc-mnist": fedbc_table_7(),
     "local-solvers": local_solvers.ALPHAS,
     "delta-sgd-inside": local_solvers.INSIDE,
     "q-fedavg": [q_fedavg(figure) for figure in FAIRNESS],
