@@ -121,7 +121,12 @@ class RunConfig:
             if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
                 raise ValueError(f"{name} must be of type {kind.__name__}, got {value!r}")
             values[known[name].name] = kind(value)
-        return cls(**values).completed()
+        try:
+            return cls(**values).completed()
+        except ValueError as error:  # maybe the algorithm's, of its own names
+            for name, its_field in known.items():
+                error.args = (re.sub(rf"\b{its_field.name}\b", name, str(error)),)
+            raise
 
     def completed(self) -> RunConfig:
         """Fill in the defaults of the data set and algorithm; return the checked config."""
