@@ -51,7 +51,8 @@ def test_clipping_keeps_the_direction_and_ends_at_the_bound(
     length = math.hypot(*unit)
     if length < 1e-3:
         return
-    assert norm(u) == pytest.approx(math.ldexp(length, exponent), rel=1e-14) or exponent == 1023
+    if exponent < 1023:  # where the norm is a number
+        assert norm(u) == pytest.approx(math.ldexp(length, exponent), rel=1e-14)
     found = clip(u, math.ldexp(bound, min(exponent, 1000)))
     if math.ldexp(bound, min(exponent, 1000) - exponent) > length * (1 + 1e-14):
         assert found is u

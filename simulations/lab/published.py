@@ -108,6 +108,7 @@ def deciding(partition: str) -> Setting:
             "scaffold": Rule("scaffold", config=FIXED),
             "rho-0.01": Rule("fedadmm", PENALTY, DRAWN, reference=True),
         },
+        published={rule: n for rule, n in cell.published.items() if rule != "fedprox"},
         config=cell.config | {"rounds": 30},
         seeds=(1, 2, 3),
     )
