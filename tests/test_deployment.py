@@ -55,6 +55,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_fedadmm_deployed_gives_the_in_process_model_to_the_bit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

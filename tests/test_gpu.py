@@ -56,11 +56,6 @@ SOLVERS = ("adam", "adagrad", "delta-sgd", "sps", "RMSprop")
 ROWS: list[tuple[str, dict[str, Any]]] = [
     *((algorithm, {}) for algorithm in STRATEGIES),  # with dropout
     *((algorithm, {"model": "cnn-bn"}) for algorithm in STRATEGIES),  # with running statistics
-    *(  # each algorithm with two solvers, each solver with both models
-        (algorithm, {"solver": SOLVERS[(number + turn) % 5]} | model)
-        for number, algorithm in enumerate(ANY_SOLVER)
-        for turn, model in ((0, {}), (2, {"model": "cnn-bn"}))
-    ),
     ("fedavg", {"solver": "lbfgs", "steps": 0}),
     ("fedpd", {"params": "oracle=II inner_steps=3 inner_batch=4 full_every=1"} | OWN_STEPS),
     ("per-fedavg", {"params": "meta_gradient=first-order"}),
@@ -71,6 +66,14 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("fedavg", {"dtype": "bfloat16"}),
     ("fedadmm", {"model": "mlp", "cohort": "2"}),
 ]
+WITH_SOLVERS = [
+    pytest.param(
+        algorithm, {"solver": SOLVERS[(number + turn) % 5]} | model, marks=pytest.mark.slow
+    )
+    for number, algorithm in enumerate(ANY_SOLVER)
+    for turn, model in ((0, {}), (2, {"model": "cnn-bn"}))
+]
+"""Each algorithm with two solvers, each solver with both models."""
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +106,7 @@ def run(algorithm: str, folder: Path, gpu: EmulatedGPU | None = None, **others: 
         return run_in_process(RunConfig.parse(keys))
 
 
-@pytest.mark.parametrize(("algorithm", "keys"), ROWS, ids=str)
+@pytest.mark.parametrize(("algorithm", "keys"), [*ROWS, *WITH_SOLVERS], ids=str)
 def test_a_run_on_a_gpu_is_the_run_on_the_cpu(
     algorithm: str, keys: dict[str, Any], tmp_path: Path
 ) -> None:

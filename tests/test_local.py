@@ -79,10 +79,10 @@ def test_a_strategy_refuses_what_its_clients_would_in_the_same_words(
     assert refused(lambda: LocalTraining(**fields)) == words
 
 
-@pytest.mark.parametrize("settings", BAD, ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
-def test_every_strategy_checks_its_local_settings(strategy: Any, settings: dict[str, Any]) -> None:
-    refused(lambda: strategy(local=settings))
+def test_every_strategy_checks_its_local_settings(strategy: Any) -> None:
+    for settings in BAD:
+        refused(lambda settings=settings: strategy(local=settings))
 
 
 GOOD: list[dict[str, Any]] = [
@@ -285,7 +285,7 @@ def test_a_run_with_oracle_two_sends_no_defaults_and_refuses_what_is_set() -> No
     for given in ({"solver": "adam"}, {"lr": 0.2}, {"weight-decay": 0.1}, {"lr-decay": True}):
         words = refused(lambda given=given: RunConfig.parse(run | given))
         assert "has no use for" in words
-        assert next(iter(given)).replace("-", "_") in words
+        assert next(iter(given)) in words
 
 
 @pytest.mark.parametrize("make", [FedBC, PerFedBC])

@@ -109,12 +109,12 @@ def deciding(partition: str) -> Setting:
             "rho-0.01": Rule("fedadmm", PENALTY, DRAWN, reference=True),
         },
         published={rule: n for rule, n in cell.published.items() if rule != "fedprox"},
-        config=cell.config | {"rounds": 30},
+        config={**cell.config, "rounds": 30},
         seeds=(1, 2, 3),
     )
     small = {"model": "mlp", "autocast": "", "rounds": 15, "cohort": "auto"}
     return setting._replace(
-        tuned_by=setting._replace(name=f"{setting.name}-rates", config=setting.config | small)
+        tuned_by=setting._replace(name=f"{setting.name}-rates", config={**setting.config, **small})
     )
 
 
@@ -188,7 +188,7 @@ def fedbc_table_7() -> list[Setting]:
         return table_1._replace(
             name=f"fedbc-mnist-C{classes}-exponent{exponent:g}",
             where=f"FedBC, Table 7: MNIST, C = {classes}, exponent {exponent:g}",
-            rules=table_1.rules | {"fedprox": Rule("fedprox", {"mu": 0.01})},
+            rules={**table_1.rules, "fedprox": Rule("fedprox", {"mu": 0.01})},
             published=FEDBC_TABLE_7[classes, exponent],
             config={
                 **{k: v for k, v in table_1.config.items() if k != "dataset-params"},
