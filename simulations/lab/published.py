@@ -330,6 +330,47 @@ def fedbcd(rounds: int, *rules: str) -> Setting:
     )
 
 
+# ---- FedPD, Figs. 4 and 5 -----------------------------------------------------------------------
+
+
+def fedpd_writers() -> Setting:
+    """Return SGD at all clients, with communication skipped or not; the paper has curves alone.
+
+    Local steps, batch size, rates, eta and mu are the paper's (Appendix D). The data stand in for
+    FEMNIST: 100 writers of digits, 113 samples each, and logistic regression for its CNN.
+    """
+    steps = {"lr": 0.01}
+    return Setting(
+        name="fedpd-writers",
+        where="FedPD, Figs. 4 and 5: 100 writers of digits, logistic, 100 rounds",
+        figure="final_accuracy",
+        ours="fedpd",
+        rules={
+            "fedpd": Rule("fedpd", {"eta": 1.0, "p": 0.0}, steps),
+            "p-0.25": Rule("fedpd", {"eta": 1.0, "p": 0.25}, steps, reference=True),
+            "p-0.5": Rule("fedpd", {"eta": 1.0, "p": 0.5}, steps, reference=True),
+            "fedavg": Rule("fedavg", {"weights": "uniform"}, {"lr": 0.001}),
+            "fedavg-0.01": Rule("fedavg", {"weights": "uniform"}, steps),
+            "fedprox": Rule("fedprox", {"weights": "uniform", "mu": 1.0}, steps),
+        },
+        published={},
+        config={
+            "dataset": "mnist_writers",
+            "model": "logistic",
+            "clients": 100,
+            "fraction": 1.0,
+            "rounds": 100,
+            "steps": 300,
+            "batch-size": 2,
+            "momentum": 0.0,
+            "gradient-norm": "false",
+            "cohort": "auto",
+        },
+        seeds=(1, 2, 3),
+        curves=("round", "exchanges"),
+    )
+
+
 # ---- NIID-Bench: Li, Diao, Chen, He, ICDE 2022, Table III ---------------------------------------
 
 NIID_BENCH = {
@@ -391,6 +432,7 @@ BOARD: dict[str, list[Setting]] = {
         *(delta_sgd_table_1("fashion_mnist", a, 200, tuple(SOLVERS)) for a in (1, 0.1, 0.01)),
     ],
     "fedbcd": [fedbcd(100, "sync", "async-0.3", "async-0.5", "fedbcd-i", "fedprox")],
+    "fedpd-writers": [fedpd_writers()],
     "niid-bench": [niid_bench(dataset) for dataset in NIID_BENCH],
 }
 """Settings by study."""
