@@ -342,7 +342,7 @@ def fedpd_writers() -> Setting:
     steps = {"lr": 0.01}
     return Setting(
         name="fedpd-writers",
-        where="FedPD, Figs. 4 and 5: 100 writers of digits, logistic, 100 rounds",
+        where="FedPD, Figs. 4 and 5: 100 writers of digits, logistic, 50 rounds",
         figure="final_accuracy",
         ours="fedpd",
         rules={
@@ -359,7 +359,7 @@ def fedpd_writers() -> Setting:
             "model": "logistic",
             "clients": 100,
             "fraction": 1.0,
-            "rounds": 100,
+            "rounds": 50,
             "steps": 300,
             "batch-size": 2,
             "momentum": 0.0,
