@@ -154,6 +154,32 @@ def test_never_are_more_states_in_memory_than_the_limit_and_none_is_lost(limit: 
         assert sum(len(array.data) for array in arrays) <= limit
 
 
+def test_a_state_takes_the_room_that_another_outgrew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten states of 8 kB grow to 16 kB, then ten others of 8 kB come."""
+    files = []
+
+    def noted(**options: Any) -> Any:
+        files.append(made(**options))
+        return files[-1]
+
+    made = tempfile.TemporaryFile
+    monkeypatch.setattr(tempfile, "TemporaryFile", noted)
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Any) -> Message:
+        longer = np.concatenate([*(r["w"].numpy() for r in context.state.values()), np.ones(1000)])
+        context.state = RecordDict({"array": ArrayRecord({"w": Array(longer)})})
+        return Message(RecordDict(), reply_to=message)
+
+    federation = InProcessGrid(app, 20, state_memory=0)
+    nodes = [*federation.get_node_ids()]
+    for asked in (nodes[:10], nodes[:10], nodes[10:], nodes[:10]):
+        requests = [Message(RecordDict(), node, "train") for node in asked]
+        assert not any(reply.has_error() for reply in federation.send_and_receive(requests))
+    assert files[0].seek(0, 2) < 1.1 * 8000 * (10 * 1 + 10 * 2 + 10 * 3)
+
+
 def test_where_a_disk_is_full_the_error_names_it_and_what_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

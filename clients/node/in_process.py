@@ -9,6 +9,7 @@ import copy
 import itertools
 import tempfile
 import weakref
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 from logging import WARNING
 from typing import IO, Any
@@ -182,7 +183,8 @@ class _States:
         self._kept: dict[int, int] = {}
         self._file: IO[bytes] | None = None
         self._stored: dict[int, int] = {}
-        self._rooms: dict[int, tuple[int, int]] = {}
+        self._rooms: dict[int, tuple[int, int]] = {}  # size and offset in the file
+        self._outgrown: list[tuple[int, int]] = []  # rooms that no client has any more, sorted
         self._end = 0
 
     def fetch(self, context: Context) -> None:
@@ -191,7 +193,7 @@ class _States:
         length = self._stored.pop(context.node_id, None)
         if length is not None:
             assert self._file is not None
-            self._file.seek(self._rooms[context.node_id][0])
+            self._file.seek(self._rooms[context.node_id][1])
             message = RecordDictProto.FromString(self._file.read(length))
             context.state = recorddict_from_proto(message)
 
@@ -217,12 +219,8 @@ class _States:
                 folder,
             )
         data = recorddict_to_proto(context.state).SerializeToString()
-        offset, room = self._rooms.get(context.node_id, (0, -1))
-        if len(data) > room:
-            offset, self._end = self._end, self._end + len(data)
-            self._rooms[context.node_id] = (offset, len(data))
         try:
-            self._file.seek(offset)
+            self._file.seek(self._room(context.node_id, len(data)))
             self._file.write(data)
             self._file.flush()
         except OSError as error:
@@ -232,6 +230,20 @@ class _States:
             ) from error
         self._stored[context.node_id] = len(data)
         context.state = RecordDict()
+
+    def _room(self, node: int, size: int) -> int:
+        """Return the offset of the node's room, or of a new one if ``size`` bytes outgrow it."""
+        mine = self._rooms.get(node)
+        if mine is None or size > mine[0]:
+            if mine is not None:
+                insort(self._outgrown, mine)
+            place = bisect_left(self._outgrown, (size, 0))
+            if place < len(self._outgrown):
+                mine = self._outgrown.pop(place)
+            else:
+                mine, self._end = (size, self._end), self._end + size
+            self._rooms[node] = mine
+        return mine[1]
 
 
 def _bytes(state: RecordDict) -> int:
