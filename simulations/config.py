@@ -124,8 +124,10 @@ class RunConfig:
         try:
             return cls(**values).completed()
         except ValueError as error:  # maybe the algorithm's, of its own names
+            texts = " ".join(value for value in config.values() if isinstance(value, str))
             for name, its_field in known.items():
-                error.args = (re.sub(rf"\b{its_field.name}\b", name, str(error)),)
+                if its_field.name not in texts:  # what was given is told as it was given
+                    error.args = (re.sub(rf"\b{its_field.name}\b", name, str(error)),)
             raise
 
     def completed(self) -> RunConfig:

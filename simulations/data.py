@@ -238,10 +238,19 @@ def _splits(
     return (train, test), (owner, test_owner)
 
 
+def _parts(path: Path) -> list[Path]:
+    """Return the files of a folder of Parquet files, or the one file that ``path`` is."""
+    return sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+
+
 def _arrow(file: Path) -> Any:
-    """Return a Parquet file's table; Arrow's ``read_table`` would import pandas, 47 MB."""
+    """Return a Parquet file's table; Arrow's ``read_table`` would import pandas, 47 MB.
+
+    It is read in its row groups: Arrow reads no more than 2 GB of images at once.
+    """
     with pyarrow.parquet.ParquetFile(file) as opened:
-        return opened.read()
+        groups = [opened.read_row_group(i) for i in range(opened.num_row_groups)]
+        return pa.concat_tables(groups) if groups else opened.read()
 
 
 def _codes(column: Any) -> Ints:
@@ -269,7 +278,8 @@ def _table(name: str, folder: Path | None, split: str) -> Any:
     """Return the Arrow table of a split, images still encoded."""
     if folder is not None:
         pattern = f"{split}*.parquet"
-        files = sorted(folder.glob(pattern)) or sorted(folder.glob(f"*/{pattern}"))
+        found = sorted(folder.glob(pattern)) or sorted(folder.glob(f"*/{pattern}"))
+        files = [part for one in found for part in _parts(one)]
         if not files:
             raise _NoSplit(f"data set {name!r}: no {pattern} in {folder} or a folder in it")
         return pa.concat_tables([_arrow(file) for file in files])
@@ -290,7 +300,8 @@ def _classes(name: str, column: Any) -> Ints:
         return text.characters(column.to_pylist())[:, 0].astype(np.int64)
     if len(column) == 0 or column.null_count:
         raise ValueError(f"data set {name!r}: a split is empty or lacks labels")
-    y: Ints = np.from_dlpack(column.combine_chunks()).astype(np.int64)  # to_numpy takes pandas
+    numbers = column.cast(pa.int64()).combine_chunks()
+    y: Ints = np.from_dlpack(numbers).astype(np.int64)  # to_numpy would import pandas
     if y.min() < 0:
         raise ValueError(f"data set {name!r}: a split has labels < 0 (no label)")
     return y

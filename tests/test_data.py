@@ -8,6 +8,8 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import torch
 from scipy.optimize import linprog
@@ -320,10 +322,11 @@ def test_a_folder_that_is_no_data_set_is_refused_with_what_it_lacks(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("label", "message"),
-    [(-1, "has labels < 0"), (None, "lacks labels"), (2, None), (7.0, None)],
+    [(-1, "has labels < 0"), (None, "lacks labels"), (2, None), (7.0, None), (True, None)],
 )
 def test_labels_must_be_there(label: float | None, message: str | None, tmp_path: Path) -> None:
-    made = datasets.Dataset.from_dict({"image": encoded(GREY[:2]), "label": [0, label]})
+    first = False if label is True else 0
+    made = datasets.Dataset.from_dict({"image": encoded(GREY[:2]), "label": [first, label]})
     made = made.cast_column("image", datasets.Image())
     for split in ("train", "test"):
         made.to_parquet(tmp_path / f"{split}.parquet")
@@ -332,6 +335,21 @@ def test_labels_must_be_there(label: float | None, message: str | None, tmp_path
         return
     with pytest.raises(ValueError, match=message):
         data.load(str(tmp_path))
+
+
+def test_labels_may_be_categories_and_a_split_a_folder_of_files_of_row_groups(
+    tmp_path: Path,
+) -> None:
+    labels = pa.array([3, 1, 3, 0]).dictionary_encode()
+    table = pa.table({"image": encoded(GREY[:4]), "label": labels})
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.parquet").mkdir()
+        for number in (0, 1):
+            part = tmp_path / f"{split}.parquet/part-{number}.parquet"
+            pa.parquet.write_table(table, part, row_group_size=3)
+    found = data.load(str(tmp_path))
+    assert found.y.tolist() == [3, 1, 3, 0] * 2
+    assert found.inputs().shape == (8, 1, 6, 5)
 
 
 def test_images_of_several_sizes_are_refused_before_the_run_and_by_whoever_reads_them(

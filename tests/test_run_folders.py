@@ -155,7 +155,7 @@ def test_never_are_more_states_in_memory_than_the_limit_and_none_is_lost(limit: 
 
 
 def test_a_state_takes_the_room_that_another_outgrew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten states of 8 kB grow to 16 kB, then ten others of 8 kB come."""
+    """Ten states of 8 kB grow to 16 kB, ten others of 8 kB come, then the first grow to 24 kB."""
     files = []
 
     def noted(**options: Any) -> Any:

@@ -158,6 +158,7 @@ def test_clients_may_evaluate_on_data_of_their_own(tmp_path: Path) -> None:
         ({"params": "rho"}, r"a hyperparameter is given as name=value, got 'rho'"),
         ({"evaluate-every": 0}, r"evaluate-every must be >= 1, got 0"),
         ({"lost-state": "restart"}, r"lost-state must be one of .*, got .restart."),
+        ({"state-dir": "my/state_dir"}, r"must be an absolute path, got 'my/state_dir'"),
         ({"fraction": 1.5}, r"fraction must be > 0 and <= 1, got 1.5"),
         ({"clients": 5000}, r"clients must be from 1 to 1437 \(samples\), got 5000"),
         ({"clients": 1000}, r"shards must be at most 1437 \(samples\), got 2000"),
