@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fl_strategies import FedADMM, FedBC
-from simulations.lab import local_solvers
+from fl_strategies import FedADMM
+from simulations.lab import fedbc_tables, local_solvers
 from simulations.lab.board import DRAWN, Rule, Setting, centralised
 from simulations.lab.comparisons import (
     FEDADMM_NEEDS,
@@ -19,7 +19,7 @@ from simulations.lab.comparisons import (
     PERSONALIZED_MODELS,
 )
 from simulations.lab.measured import KINDS, Figure
-from simulations.lab.studies import DELTA_SGD_SOLVERS, FEDBC_RATES, FEDBCD, FEDBCD_RULES
+from simulations.lab.studies import DELTA_SGD_SOLVERS, FEDBCD, FEDBCD_RULES
 
 BEYOND = 101.0
 """More rounds than FedADMM's horizon of 100: "100+" in its tables."""
@@ -121,98 +121,6 @@ def deciding(partition: str) -> Setting:
     return setting._replace(
         tuned_by=setting._replace(name=f"{setting.name}-rates", config={**setting.config, **small})
     )
-
-
-# ---- FedBC: Bedi et al., Table 1 ----------------------------------------------------------------
-
-FEDBC_RULES = ("fedavg", "q-fedavg", "fedprox", "scaffold", "fedbc")
-FEDBC_TABLE_1 = {
-    1: dict(zip(FEDBC_RULES, (0.8361, 0.8712, 0.8623, 0.8384, 0.8783), strict=True)),
-    5: dict(zip(FEDBC_RULES, (0.8342, 0.8676, 0.8559, 0.8295, 0.8748), strict=True)),
-}
-"""Global test accuracy by E."""
-
-
-def fedbc_table_1(data: int, epochs: int) -> Setting:
-    """Return Table 1 for one E on one data set of synthetic(0.5, 0.5) with the authors' sizes.
-
-    mu, alpha, batch size, momentum and rounds are those of the authors' script; q is not stated.
-    """
-    return Setting(
-        name=f"fedbc-E{epochs}-data{data}",
-        where=f"FedBC, Table 1: synthetic(0.5, 0.5) of seed {data}, E = {epochs}",
-        figure="late_accuracy",
-        ours="fedbc",
-        rules={
-            "fedavg": Rule("fedavg"),
-            "fedavg-uniform": Rule("fedavg", {"weights": "uniform"}),
-            "q-fedavg": Rule("q-fedavg", {"q": 0.1}),
-            "fedprox": Rule("fedprox", {"mu": 1.0}),
-            "scaffold": Rule("scaffold", config={"momentum": 0.0}),
-            "fedbc": Rule("fedbc", {"alpha": 1e-3}),
-            "fedbc-authors": Rule("fedbc", {"alpha": 1e-3, **FedBC.authors_rule}, {}, True),
-        },
-        published=FEDBC_TABLE_1[epochs],
-        config={
-            "dataset": "synthetic",
-            "dataset-params": f"sizes=lognormal seed={data}",
-            "clients": 30,
-            "fraction": 1 / 3,
-            "rounds": 50,
-            "batch-size": 20,
-            "momentum": 0.5,
-            "epochs": epochs,
-        },
-        rates=FEDBC_RATES,
-    )
-
-
-FEDBC_TABLE_7: dict[tuple[int, float], dict[str, float]] = {
-    key: dict(zip(FEDBC_RULES, accuracies, strict=True))
-    for key, accuracies in {
-        (1, 1.1): (0.9371, 0.9415, 0.9388, 0.9414, 0.9411),
-        (1, 1.3): (0.9075, 0.9236, 0.9169, 0.9362, 0.9386),
-        (1, 1.5): (0.9436, 0.9423, 0.9439, 0.9449, 0.9504),
-        (3, 1.1): (0.9669, 0.9665, 0.9675, 0.9704, 0.9683),
-        (3, 1.3): (0.9578, 0.9611, 0.9577, 0.9440, 0.9646),
-        (3, 1.5): (0.9623, 0.9643, 0.9620, 0.9409, 0.9640),
-    }.items()
-}
-"""Global test accuracy on MNIST, E = 1, by classes C of most devices and exponent of the sizes."""
-
-
-def fedbc_table_7() -> list[Setting]:
-    """Return cells of Table 7, whose partitions are those of Tables 4 and 5.
-
-    Rounds, mu, q and alpha of MNIST are not stated: they are those of ``fedbc_table_1``, with 0.01
-    for mu. Learning rates are chosen in the first cell.
-    """
-
-    def cell(classes: int, exponent: float) -> Setting:
-        table_1 = fedbc_table_1(0, 1)
-        return table_1._replace(
-            name=f"fedbc-mnist-C{classes}-exponent{exponent:g}",
-            where=f"FedBC, Table 7: MNIST, C = {classes}, exponent {exponent:g}",
-            rules={**table_1.rules, "fedprox": Rule("fedprox", {"mu": 0.01})},
-            published=FEDBC_TABLE_7[classes, exponent],
-            config={
-                **{k: v for k, v in table_1.config.items() if k != "dataset-params"},
-                "dataset": "mnist",
-                "model": "mlp",
-                "partition": "power-law",
-                "partition-params": f"exponent={exponent:g} classes_per_client={classes}",
-                "pooled": True,
-                "local-test": 0.2,
-                "clients": 20,
-                "fraction": 0.5,
-                "random-epochs": "false",
-            },
-            rates=(0.01, 0.1, 0.5),
-        )
-
-    first = cell(1, 1.3)
-    others = [cell(*key) for key in FEDBC_TABLE_7 if key != (1, 1.3)]
-    return [first, *(one._replace(tuned_by=first) for one in others)]
 
 
 # ---- Delta-SGD: Kim et al., Table 1 -------------------------------------------------------------
@@ -423,8 +331,8 @@ BOARD: dict[str, list[Setting]] = {
     "fedadmm-needs": FEDADMM_NEEDS,
     "global-models": GLOBAL_MODELS,
     "personalized-models": PERSONALIZED_MODELS,
-    "fedbc": [fedbc_table_1(data, epochs) for epochs in (1, 5) for data in range(5)],
-    "fedbc-mnist": fedbc_table_7(),
+    "fedbc": [fedbc_tables.table_1(data, epochs) for epochs in (1, 5) for data in range(5)],
+    "fedbc-mnist": fedbc_tables.table_7(),
     "local-solvers": local_solvers.ALPHAS,
     "delta-sgd-inside": local_solvers.INSIDE,
     "q-fedavg": [q_fedavg(figure) for figure in FAIRNESS],

@@ -1,0 +1,96 @@
+"""FedBC's tables of global test accuracy (Bedi et al.): settings of the board."""
+
+from __future__ import annotations
+
+from fl_strategies import FedBC
+from simulations.lab.board import Rule, Setting
+from simulations.lab.studies import FEDBC_RATES
+
+RULES = ("fedavg", "q-fedavg", "fedprox", "scaffold", "fedbc")
+TABLE_1 = {
+    1: dict(zip(RULES, (0.8361, 0.8712, 0.8623, 0.8384, 0.8783), strict=True)),
+    5: dict(zip(RULES, (0.8342, 0.8676, 0.8559, 0.8295, 0.8748), strict=True)),
+}
+"""Global test accuracy by E."""
+
+
+def table_1(data: int, epochs: int) -> Setting:
+    """Return Table 1 for one E on one data set of synthetic(0.5, 0.5) with the authors' sizes.
+
+    mu, alpha, batch size, momentum and rounds are those of the authors' script; q is not stated.
+    """
+    return Setting(
+        name=f"fedbc-E{epochs}-data{data}",
+        where=f"FedBC, Table 1: synthetic(0.5, 0.5) of seed {data}, E = {epochs}",
+        figure="late_accuracy",
+        ours="fedbc",
+        rules={
+            "fedavg": Rule("fedavg"),
+            "fedavg-uniform": Rule("fedavg", {"weights": "uniform"}),
+            "q-fedavg": Rule("q-fedavg", {"q": 0.1}),
+            "fedprox": Rule("fedprox", {"mu": 1.0}),
+            "scaffold": Rule("scaffold", config={"momentum": 0.0}),
+            "fedbc": Rule("fedbc", {"alpha": 1e-3}),
+            "fedbc-authors": Rule("fedbc", {"alpha": 1e-3, **FedBC.authors_rule}, {}, True),
+        },
+        published=TABLE_1[epochs],
+        config={
+            "dataset": "synthetic",
+            "dataset-params": f"sizes=lognormal seed={data}",
+            "clients": 30,
+            "fraction": 1 / 3,
+            "rounds": 50,
+            "batch-size": 20,
+            "momentum": 0.5,
+            "epochs": epochs,
+        },
+        rates=FEDBC_RATES,
+    )
+
+
+TABLE_7: dict[tuple[int, float], dict[str, float]] = {
+    key: dict(zip(RULES, accuracies, strict=True))
+    for key, accuracies in {
+        (1, 1.1): (0.9371, 0.9415, 0.9388, 0.9414, 0.9411),
+        (1, 1.3): (0.9075, 0.9236, 0.9169, 0.9362, 0.9386),
+        (1, 1.5): (0.9436, 0.9423, 0.9439, 0.9449, 0.9504),
+        (3, 1.1): (0.9669, 0.9665, 0.9675, 0.9704, 0.9683),
+        (3, 1.3): (0.9578, 0.9611, 0.9577, 0.9440, 0.9646),
+        (3, 1.5): (0.9623, 0.9643, 0.9620, 0.9409, 0.9640),
+    }.items()
+}
+"""Global test accuracy on MNIST, E = 1, by classes C of most devices and exponent of the sizes."""
+
+
+def table_7() -> list[Setting]:
+    """Return cells of Table 7, whose partitions are those of Tables 4 and 5.
+
+    Rounds, mu, q and alpha of MNIST are not stated: they are those of ``table_1``, with 0.01
+    for mu. Learning rates are chosen in the first cell.
+    """
+
+    def cell(classes: int, exponent: float) -> Setting:
+        base = table_1(0, 1)
+        return base._replace(
+            name=f"fedbc-mnist-C{classes}-exponent{exponent:g}",
+            where=f"FedBC, Table 7: MNIST, C = {classes}, exponent {exponent:g}",
+            rules={**base.rules, "fedprox": Rule("fedprox", {"mu": 0.01})},
+            published=TABLE_7[classes, exponent],
+            config={
+                **{k: v for k, v in base.config.items() if k != "dataset-params"},
+                "dataset": "mnist",
+                "model": "mlp",
+                "partition": "power-law",
+                "partition-params": f"exponent={exponent:g} classes_per_client={classes}",
+                "pooled": True,
+                "local-test": 0.2,
+                "clients": 20,
+                "fraction": 0.5,
+                "random-epochs": "false",
+            },
+            rates=(0.01, 0.1, 0.5),
+        )
+
+    first = cell(1, 1.3)
+    others = [cell(*key) for key in TABLE_7 if key != (1, 1.3)]
+    return [first, *(one._replace(tuned_by=first) for one in others)]
