@@ -265,8 +265,17 @@ def test_the_shrunk_board_runs_is_written_and_resumes(
         pytest.skip("the few images that stand in for MNIST do not go round 100 clients")
     only = BOARD[study][0].name
     command = [study, "--quick", "--only", only, "--quiet", "--output", str(tmp_path)]
+
+    def records() -> list[dict[str, Any]]:
+        written = json.loads((tmp_path / "board.json").read_text())
+        return [record for record in written if record["setting"] == only]
+
+    last = [*BOARD[study][0].rules][-1]
+    main([*command, "--rules", last])
+    assert [record["rule"] for record in records() if record["values"]] == [last]
+    assert records()[0]["verdict"] == "not run"
     main(command)
-    found = [r for r in json.loads((tmp_path / "board.json").read_text()) if r["setting"] == only]
+    found = records()
     assert [record["rule"] for record in found] == list(BOARD[study][0].rules)
     assert all(len(record["values"]) == 2 for record in found)
     assert found[0]["verdict"] not in ("not run", "not possible here")

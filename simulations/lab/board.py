@@ -241,30 +241,34 @@ def trials(setting: Setting, folder: Path) -> dict[tuple[str, float], RunConfig]
     }  # fmt: skip
 
 
-def chosen(tried: Mapping[tuple[str, float], RunConfig]) -> dict[str, float] | None:
+def chosen(tried: Mapping[tuple[str, float], RunConfig]) -> dict[str, float | None]:
     """Return each rule's learning rate, by its :func:`trials`; None as long as one is missing."""
     scores: dict[str, dict[float, float]] = {}
+    rates: dict[str, float | None] = {}
     for (rule, rate), config in tried.items():
-        if not finished(config):
-            return None
-        scores.setdefault(rule, {})[rate] = score(config)
+        if finished(config):
+            scores.setdefault(rule, {})[rate] = score(config)
+        else:
+            rates[rule] = None
     rows = [row for rule, mine in scores.items() for row in tuned(rule, mine)]
-    return {row["algorithm"]: row["lr"] for row in rows if row["chosen"]}
+    return {row["algorithm"]: row["lr"] for row in rows if row["chosen"]} | rates
 
 
 def runs(
-    setting: Setting, folder: Path, rates: Mapping[str, float] | None
+    setting: Setting, folder: Path, rates: Mapping[str, float | None]
 ) -> dict[tuple[str, int], RunConfig]:
-    """Return the runs that are compared; none as long as ``rates`` are not :func:`chosen`."""
-    if rates is None:
-        return {}
+    """Return the runs that are compared, seed by seed, of the rules whose rate is :func:`chosen`.
+
+    A rule that has no rates to choose from keeps that of its config.
+    """
     return {
         (rule, seed): placed(
             setting, rule, f"{rule}-seed{seed}", folder, seed=seed,
             **({"lr": rates[rule]} if rule in rates else {}),
         )
-        for rule in setting.rules
         for seed in setting.seeds
+        for rule in setting.rules
+        if rates.get(rule, 0.0) is not None
     }  # fmt: skip
 
 
@@ -278,21 +282,27 @@ def run(
     settings: Sequence[Setting],
     folder: Path,
     *,
+    rules: Sequence[str] = (),
     jobs: int = 1,
     quiet: bool = False,
     on_done: Callable[[Setting], object] = lambda setting: None,
 ) -> None:
     """Run what is not finished of the settings, ``jobs`` runs at a time.
 
-    ``on_done`` is called after each run, with its setting.
+    ``rules`` are those to run; none: all. ``on_done`` is called after each run, with its setting.
+    Raises ``ValueError`` for a rule that is in none of the settings.
     """
+    known = {rule for setting in settings for rule in setting.rules}
+    if unknown := set(rules) - known:
+        raise ValueError(f"no rule {', '.join(sorted(unknown))}; rules: {', '.join(sorted(known))}")
 
     def run_all(setting: Setting, configs: Mapping[tuple[str, Any], RunConfig]) -> None:
-        if configs:
-            work = {
-                config: partial(run_one, config, setting.rules[rule].server, quiet=quiet)
-                for (rule, _), config in configs.items()
-            }
+        work = {
+            config: partial(run_one, config, setting.rules[rule].server, quiet=quiet)
+            for (rule, _), config in configs.items()
+            if not rules or rule in rules
+        }
+        if work:
             run_cells(work, jobs=jobs, on_done=partial(on_done, setting))
 
     for setting in settings:

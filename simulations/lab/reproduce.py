@@ -1,6 +1,6 @@
 """Studies: many runs from one command, whose table is committed.
 
-    python -m simulations.lab.reproduce STUDY --output DIR [--jobs 2] [--only TEXT] [--quick]
+    python -m simulations.lab.reproduce STUDY --output DIR [--jobs 2] [--only TEXT] [--rules A,B]
 
 A study is a list of cells, each one run, or of settings of the board, whose numbers stand beside
 the published ones, with intervals over seeds and a verdict. A run that is finished under DIR, with
@@ -211,6 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder for the results")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time, one thread each (1)")
     parser.add_argument("--only", default="", help="run only cells with this in their name")
+    parser.add_argument("--rules", default="", help="run only these rules of the board: a,b")
     parser.add_argument("--quiet", action="store_true", help="print no line for each round")
     parser.add_argument("--quick", action="store_true", help="tiny runs of the board, to try it")
     args = parser.read(arguments)
@@ -227,8 +228,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run_study(args: argparse.Namespace, folder: Path) -> str:
     """Run the cells of a study that ``--only`` chooses; return the study's table."""
-    if args.quick:
-        raise ValueError(f"--quick is of the board, {', '.join(BOARD)}, got {args.study}")
+    if args.quick or args.rules:
+        option = "--quick" if args.quick else f"--rules {args.rules}"
+        raise ValueError(f"{option} is of the board, {', '.join(BOARD)}, got {args.study}")
     cells = STUDIES[args.study]()
     make_table = TABLES.get(args.study, table)
 
@@ -271,7 +273,8 @@ def run_settings(args: argparse.Namespace, folder: Path) -> str:
         write_board()
 
     wanted = chosen(settings, args.only)
-    board.run(wanted, folder, jobs=args.jobs, quiet=args.quiet, on_done=note)
+    rules = [rule for rule in args.rules.split(",") if rule]
+    board.run(wanted, folder, rules=rules, jobs=args.jobs, quiet=args.quiet, on_done=note)
     judged |= {one.name: board.found(one, folder) for one in settings}  # some share their runs
     for setting in wanted:
         board_page.draw(judged[setting.name], folder / f"{setting.name}.png")
