@@ -154,7 +154,9 @@ def test_never_are_more_states_in_memory_than_the_limit_and_none_is_lost(limit: 
         assert sum(len(array.data) for array in arrays) <= limit
 
 
-def test_a_state_takes_the_room_that_another_outgrew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_takes_the_room_that_another_outgrew(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Ten states of 8 kB grow to 16 kB, ten others of 8 kB come, then the first grow to 24 kB."""
     files = []
 
@@ -178,6 +180,7 @@ def test_a_state_takes_the_room_that_another_outgrew(monkeypatch: pytest.MonkeyP
         requests = [Message(RecordDict(), node, "train") for node in asked]
         assert not any(reply.has_error() for reply in federation.send_and_receive(requests))
     assert files[0].seek(0, 2) < 1.1 * 8000 * (10 * 1 + 10 * 2 + 10 * 3)
+    assert "of up to 0.000327 GB (20 clients, 0.00818 MB" in caplog.text
 
 
 def test_where_a_disk_is_full_the_error_names_it_and_what_to_do(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import shutil
 import tempfile
 import weakref
 from bisect import bisect_left, insort
@@ -81,7 +82,7 @@ class InProcessGrid(Grid):
         if state_memory < 0:
             raise ValueError(f"state_memory must be >= 0, got {state_memory}")
         self.client_app, self.fault = client_app, fault
-        self._states = _States(state_memory)
+        self._states = _States(state_memory, num_clients)
         self._run: Any = None
         self._replies: dict[str, Message] = {}
         self._message_ids = itertools.count(1)
@@ -178,8 +179,8 @@ class InProcessGrid(Grid):
 class _States:
     """The states of clients that do not work: in memory up to ``limit`` bytes, else in a file."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit, self.in_memory = limit, 0
+    def __init__(self, limit: int, clients: int) -> None:
+        self.limit, self.clients, self.in_memory = limit, clients, 0
         self._kept: dict[int, int] = {}
         self._file: IO[bytes] | None = None
         self._stored: dict[int, int] = {}
@@ -208,17 +209,22 @@ class _States:
 
     def _store(self, context: Context) -> None:
         folder = tempfile.gettempdir()
+        data = recorddict_to_proto(context.state).SerializeToString()
         if self._file is None:
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
             weakref.finalize(self, self._file.close)
             log(
                 WARNING,
                 "clients' states are larger than %g MB (state-memory): those beyond go to a"
-                " temporary file in %s",
+                " temporary file in %s, of up to %.3g GB (%d clients, %.3g MB, twice while the"
+                " server has not acknowledged it); %.3g GB are free there",
                 self.limit / 1e6,
                 folder,
+                2 * self.clients * len(data) / 1e9,
+                self.clients,
+                len(data) / 1e6,
+                shutil.disk_usage(folder).free / 1e9,
             )
-        data = recorddict_to_proto(context.state).SerializeToString()
         try:
             self._file.seek(self._room(context.node_id, len(data)))
             self._file.write(data)
