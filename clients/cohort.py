@@ -26,6 +26,7 @@ from clients.keeping import State
 from clients.learning.choice import Setting, check_setting, kind_of, say_once, stacked_at
 from clients.learning.cohort import CohortOracle
 from clients.learning.masks import dropouts
+from clients.learning.means import NoMean
 from clients.learning.objective import CHUNK
 from clients.learning.plans import batch_size, column
 from clients.learning.problem import Problem
@@ -205,7 +206,8 @@ def _stacked(members: Sequence[Member], parameters: Arrays, memory: int) -> list
         try:
             steps = _steps(some, [begun[number] for number in numbers], received, memory)
         except Exception as error:
-            say_once(f"clients are trained one by one: {of_exception(error)}")
+            why = str(error) if isinstance(error, NoMean) else of_exception(error)
+            say_once(f"clients are trained one by one: {why}")
             outcomes |= {n: _alone(members[n][0], parameters, members[n][1]) for n in numbers}
             continue
         for number, (client, config), made in zip(numbers, some, steps, strict=True):

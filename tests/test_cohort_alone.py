@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ import torch
 from cohorts import (
     EXACT,
     ROWS,
+    assert_alike,
     classified,
     clients_of,
     one_by_one,
@@ -37,6 +39,7 @@ from clients import (
     Problem,
 )
 from clients.cohort import fit_cohort
+from clients.learning.stack import obstacle
 
 # ---- what is trained one by one -----------------------------------------------------------------
 
@@ -44,6 +47,16 @@ from clients.cohort import fit_cohort
 def of_both(outputs: Tensor, targets: Tensor) -> Tensor:
     """A loss that is no mean over samples."""
     return cross_entropy(outputs, targets) + outputs.mean(0).square().sum()
+
+
+@dataclass
+class Unhashable:
+    """A record, which Python gives no hash."""
+
+    factor: float = 2.0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.factor * cross_entropy(outputs, targets)
 
 
 class Last(nn.Module):
@@ -94,6 +107,7 @@ ALONE: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"loss": nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64))},
         "its loss is no mean over samples",
     ),
+    "a loss without hash": (smooth, {"loss": Unhashable()}, "its loss or penalty has no hash"),
     "autocast": (smooth, {"autocast": torch.bfloat16}, "it runs in torch.bfloat16"),
 }  # fmt: skip
 
@@ -106,6 +120,28 @@ def test_what_cannot_be_stacked_is_trained_one_by_one_and_said_once(
     torch.manual_seed(4)
     problems = classified(build(), **options)
     assert_the_same_bits(ROWS["fedavg"], problems, reason, caplog)
+
+
+def weighted(rare: int) -> nn.Module:
+    return nn.CrossEntropyLoss(1.0 + 8.0 * nn.functional.one_hot(torch.tensor(rare), 3).double())
+
+
+@pytest.mark.parametrize("no_mean", [weighted, lambda rare: nn.CrossEntropyLoss(ignore_index=rare)])
+def test_a_loss_that_is_no_mean_for_a_class_that_no_trial_saw_is_trained_one_by_one(
+    no_mean: Callable[[int], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    targets = classified(smooth())[0].whole[1].tolist()
+    (rare,) = {0, 1, 2} - {targets[0], next(y for y in targets if y != targets[0])}
+    problems = classified(smooth(), loss=no_mean(rare))
+    assert obstacle(problems[0]) == ""
+    assert_the_same_bits(ROWS["fedavg"], problems, "its loss is no mean over samples", caplog)
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss(label_smoothing=0.1), lambda o, y: 2.0 * cross_entropy(o, y)]
+)
+def test_any_mean_over_samples_is_stacked(loss: Any) -> None:
+    assert_alike(ROWS["fedavg"], classified(smooth(), loss=loss), local=local())
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.func import vmap
 from torch.nn.functional import logsigmoid
 
-from clients.learning.stack import NONE, Stack, of_each
+from clients.learning.means import of_each
+from clients.learning.stack import NONE, Stack
 from fl_strategies import moon
 
 

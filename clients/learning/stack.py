@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import cross_entropy
 
 from clients.learning.layers import Forward, chain
 from clients.learning.masks import Masks, dropouts, masked
+from clients.learning.means import NO_MEAN, NoMean, averages, check_means, of_each
 from clients.learning.model import FlatModel
-from clients.learning.objective import CHUNK, Loss, Objective, called
+from clients.learning.objective import CHUNK, Objective, called
 from clients.learning.problem import Problem, gathered
 from clients.learning.replay import seed_generators, without_trace
 from clients.learning.solvers import precise
@@ -74,7 +74,7 @@ class Stack:
         tensors = [*zip(*sources.values(), strict=True)]
         self._inputs, self._targets = (t[0] if len(t) == 1 else torch.cat(t) for t in tensors)
         if self.classifies and bool((self._targets < 0).any()):
-            raise ValueError("negative targets are left out of the mean")
+            raise NoMean(NO_MEAN)
         self._rows: Tensor | None = None
         self._starts = np.array([begin[id(p.inputs)] for p in problems])
         if any(p.rows is not None for p in problems):
@@ -83,6 +83,18 @@ class Stack:
                 each = [r + begin[id(p.inputs)] for r, p in zip(each, problems, strict=True)]
             self._rows = torch.cat([r.to(self._inputs.device) for r in each])
             self._starts = np.cumsum([0, *self.sizes[:-1]])
+        if not averages(self._loss):
+            self._check_means()
+
+    def _check_means(self) -> None:
+        """Raise :class:`.NoMean` if the loss is no mean over the samples of a client."""
+        self.model.module.eval()
+        with torch.no_grad():
+            like = called(self.model.module, self._inputs[:1])
+        every = torch.arange(len(self._targets), device=self._targets.device)
+        rows = every if self._rows is None else self._rows
+        clients = [rows[a : a + n] for a, n in zip(self._starts, self.sizes, strict=True)]
+        check_means(self._loss, like, self._targets, clients)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -217,14 +229,6 @@ class Stack:
             return called(lambda x: functional_call(module, given, (x,)), inputs)
 
 
-def of_each(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss of each sample [n]; their mean is ``loss``."""
-    if loss is cross_entropy:
-        each = cross_entropy(outputs, targets, reduction="none")
-        return each.flatten(1).mean(1) if each.dim() > 1 else each
-    return vmap(lambda output, target: loss(output[None], target[None]))(outputs, targets)
-
-
 # ---- what can be stacked ------------------------------------------------------------------------
 
 _TRIED: weakref.WeakKeyDictionary[FlatModel, dict[Any, str]] = weakref.WeakKeyDictionary()
@@ -253,6 +257,8 @@ def obstacle(problem: Objective, variant: Variant = PLAIN) -> str:
         return f"arrays are each client's own ({model.kept[0]})"
     if problem.autocast is not None:
         return f"it runs in {problem.autocast}"
+    if None in (type(problem.loss).__hash__, type(problem.penalty).__hash__):
+        return "its loss or penalty has no hash, by which those of one kind are found"
     like = problem.inputs.shape[1:], problem.inputs.dtype, problem.targets.dtype
     key = (variant, problem.loss, *like)
     found = _TRIED.setdefault(model, {})
@@ -328,6 +334,8 @@ def _of_trial(problem: Problem, variant: Variant) -> str:
                         "its loss is no mean over samples, a sample's depends on others, or a"
                         " convolution's output has dropout"
                     )
+        except NoMean as error:
+            return str(error)
         except Exception as error:
             return f"a trial stack fails: {of_exception(error)}"
         finally:
