@@ -138,7 +138,7 @@ def test_a_seed_fixes_the_run_and_another_changes_it(row: Row) -> None:
 @every_algorithm
 def test_a_single_client_goes_to_its_own_minimiser(row: Row) -> None:
     (q,) = quadratics(1)
-    found = train(row.strategy(local=local(lr=3 * RATE)), grid([q]), 120)
+    found = train(row.strategy(local=local(lr=3 * RATE)), grid([q]), max(120, row.rounds))
     np.testing.assert_allclose(found, q.b, atol=1e-9)
 
 

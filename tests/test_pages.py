@@ -86,6 +86,17 @@ def imported_directives() -> Any:
         sys.path.pop(0)
 
 
+@pytest.mark.parametrize(
+    ("averages", "line"), [("models", "*models*"), ("changes", "*changes*"), ("", "neither")]
+)
+def test_the_deployment_page_lists_what_each_rule_averages(averages: str, line: str) -> None:
+    text = (ROOT / "simulations/DEPLOYMENT.md").read_text()
+    (shown,) = re.findall(rf"^- {re.escape(line)}(.*)$", text, re.MULTILINE)
+    names = [n for n, one in fl_strategies.STRATEGIES.items() if one.averages == averages]
+    shown = shown.split(", and `pfedme` with beta > 1")[0]
+    assert re.findall(r"`([\w-]+)`", shown) == names
+
+
 class Weighed(InProcessGrid):
     """Counts the bytes of arrays that the first training request and its reply carry."""
 

@@ -18,15 +18,15 @@ from flwr.serverapp.strategy import (
 from laws import START, TABLE, local
 from problems import grid, quadratics, to_record
 
-from fl_strategies import FederatedStrategy, as_legacy
+from fl_strategies import STRATEGIES, FederatedStrategy, as_legacy
 
 PROBLEMS = quadratics(3)
 
 QUIET: dict[str, Any] = {"fraction_evaluate": 0.0, "local": local()}
 ADMM: dict[str, Any] = {"rho": 0.5, "min_available_nodes": 4, **QUIET}
 
-OF_MODELS = {"fedsgd", "fedavg", "fedprox", "fedpd", "ditto", "moon", "per-fedavg", "pfedme"}
-OF_CHANGES = {"scaffold", "fedadmm", "feddyn", "a-fedpd"}
+OF_MODELS = {name for name, strategy in STRATEGIES.items() if strategy.averages == "models"}
+OF_CHANGES = {name for name, strategy in STRATEGIES.items() if strategy.averages == "changes"}
 
 
 def rows(names: set[str], *, but: bool = False) -> Any:
