@@ -203,9 +203,8 @@ class FederatedClient(NumPyClient):
                 rng = stream(seed, "fine-tune", round_of(config), self.client_id)
                 models[name] = fine_tuned(on, rest, w, training, rng)
         found = {name: measured(self.test, rest, w) for name, w in models.items()}
-        metrics = named(found, self.test.classifies)
-        if self.test.classifies:
-            metrics["eval-accuracy"] = result.accuracy
+        metrics = named(found | {"eval": result})
+        del metrics["eval-loss"]  # which Flower's record names itself
         return result.loss, len(self.test), metrics
 
     # ---- a request ------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,11 +38,14 @@ def measured(test: Objective, rest: Rest, w: Tensor) -> Metrics:
     return test.evaluate()
 
 
-def named(models: Mapping[str, Metrics], classifies: bool) -> dict[str, float]:
-    """Return the metrics ``own-loss``, ``own-accuracy`` and so on of models by their names."""
+def named(models: Mapping[str, Metrics]) -> dict[str, float]:
+    """Return ``own-loss``, ``own-accuracy`` and so on of models by their names.
+
+    There is no accuracy where it is NaN.
+    """
     losses = {f"{name}-loss": found.loss for name, found in models.items()}
     accuracies = {f"{name}-accuracy": found.accuracy for name, found in models.items()}
-    return losses | (accuracies if classifies else {})
+    return losses | {name: share for name, share in accuracies.items() if not math.isnan(share)}
 
 
 def fine_tuned(

@@ -50,8 +50,10 @@ def normalizer(
 ) -> Any:
     """Return a of (2) after ``steps`` steps; ``pull`` is lr mu."""
     first = 2 if nesterov else 1
-    missing = momentum**first * (1.0 - momentum**steps) / (1.0 - momentum)
-    free = (steps - missing) / (1.0 - momentum)
+    ones = momentum == 1.0
+    rest = choose(ones, 1.0, 1.0 - momentum)
+    missing = momentum**first * (1.0 - momentum**steps) / rest
+    free = choose(ones, steps * (steps + 2 * first - 1) / 2, (steps - missing) / rest)
     if is_nought(pull):
         return free
     # term by term, as a closed form loses all digits of a small pull

@@ -40,6 +40,8 @@ from fl_strategies.server.strategy import FederatedStrategy
 
 LOSS, RATE = "global-loss", "lr"
 EPSILON = 1e-10
+STEEPEST = 30.0
+"""The largest q: EPSILON^q, the weight of a loss of 0, is still a number."""
 
 
 def client_rule(theta: Vector, oracle: Oracle, *, rate: float) -> Step:
@@ -92,7 +94,11 @@ class QFedAvg(FederatedStrategy):
         paper="Li et al., ICLR 2020",
     )
     q: Schedule = number(
-        default=1.0, about="Fairness; 0 is FedAvg's uniform mean.", low=0.0, scheduled=True
+        default=1.0,
+        about="Fairness; 0 is FedAvg's uniform mean.",
+        low=0.0,
+        high=STEEPEST,
+        scheduled=True,
     )
 
     @property

@@ -32,8 +32,15 @@ def added_up(steps: int, lr: float, momentum: float, nesterov: bool, mu: float) 
 @pytest.mark.parametrize("steps", [1, 2, 7])
 @pytest.mark.parametrize(
     "how",
-    [{}, {"momentum": 0.9}, {"momentum": 0.6, "nesterov": True}, {"mu": 0.7}],
-    ids=["plain", "momentum", "nesterov", "pull"],
+    [
+        {},
+        {"momentum": 0.9},
+        {"momentum": 0.6, "nesterov": True},
+        {"momentum": 1.0},
+        {"momentum": 1.0, "nesterov": True},
+        {"mu": 0.7},
+    ],
+    ids=str,
 )
 def test_the_normalizer_is_what_the_steps_on_a_constant_gradient_add_up_to(
     steps: int, how: dict[str, Any]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from clients import FlatModel, LocalTraining, Problem, solve
 from clients.learning import objective as problem_module
+from clients.learning.stack import Stack
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.subproblem import Subproblem
 
@@ -147,6 +151,49 @@ def test_evaluation_counts_right_answers_and_changes_nothing() -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize(
+    ("outputs", "targets", "accuracy"),
+    [
+        ([[0.0, 1.0], [3.0, 1.0]], [1, 1], 0.5),
+        ([[[0.0, 2.0], [1.0, 1.0]], [[5.0, 2.0], [1.0, 3.0]]], [[1, 0], [1, 1]], 0.75),  # sequences
+        ([[2.0], [1.0]], [1, 0], math.nan),  # one logit for two classes
+        ([[2.0], [1.0]], [[1], [0]], math.nan),
+        ([2.0, 1.0], [1, 0], math.nan),
+        ([[2.0, 1.0, 3.0], [1.0, 1.0, 2.0]], [[1, 0, 1], [0, 0, 1]], math.nan),  # several labels
+    ],
+)
+def test_accuracy_is_a_share_of_the_targets_or_there_is_none(
+    outputs: Any, targets: Any, accuracy: float
+) -> None:
+    module = nn.Identity()
+    module.unused = nn.Parameter(torch.zeros(1))
+    given = torch.tensor(outputs), torch.tensor(targets)
+    problem = Problem(FlatModel(module), lambda o, y: o.sum(), *given)
+    assert problem.evaluate().accuracy == pytest.approx(accuracy, nan_ok=True)
+
+
+class Scaled(nn.Module):
+    """Logits in a record, times a parameter that is a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.line = nn.Parameter(torch.tensor(2.0)), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return SimpleNamespace(logits=self.scale * self.line(x))
+
+
+def test_a_parameter_may_be_a_number_and_outputs_a_record_with_logits() -> None:
+    x, y = torch.randn(5, 3, generator=torch.Generator().manual_seed(1)), torch.arange(5) % 2
+    problem = Problem(FlatModel(Scaled()), cross_entropy, x, y)
+    model = problem.model
+    loss, outputs = problem.gradient(x, y)
+    assert loss == pytest.approx(float(cross_entropy(outputs, y)))
+    slopes = torch.autograd.grad(cross_entropy(model.module(x).logits, y), model.shared)
+    for ours, theirs in zip(model.views(model.gradient), slopes, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_the_full_gradient_leaves_statistics_and_generators_alone() -> None:
     torch.manual_seed(9)
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
@@ -241,6 +288,17 @@ def test_the_penalty_adds_its_second_derivative_once() -> None:
     problem.model.vector.copy_(torch.tensor(w))
     product = problem.hessian_product(problem.inputs, problem.targets, torch.tensor(v))
     np.testing.assert_allclose(product, q.A @ v + 12 * w**2 * v, rtol=1e-12)
+
+
+def test_a_gradient_that_is_the_same_everywhere_has_no_second_derivative() -> None:
+    x, y = torch.ones(4, 3), torch.ones(4)
+    problem = Problem(
+        FlatModel(nn.Linear(3, 1)), lambda o, y: (y - o[:, 0]).mean(), x, y, penalty=torch.sum
+    )
+    assert not problem.hessian_product(x, y, torch.ones(4)).any()
+    stack = Stack([problem, problem])
+    samples = stack.batches(np.array([[0, 1], [2, 3]]), np.array([2, 2]))
+    assert not stack.hessian_product(torch.ones(2, 4), torch.ones(2, 4), samples).any()
 
 
 class Sentence(nn.Module):

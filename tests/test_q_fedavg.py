@@ -180,7 +180,15 @@ def test_the_rule_writes_to_nothing_and_takes_any_order() -> None:
     np.testing.assert_array_equal(ws, given[1])
 
 
-@pytest.mark.parametrize("q", [-0.1, {0: 1.0, 4: -1.0}, float("nan")])
+@pytest.mark.parametrize("loss", [0.0, 1e-4, 1.0])
+def test_the_steepest_weight_of_any_loss_is_a_number(loss: float) -> None:
+    theta, w = np.array([1.0, 2.0]), np.array([0.5, 1.0])
+    found = q_fedavg.server_rule(theta, [q_fedavg.Local(w, loss, 0.1)], q=q_fedavg.STEEPEST)
+    assert np.isfinite(found).all()
+    assert (found != theta).any()
+
+
+@pytest.mark.parametrize("q", [-0.1, {0: 1.0, 4: -1.0}, float("nan"), 30.5])
 def test_a_bad_q_is_refused_with_bound_and_value(q: Any) -> None:
-    with pytest.raises(ValueError, match=r"q must be >= 0, got (-0.1|-1.0|nan)"):
+    with pytest.raises(ValueError, match=r"q must be >= 0 and <= 30, got (-0.1|-1.0|nan|30.5)"):
         QFedAvg(q=q)

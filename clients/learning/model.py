@@ -289,8 +289,10 @@ class FlatModel:
         along = torch.stack(
             [(slope * u).sum() for slope, u in zip(slopes, self.views(v), strict=True)]
         ).sum()
-        pieces = torch.autograd.grad(along, self.shared, materialize_grads=True)
         product = torch.zeros_like(self.vector)
+        if not along.requires_grad:  # the gradient is the same everywhere
+            return product
+        pieces = torch.autograd.grad(along, self.shared, materialize_grads=True)
         for view, piece in zip(self.views(product), pieces, strict=True):
             view.copy_(piece)
         return product
@@ -342,9 +344,9 @@ class FlatModel:
         for piece, parameter in zip(pieces, of, strict=True):
             if parameter.dim() == 4:
                 outputs, inputs, height, width = parameter.shape
-                views.append(piece.view(*lead, outputs, height, width, inputs).movedim(-1, -3))
+                views.append(piece.view((*lead, outputs, height, width, inputs)).movedim(-1, -3))
             else:
-                views.append(piece.view(*lead, *parameter.shape))
+                views.append(piece.view((*lead, *parameter.shape)))
         return views
 
     def stacked(self, pieces: Sequence[Tensor]) -> Tensor:

@@ -36,7 +36,7 @@ class NoFixedSamples(ValueError):
 
 
 class Metrics(NamedTuple):
-    """Mean loss and accuracy over samples; the accuracy is NaN where targets are no classes."""
+    """Mean loss and accuracy over samples; NaN is the accuracy where targets are no classes."""
 
     loss: float
     accuracy: float
@@ -130,8 +130,8 @@ class Objective(abc.ABC):
         return self.loss(outputs, targets), outputs
 
     def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return how many of the outputs are right, as a scalar tensor."""
-        return (outputs.argmax(1) == targets).sum()
+        """Return how many samples are right, a scalar tensor, by :func:`right_of_each`."""
+        return right_of_each(outputs, targets).sum()
 
     # ---- what all kinds do ------------------------------------------------------------------
 
@@ -209,7 +209,8 @@ class Objective(abc.ABC):
         if self.penalty is not None:
             w = model.vector.detach().requires_grad_()
             (slope,) = torch.autograd.grad(self.penalty(w), w, create_graph=True)
-            product += torch.autograd.grad(slope.dot(v), w)[0]
+            if slope.requires_grad:  # else it is the same everywhere
+                product += torch.autograd.grad(slope.dot(v), w)[0]
         return product
 
     def full_gradient(self) -> Tensor:
@@ -227,13 +228,13 @@ class Objective(abc.ABC):
     def evaluate(self) -> Metrics:
         """Return the mean loss and accuracy of the model as it is, on all samples."""
         self.model.module.eval()
-        loss, right, samples = 0.0, 0, 0
+        loss, right, samples = 0.0, 0.0, 0
         for x, y in self.chunks():
             value, outputs = self.forward(x, y)
             loss += float(value) * len(y)
             samples += len(y)
             if self.classifies:
-                right += int(self.right(outputs, y))
+                right += float(self.right(outputs, y))
         mean = loss / samples
         if self.penalty is not None:
             mean += float(self.penalty(self.model.vector))
@@ -278,11 +279,24 @@ class OneBatch(Objective):
         return self._of.right(outputs, targets)
 
 
+def right_of_each(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return how right each sample [n] is: the share of its targets with the likeliest class.
+
+    NaN where ``outputs`` are not [n, classes, ...] with at least two classes, for ``targets``
+    [n, ...] of any shape: a model with one output for two classes has no accuracy.
+    """
+    classes = outputs.shape[1] if outputs.dim() > 1 else 0
+    if classes < 2 or outputs.shape[:1] + outputs.shape[2:] != targets.shape:
+        return torch.full((len(targets),), math.nan, device=outputs.device)
+    right = outputs.argmax(1) == targets
+    return right if right.dim() == 1 else right.flatten(1).float().mean(1)
+
+
 def called(module: Callable[..., Any], inputs: Inputs) -> Any:
     """Return the outputs of ``module`` on ``inputs``; it gets integer inputs as int64."""
     if isinstance(inputs, Tensor):
-        return module(inputs if inputs.is_floating_point() else inputs.long())
-    if isinstance(inputs, Mapping):
+        outputs = module(inputs if inputs.is_floating_point() else inputs.long())
+    elif isinstance(inputs, Mapping):
         outputs = module(**{name: _as_called(value) for name, value in inputs.items()})
     else:
         outputs = module(*(_as_called(value) for value in inputs))

@@ -26,7 +26,7 @@ from clients.learning.layers import Forward, chain
 from clients.learning.masks import Masks, dropouts, masked
 from clients.learning.means import NO_MEAN, NoMean, averages, check_means, of_each
 from clients.learning.model import FlatModel
-from clients.learning.objective import CHUNK, Objective, called
+from clients.learning.objective import CHUNK, Objective, called, right_of_each
 from clients.learning.problem import Problem, gathered
 from clients.learning.replay import seed_generators, without_trace
 from clients.learning.solvers import precise
@@ -46,7 +46,7 @@ class Batches(NamedTuple):
 
 class Found(NamedTuple):
     """Results on a mini-batch of each client: mean losses [clients, 1], and numbers of right
-    answers [clients, 1] (None where targets are no classes)."""
+    samples [clients, 1] (None where targets are no classes)."""
 
     loss: Tensor
     right: Tensor | None
@@ -158,14 +158,17 @@ class Stack:
             )
             pairs = zip(slopes, self.model.views(v), strict=True)
             along = torch.stack([(slope * u).sum() for slope, u in pairs]).sum()
-            pieces = torch.autograd.grad(along, leaves, materialize_grads=True)
-        product = self.model.stacked(pieces)
+            product = torch.zeros_like(v)
+            if along.requires_grad:  # else the gradient is the same everywhere
+                pieces = torch.autograd.grad(along, leaves, materialize_grads=True)
+                product = self.model.stacked(pieces)
         if self._penalty is not None:
             at = w.detach().requires_grad_()
             with torch.enable_grad():
                 values = vmap(self._penalty)(at)
                 (slope,) = torch.autograd.grad(values.sum(), at, create_graph=True)
-                product += torch.autograd.grad((slope * v).sum(), at)[0]
+                if slope.requires_grad:
+                    product += torch.autograd.grad((slope * v).sum(), at)[0]
         return product
 
     @torch.no_grad()
@@ -184,13 +187,13 @@ class Stack:
     def _forward(
         self, leaves: Sequence[Tensor], batches: Batches, judged: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the mean losses [k], without penalty, and the numbers of right answers [k]."""
+        """Return the mean losses [k], without penalty, and the numbers of right samples [k]."""
         losses, outputs, targets = self._of_samples(leaves, batches.samples)
         losses = (losses * batches.weights).sum(1)
         if not judged:
             return losses, None
-        right = (outputs.detach().argmax(1) == targets).view(*batches.samples.shape, -1)
-        return losses, (right & (batches.weights > 0.0)[..., None]).sum((1, 2))
+        right = right_of_each(outputs.detach(), targets).view(batches.samples.shape)
+        return losses, torch.where(batches.weights > 0.0, right, 0).sum(1)
 
     def _of_samples(
         self, leaves: Sequence[Tensor], samples: Tensor

@@ -236,7 +236,7 @@ def solve(
     keeps = training.extrapolation > 0.0 or previous is not None
     before = Task(stack, start if previous is None else previous, Subproblem(), order).w
     losses = w.new_zeros(len(left), len(stack))
-    rights = torch.zeros(losses.shape, dtype=torch.int64, device=device)
+    rights = torch.zeros(losses.shape, device=device)
     stopping = Stopping(task, training, work, numbers) if training.residual is not None else None
     last_epochs = int(((epochs - 1) * per_epoch).min())
     sizes = work.sizes[:, numbers]
@@ -311,7 +311,7 @@ def solve(
 def means(losses: Tensor, rights: Tensor, counted: Numbers) -> tuple[Tensor, Tensor]:
     """Return the mean losses and accuracies of mini-batches, as columns.
 
-    ``losses`` and the numbers of right answers, ``rights``, are [steps, clients]. So are the sizes
+    ``losses`` and the numbers of right samples, ``rights``, are [steps, clients]. So are the sizes
     ``counted``, 0 for a mini-batch that does not count.
     """
     sizes = precise(torch.from_numpy(counted).to(losses.device))
