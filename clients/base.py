@@ -194,15 +194,16 @@ class FederatedClient(NumPyClient):
         result = measured(self.test, rest, theta)
         state = self._state(kept, theta, config)
         own = None if state is None else self.own_model(state)
-        models = {} if own is None else {"own": own}
+        models = {} if own is None else {"own": (rest, own)}
         training = self.training.updated(config)
         if training.fine_tune != "off":
             seed = int(config.get("seed", 0))
             on = self.problem if training.fine_tune == "train" else self.test
-            for name, w in {"tuned": theta, **{f"{n}-tuned": w for n, w in models.items()}}.items():
+            before = {"tuned": theta} | {f"{name}-tuned": w for name, (_, w) in models.items()}
+            for name, w in before.items():
                 rng = stream(seed, "fine-tune", round_of(config), self.client_id)
                 models[name] = fine_tuned(on, rest, w, training, rng)
-        found = {name: measured(self.test, rest, w) for name, w in models.items()}
+        found = {name: measured(self.test, *model) for name, model in models.items()}
         metrics = named(found | {"eval": result})
         del metrics["eval-loss"]  # which Flower's record names itself
         return result.loss, len(self.test), metrics

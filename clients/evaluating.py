@@ -54,16 +54,20 @@ def fine_tuned(
     w: Tensor,
     training: LocalTraining,
     rng: np.random.Generator,
-) -> Tensor:
-    """Return ``w`` [d] after one gradient step on one mini-batch of ``problem``.
+) -> tuple[Rest, Tensor]:
+    """Return the client's own arrays and ``w`` [d] after one gradient step on one mini-batch.
 
     The other arrays are those of ``rest``; torch's generators stay as they were.
     """
+    model, d = problem.model, len(w)
     batch_size = 0 if training.full_batch else training.batch_size
-    rest.load(problem.model, w)
-    problem.model.module.train()
+    rest.load(model, w)
+    model.module.train()
     with kept_generators([w]):
         seed_generators(int(rng.integers(2**63)), w.device)
         problem.gradient(*next(problem.batches(rng, batch_size)))
     rate = training.rate if training.fine_tune_lr is None else training.fine_tune_lr
-    return w - rate * (problem.model.gradient + training.ridge * w)
+    step = rate * (model.trained_gradient + training.ridge * model.trained)
+    model.load_kept(rest.own)  # running statistics are not trained
+    model.trained[d:] -= step[d:]
+    return Rest(rest.parameters, model.kept_arrays()), w - step[:d]

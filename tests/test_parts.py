@@ -25,7 +25,9 @@ from clients import (
     AnyAlgorithmClient,
     ContextStore,
     DirectoryStore,
+    FedAvgClient,
     FlatModel,
+    LocalTraining,
     Problem,
     all_but,
     client_app,
@@ -174,6 +176,25 @@ def test_what_is_not_shared_is_trained_along_and_stays_with_its_client(
         for name in model.kept:
             mine, other = fields[f"own/{name}"], theirs.state_dict()[name].numpy()
             np.testing.assert_allclose(mine, other, rtol=1e-9, atol=1e-12, err_msg=f"{i} {name}")
+
+
+def test_fine_tuning_also_steps_the_clients_own_arrays(tmp_path: Path) -> None:
+    """As the first step of training does: FedPer's head is personal, and is tuned."""
+    module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    problem = Problem(
+        FlatModel(module, share="!2"), cross_entropy, torch.eye(4), torch.arange(4) % 3
+    )
+    model = problem.model
+    arrays, first = model.arrays(model.vector.clone()), model.kept_arrays()
+    training = LocalTraining(solver="gd", lr=0.7, weight_decay=0.1, fine_tune="train")
+    client = FedAvgClient(
+        problem, client_id=0, test=problem, store=DirectoryStore(tmp_path, 0), training=training
+    )
+    request = {"algorithm": "fedavg", "server-round": 1, "seed": 0}
+    _, _, found = client.evaluate(arrays, request)
+    model.load_kept(first)
+    client.fit(arrays, request)
+    assert found["tuned-loss"] == pytest.approx(problem.evaluate().loss, rel=1e-6)
 
 
 def test_a_client_is_measured_with_its_own_arrays() -> None:

@@ -15,7 +15,15 @@ from problems import CLIENT_OF, NODES, grid, make_client_app, quadratics, to_rec
 from tampering import Tamper, measured, npy, put, silence, tampered
 
 from clients.node.in_process import InProcessGrid
-from fl_strategies import FedADMM, FedAvg, FedBC, FederatedStrategy, FedProx, RoundInfo
+from fl_strategies import (
+    FedADMM,
+    FedAvg,
+    FedBC,
+    FedBCDAsync,
+    FederatedStrategy,
+    FedProx,
+    RoundInfo,
+)
 from fl_strategies.server.nodes import Nodes
 
 
@@ -138,9 +146,27 @@ def test_a_round_below_min_replies_is_void_and_says_so(caplog: pytest.LogCapture
     assert one.ledger.acked == {}
 
 
-def test_more_replies_than_clients_asked_cannot_be_needed() -> None:
-    with pytest.raises(ValueError, match="min_replies is 3, but only 2 clients are asked"):
-        averaging(min_replies=3).start(grid(quadratics(2)), to_record(START), 1)
+@pytest.mark.parametrize(("strategy", "own"), [(FedAvg, {}), (FedBCDAsync, {"box": 5.0})])
+def test_more_replies_than_clients_cannot_be_needed(strategy: Any, own: dict[str, Any]) -> None:
+    one = strategy(min_replies=3, fraction_evaluate=0.0, **own)
+    with pytest.raises(ValueError, match=r"min_replies is 3, and the number of clients \w+ 2"):
+        one.start(grid(quadratics(2)), to_record(START), 1)
+
+
+def test_a_round_in_which_clients_are_away_is_void_and_the_run_continues() -> None:
+    class Leaving(InProcessGrid):
+        away = False
+
+        def get_node_ids(self) -> Iterable[int]:
+            return [*super().get_node_ids()][: 2 if self.away else 4]
+
+    def leave(info: RoundInfo) -> None:
+        on.away = info.server_round in (2, 3)
+
+    on = Leaving(grid(quadratics(4)).client_app, 4)
+    one = averaging(min_replies=3, callbacks=[leave])
+    found = one.start(on, to_record(START), 5).train_metrics_clientapp
+    assert [int(found[turn]["clients-used"]) for turn in range(1, 6)] == [4, 4, 2, 2, 4]
 
 
 def test_a_reply_so_large_that_the_sum_overflows_makes_the_round_void(
