@@ -16,6 +16,7 @@ from clients import CLIENTS, LocalTraining
 from clients.base import MAX_STEPS
 from clients.learning.choice import setting_of
 from fl_strategies import STRATEGIES, FederatedStrategy, fedpd, step_decay
+from fl_strategies.core.local import idle
 from fl_strategies.core.near import unknown, unknown_of
 from fl_strategies.core.params import format_params, parse_params
 from fl_strategies.core.schedules import check
@@ -221,8 +222,10 @@ class RunConfig:
 
     def _unused(self) -> list[str]:
         """Return the local settings that the algorithm cannot use."""
-        own_steps = self.algorithm == "fedpd" and parse_params(self.params).get("oracle") == "II"
-        return fedpd.unused_by("II", self._settings()) if own_steps else []
+        settings = self._settings()
+        if self.algorithm == "fedpd" and parse_params(self.params).get("oracle") == "II":
+            return fedpd.unused_by("II", settings)
+        return [*idle(settings), *["fine-tune-lr"] * (self.fine_tune == "off")]
 
     def _check_used(self) -> None:
         """Raise ``ValueError`` for settings, not by default, that the algorithm cannot use."""
@@ -235,7 +238,8 @@ class RunConfig:
         if given := {
             name: value for name in names if (value := getattr(self, name)) != usual[name]
         }:
-            raise ValueError(f"{self.algorithm} with {self.params!r} has no use for {given}")
+            why = "; ".join({*idle(self._settings()).values()}) or "it does not read them"
+            raise ValueError(f"{self.algorithm} with {self.params!r} has no use for {given}: {why}")
 
     def strategy(self, **options: Any) -> FederatedStrategy:
         """Return the strategy, with ``options`` for its base."""

@@ -137,7 +137,7 @@ ROWS = [
         "fedsgd",
         pooled,
         updates=1,
-        local={"solver": "gd", "epochs": 1, "random-epochs": False},
+        local={"solver": "gd", "epochs": 1, "random-epochs": False, "batch-size": 0},
         rounds=70,
     ),
     Row("fedavg", biased(0.0), rounds=20),
@@ -252,7 +252,8 @@ every_algorithm = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name
 
 
 def local(**others: Any) -> dict[str, Any]:
-    return {"solver": "gd", "lr": RATE, "epochs": STEPS} | others
+    """Return full-batch steps, ``STEPS`` unless ``others`` say how many."""
+    return {"solver": "gd", "lr": RATE} | ({} if "steps" in others else {"epochs": STEPS}) | others
 
 
 def quiet(make: Callable[..., Made], **options: Any) -> Made:

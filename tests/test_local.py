@@ -95,7 +95,7 @@ GOOD: list[dict[str, Any]] = [
     {"solver": "sps", "solver-params": "c=1 growth=0"},
     {"solver": "sgd", "solver-params": "dampening=0.5"},
     {"solver": "lbfgs", "solver-params": "max-iter=3"},
-    {"momentum": 0.9, "nesterov": True, "steps": 3, "random-steps": True, "random-epochs": True},
+    {"momentum": 0.9, "nesterov": True, "steps": 3, "random-steps": True},
     {"lr": {0: 0.1, 4: 0.01}, "epochs": {0: 5, 9: 1}, "batch-size": 0},
     {"solver-params": "eps=1e-3"},  # of the client's own solver
 ]
@@ -246,6 +246,29 @@ def test_oracle_one_refuses_the_hyperparameters_of_oracle_two(name: str) -> None
     default = fedpd.ORACLE_TWO[name]
     refused(lambda: FedPD(**{name.replace("-", "_"): default}))  # type: ignore[arg-type]
     fit("fedpd", PD | {"oracle": "I"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "idle"),
+    [
+        ({"steps": 5, "epochs": 3}, "epochs"),
+        ({"steps": 5, "random-epochs": True}, "random-epochs"),
+        ({"solver": "gd", "batch-size": 8}, "batch-size"),
+        ({"solver": "lbfgs", "batch-size": {0: 8, 4: 16}}, "batch-size"),
+    ],
+)
+def test_a_setting_without_effect_beside_the_others_is_refused(
+    settings: dict[str, Any], idle: str
+) -> None:
+    words = refused(lambda: FedAvg(local=settings))
+    assert words.startswith(f"{idle} = {settings[idle]!r} has no effect: ")
+    numbers = {name: value for name, value in settings.items() if not isinstance(value, dict)}
+    run = {"algorithm": "fedavg", **numbers, "batch-size": 8}
+    run = {name: str(value).lower() if value is True else value for name, value in run.items()}
+    assert f"has no use for {{'{idle}'" in refused(lambda: RunConfig.parse(run))
+    FedAvg(local={"steps": {0: 5, 3: 0}, "epochs": 3})  # epochs count from round 3 on
+    kept = RunConfig.parse({"algorithm": "fedavg", "dataset": "mnist", "steps": 5})
+    assert "epochs" not in kept.local()  # a default of the data set
 
 
 @pytest.mark.parametrize("name", LocalTraining().settings)

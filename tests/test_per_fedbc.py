@@ -140,7 +140,7 @@ def test_steps_epochs_and_their_draw_decide_the_number_of_outer_steps() -> None:
         ({"steps": 5, "batch-size": 4, "solver": "sgd"}, {5}),
         ({"epochs": 3, "batch-size": 4, "solver": "sgd"}, {6, 9}),
         ({"epochs": 3, "batch-size": 0, "solver": "sgd"}, {3}),
-        ({"epochs": 3, "solver": "gd", "batch-size": 4}, {3}),
+        ({"epochs": 3, "solver": "gd"}, {3}),
         ({"epochs": 3, "solver": "gd", "random-epochs": True}, {1, 2, 3}),
     ):
         seen: set[float] = set()

@@ -268,7 +268,7 @@ def check_local(local: Mapping[str, Any]) -> None:
     known = sorted(_names())
     if wrong := sorted(local.keys() - set(known)):
         raise ValueError(f"unknown local settings {unknown(wrong, known)}; known: {known}")
-    firsts = {0}
+    firsts, without_effect = {0}, {*local}
     for name, setting in local.items():
         if isinstance(setting, Mapping):
             check(name, setting, scheduled=True)
@@ -280,10 +280,28 @@ def check_local(local: Mapping[str, Any]) -> None:
         }
         if callable(now.get("solver")):
             raise ValueError(f"solver must be a name, which can be sent, got {now['solver']!r}")
+        without_effect &= idle(now).keys()
         if "solver" not in now and isinstance(options := now.get("solver-params"), str):
             parse_params(options)
             del now["solver-params"]
         default_training().updated(now)
+    for name in sorted(without_effect):
+        raise ValueError(f"{name} = {local[name]!r} has no effect: {idle(now)[name]}")
+
+
+def idle(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return which settings, that are not the defaults, have no effect beside the others, and why.
+
+    ``settings`` are numbers and texts by their names in requests.
+    """
+    found = {}
+    if settings.get("steps", 0):
+        counted = f"steps = {settings['steps']!r} are counted in their place"
+        found = dict.fromkeys(("epochs", "random-epochs"), counted)
+    if settings.get("solver") in FULL_BATCH and settings.get("batch-size"):
+        found["batch-size"] = f"{settings['solver']} takes all samples in each step"
+    usual = default_training().settings
+    return {n: why for n, why in found.items() if settings.get(n, usual[n]) != usual[n]}
 
 
 @functools.cache
