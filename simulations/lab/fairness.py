@@ -105,7 +105,8 @@ def draw(
     spread.set(xlabel="round", ylabel="variance of accuracy over clients")
     smallest.set(xlabel="round", ylabel="accuracy at the smallest client", ylim=(-0.02, 1.02))
     largest.set(xlabel="round", ylabel="accuracy at the largest client", ylim=(-0.02, 1.02))
-    loss.legend(fontsize="small")
+    lines = loss.get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=2, fontsize="small")
     save(figure, path)
 
 
