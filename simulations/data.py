@@ -41,11 +41,11 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from inspect import getfullargspec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -57,6 +57,7 @@ from fl_strategies.core.randomness import stream
 from simulations import hub, text
 from simulations.generated import BUILT_IN, Dataset, Inputs, Ints
 from simulations.images import PIXELS, Images, Scale, measured, scaled
+from simulations.partitions import check_count
 
 HUB = {
     "mnist": "ylecun/mnist",
@@ -85,6 +86,9 @@ AUTHORS: dict[str, Scale] = {
     "cifar10": ((0.5,) * 3, (0.5,) * 3),
 }
 
+Given: TypeAlias = tuple[tuple[str, type, Any], ...]
+"""Options as a cache tells them apart: True is no 1."""
+
 
 def load(name: str, *, normalise: str = "own", **options: Any) -> Dataset:
     """Return data set ``name``; further calls return the same object.
@@ -109,24 +113,39 @@ def load(name: str, *, normalise: str = "own", **options: Any) -> Dataset:
         raise ValueError(f"unknown normalise {said}; known: {', '.join(NORMALISE)}")
     if normalise == "authors" and name not in AUTHORS:
         raise ValueError(f"normalise='authors' is for {', '.join(AUTHORS)} only, got {name!r}")
-    known = _options(name)
+    given = tuple((key, type(options[key]), options[key]) for key in sorted(options))
+    if name not in BUILT_IN:
+        return _stored(name, _find(name), normalise, given)
+    _check_names(name, options, options_of(name))
+    return _built_in(name, given)
+
+
+def options_of(name: str) -> list[str]:
+    """Return the names of the options of data set ``name``, which is read if it is stored."""
+    if name in BUILT_IN:
+        return [key for key in getfullargspec(BUILT_IN[name]).kwonlyargs if key != "dtype"]
+    return _fitting(_table(name, _find(name), "train").column_names)
+
+
+def _fitting(columns: Sequence[str]) -> list[str]:
+    """Return the names of the options for data with these columns."""
+    owners = ["owners"] if set(NATURAL) & set(columns) else []
+    words = ["tokenizer", "tokens"] if _inputs(columns)[0] in ("text", "title") else []
+    return ["label", *owners, *words]
+
+
+def _inputs(columns: Sequence[str]) -> tuple[str, ...]:
+    return next((names for names in INPUTS if set(names) <= set(columns)), ("",))
+
+
+def _check_names(name: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
     if wrong := sorted(options.keys() - set(known)):
         raise ValueError(f"data set {name!r} has no option {unknown_of(wrong, known)}")
-    given = tuple(sorted(options.items()))
-    if name in BUILT_IN:
-        return _built_in(name, given)
-    return _stored(name, _find(name), normalise, given)
 
 
 @cache
-def _options(name: str) -> list[str]:
-    made_by: Callable[..., Dataset] = BUILT_IN.get(name, _read)
-    return getfullargspec(made_by).kwonlyargs
-
-
-@cache
-def _built_in(name: str, options: tuple[tuple[str, Any], ...]) -> Dataset:
-    return BUILT_IN[name](**dict(options))
+def _built_in(name: str, options: Given) -> Dataset:
+    return BUILT_IN[name](**{key: value for key, _, value in options})
 
 
 def _find(name: str) -> Path | None:
@@ -144,10 +163,8 @@ def _find(name: str) -> Path | None:
 
 
 @cache
-def _stored(
-    name: str, folder: Path | None, normalise: str, options: tuple[tuple[str, Any], ...]
-) -> Dataset:
-    found = _read(name, folder, normalise, **dict(options))
+def _stored(name: str, folder: Path | None, normalise: str, options: Given) -> Dataset:
+    found = _read(name, folder, normalise, **{key: value for key, _, value in options})
     pa.default_memory_pool().release_unused()  # the tables
     return found
 
@@ -162,24 +179,23 @@ def _read(
     owners: int | None = None,
     tokenizer: str | None = None,
     tokens: int | None = None,
+    **others: Any,
 ) -> Dataset:
     train = _table(name, folder, "train")
-    inputs = next((c for c in INPUTS if set(c) <= set(train.column_names)), None)
-    labels = label or next((c for c in CLASSES if c in train.column_names), None)
-    if inputs is None or labels not in train.column_names:
+    inputs = _inputs(train.column_names)
+    labels = label
+    if label is None:
+        labels = next((c for c in CLASSES if c in train.column_names), None)
+    if inputs == ("",) or labels not in train.column_names:
         raise ValueError(
             f"data set {name!r} needs columns 'image' or 'img', 'x', 'text', or 'title' and "
-            f"'content', and one of {label or ', '.join(CLASSES)}, "
+            f"'content', and one of {', '.join(CLASSES) if label is None else label}, "
             f"got {', '.join(train.column_names)}"
         )
     whose = next((c for c in NATURAL if c in train.column_names), None)
-    for option, value, meant in (
-        ("owners", owners, whose is not None),
-        ("tokenizer", tokenizer, inputs[0] in ("text", "title")),
-        ("tokens", tokens, inputs[0] in ("text", "title")),
-    ):
-        if value is not None and not meant:
-            raise ValueError(f"option {option!r} is not for data set {name!r}: it has no such data")
+    given = {"owners": owners, "tokenizer": tokenizer, "tokens": tokens}
+    others |= {option: value for option, value in given.items() if value is not None}
+    _check_names(name, others, _fitting(train.column_names))
     tables, (owner, test_owner) = _splits(name, folder, train, whose, inputs == ("x",), owners)
     y, test_y = (_classes(name, table[labels]) for table in tables)
     classes = int(max(_classes(name, train[labels]).max(), test_y.max())) + 1
@@ -229,8 +245,7 @@ def _splits(
     owner, test_owner = np.split(both, [len(train)])  # in the order of the training samples
     if owners is not None:
         present = int(owner.max()) + 1
-        if not (isinstance(owners, int) and 1 <= owners <= present):
-            raise ValueError(f"owners must be from 1 to {present} (natural clients), got {owners}")
+        check_count("owners", owners, 1, present, "natural clients")
         others = stream(0, "owners").permutation(present)[owners:]
         kept, test_kept = (~np.isin(codes, others) for codes in (owner, test_owner))
         train, test = train.filter(pa.array(kept)), test.filter(pa.array(test_kept))

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from fl_strategies.core.randomness import stream
+from fl_strategies.core.schedules import check, one_of
 from simulations.images import Images, Scale, scaled
 from simulations.partitions import power_law
 from simulations.text import Symbols
@@ -66,7 +67,7 @@ def synthetic(
     clients: int = 30,
     sizes: str = "power-law",
     seed: int = 0,
-    dtype: DTypeLike = "float32",
+    dtype: DTypeLike = np.float32,
 ) -> Dataset:
     """Return FedBC's synthetic(alpha, beta): 60 features, 10 classes, one owner per device.
 
@@ -83,19 +84,17 @@ def synthetic(
     References: Bedi et al., "FedBC: Calibrating Global and Local Models via Federated Learning
     Beyond Consensus", appendix E.1; Li et al., "FedProx", MLSys 2020.
     """
-    if not (alpha >= 0 and beta >= 0):
-        raise ValueError(f"alpha and beta must be >= 0, got {alpha} and {beta}")
-    if clients < 1:
-        raise ValueError(f"clients must be >= 1, got {clients}")
+    check("alpha", alpha, low=0.0)
+    check("beta", beta, low=0.0)
+    _check_counts(clients=clients, seed=seed)
+    one_of("sizes", sizes, ("power-law", "lognormal", "uniform"))
     if sizes == "power-law":
         counts = 50 + power_law(200 * clients, clients, 1.1)
     elif sizes == "lognormal":
         extra = stream(seed, "synthetic-sizes").lognormal(4, 2, clients).astype(np.int64)
         counts = 50 + extra
-    elif sizes == "uniform":
-        counts = stream(seed, "synthetic-sizes").integers(20, 60, clients, endpoint=True)
     else:
-        raise ValueError(f"unknown sizes {sizes!r}, known are power-law, lognormal, uniform")
+        counts = stream(seed, "synthetic-sizes").integers(20, 60, clients, endpoint=True)
     train, test = [], []
     for i, n in enumerate(counts.tolist()):
         rng = stream(seed, "synthetic", i)
@@ -119,7 +118,6 @@ def two_classes(
     samples: int = 400,
     test_samples: int = 100,
     seed: int = 0,
-    dtype: DTypeLike = "float32",
 ) -> Dataset:
     """Return FedPD's data for logistic regression: 19 normal features and a constant 1, 2 classes.
 
@@ -130,16 +128,14 @@ def two_classes(
 
     Reference: Zhang et al., "FedPD", IEEE Transactions on Signal Processing 2021, Section V.
     """
-    for name, count in (("clients", clients), ("samples", samples), ("test_samples", test_samples)):
-        if count < 1:
-            raise ValueError(f"{name} must be >= 1, got {count}")
+    _check_counts(clients=clients, samples=samples, test_samples=test_samples, seed=seed)
     n = samples + test_samples
     inputs, labels = [], []
     for i in range(clients):
         rng = stream(seed, "two-classes", i)
         a = np.column_stack([rng.normal(size=(n, 19)), np.ones(n)])
         score = a @ rng.uniform(-10, 10, 20) + rng.normal(size=n) if strong else rng.normal(size=n)
-        inputs.append(a.astype(dtype))
+        inputs.append(a.astype(np.float32))
         labels.append((score > 0).astype(np.int64))
     x, y, owner = np.stack(inputs), np.stack(labels), np.repeat(np.arange(clients)[:, None], n, 1)
     return Dataset(
@@ -152,6 +148,12 @@ def two_classes(
         owner[:, :samples].ravel(),
         owner[:, samples:].ravel(),
     )
+
+
+def _check_counts(*, seed: int, **counts: int) -> None:
+    check("seed", seed, low=0, integer=True)
+    for name, count in counts.items():
+        check(name, count, low=1, integer=True)
 
 
 def digits() -> Dataset:

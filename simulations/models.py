@@ -72,8 +72,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, relu
 
 from fl_strategies.core.near import unknown, unknown_of
+from fl_strategies.core.schedules import check_flag
 from simulations.hub import asked_briefly
-from simulations.text import DISTILBERT, transformers
+from simulations.text import DISTILBERT, check_text, transformers
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -107,13 +108,10 @@ def build(
         else, or another on text; distilbert without ``transformers``, without its source, or with
         one that is too small for the vocabulary or the length.
     """
-    if name not in (*MODELS, *TEXT):
-        known = [*MODELS, *TEXT]
-        raise ValueError(f"unknown model {unknown([name], known)}; known: {', '.join(known)}")
+    known = options_of(name)
     if (vocabulary is not None) != (name in TEXT):
         takes = "integers below a vocabulary" if name in TEXT else "numbers"
         raise ValueError(f"model {name!r} takes {takes}; of text models are {', '.join(TEXT)}")
-    known = getfullargspec(TEXT[name]).kwonlyargs if name in TEXT else []
     if wrong := sorted(options.keys() - set(known)):
         raise ValueError(f"model {name!r} has no option {unknown_of(wrong, known)}")
     with torch.random.fork_rng(devices=[]):
@@ -121,6 +119,14 @@ def build(
         if vocabulary is not None:
             return TEXT[name](shape, classes, vocabulary, **options)
         return MODELS[name](shape, classes)
+
+
+def options_of(name: str) -> list[str]:
+    """Return the names of the options of model ``name``."""
+    if name not in (*MODELS, *TEXT):
+        known = [*MODELS, *TEXT]
+        raise ValueError(f"unknown model {unknown([name], known)}; known: {', '.join(known)}")
+    return getfullargspec(TEXT[name]).kwonlyargs if name in TEXT else []
 
 
 def _logistic(shape: Shape, classes: int, *, softmax: bool = False) -> nn.Module:
@@ -302,6 +308,8 @@ def _distilbert(
     pretrained: bool = True,
 ) -> nn.Module:
     (length,) = _text(shape)
+    check_text("source", source)
+    check_flag("pretrained", pretrained)
     package = transformers()
     make = package.AutoModelForSequenceClassification
     try:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from inspect import getfullargspec
 from pathlib import Path
@@ -36,6 +37,7 @@ from numpy.typing import NDArray
 
 from fl_strategies.core.near import unknown, unknown_of
 from fl_strategies.core.randomness import stream
+from fl_strategies.core.schedules import check
 from simulations.figures import save
 
 Rows: TypeAlias = NDArray[np.int64]
@@ -43,7 +45,13 @@ Draw: TypeAlias = np.random.Generator
 
 
 def partition(
-    kind: str, labels: NDArray[Any], clients: int, *, seed: int, **options: Any
+    kind: str,
+    labels: NDArray[Any],
+    clients: int,
+    *,
+    seed: int,
+    owner: Rows | None = None,
+    **options: Any,
 ) -> list[Rows]:
     """Return the indices of the samples of each of ``clients`` clients.
 
@@ -53,21 +61,21 @@ def partition(
     labels : integer array [n], the class of each sample
     clients : number of clients, from 1 to n
     seed : >= 0; the same seed gives the same partition (``natural`` draws nothing)
+    owner : int64 [n], for ``natural``
     options : the options of the kind, see the table
 
     Raises
     ------
     ValueError
-        For an unknown kind or option, a number out of its range, or a client without samples.
+        For an unknown kind or option, a value out of its range, or a client without samples.
     """
-    if kind not in KINDS:
-        raise ValueError(f"unknown partition {unknown([kind], KINDS)}; known: {', '.join(KINDS)}")
-    known = getfullargspec(KINDS[kind]).kwonlyargs
+    known = options_of(kind)
     if wrong := sorted(options.keys() - set(known)):
         raise ValueError(f"partition {kind!r} has no option {unknown_of(wrong, known)}")
     if not 1 <= clients <= len(labels):
         raise ValueError(f"clients must be from 1 to {len(labels)} (samples), got {clients}")
-    parts = KINDS[kind](np.asarray(labels), clients, stream(seed, "partition"), **options)
+    make = partial(_natural, owner=owner) if kind == "natural" else KINDS[kind]
+    parts = make(np.asarray(labels), clients, stream(seed, "partition"), **options)
     for client, rows in enumerate(parts):
         if len(rows) == 0:
             raise ValueError(
@@ -77,14 +85,20 @@ def partition(
     return [np.sort(rows) for rows in parts]
 
 
+def options_of(kind: str) -> list[str]:
+    """Return the names of the options of partition ``kind``."""
+    if kind not in KINDS:
+        raise ValueError(f"unknown partition {unknown([kind], KINDS)}; known: {', '.join(KINDS)}")
+    return getfullargspec(KINDS[kind]).kwonlyargs if kind != "natural" else []
+
+
 def power_law(total: int, clients: int, exponent: float) -> Rows:
     """Return sizes [clients] that sum to ``total``; size k is proportional to exponent^-k.
 
     This is the "power law exponent" of FedBC: the largest and smallest sizes of its Table 5 differ
     by a factor exponent^(clients - 1). Fractions are rounded so that the sum is ``total``.
     """
-    if not exponent >= 1:
-        raise ValueError(f"exponent must be >= 1, got {exponent}")
+    check("exponent", exponent, low=1.0)
     share = float(exponent) ** -np.arange(clients)
     ends = np.rint(total * np.cumsum(share) / share.sum()).astype(np.int64)
     sizes: Rows = np.diff(ends, prepend=0)
@@ -155,9 +169,7 @@ def _iid(labels: NDArray[Any], clients: int, rng: Draw) -> list[Rows]:
 def _shards(
     labels: NDArray[Any], clients: int, rng: Draw, *, shards_per_client: int = 2
 ) -> list[Rows]:
-    if shards_per_client < 1:
-        raise ValueError(f"shards_per_client must be >= 1, got {shards_per_client}")
-    _check_shards(clients * shards_per_client, len(labels))
+    _check_share("shards_per_client", shards_per_client, labels, clients)
     partitioner = _partitioners().ShardPartitioner(
         clients,
         "label",
@@ -176,15 +188,9 @@ def _dirichlet(
     alpha: float = 0.5,
     rows_per_client: int | None = None,
 ) -> list[Rows]:
-    if not 0 < alpha < np.inf:
-        raise ValueError(f"alpha must be > 0 and finite, got {alpha}")
+    check("alpha", alpha, above=0.0)
     if rows_per_client is not None:
-        most = len(labels) // clients
-        if not 1 <= rows_per_client <= most:
-            raise ValueError(
-                f"rows_per_client must be from 1 to {most} ({len(labels)} samples over {clients}"
-                f" clients), got {rows_per_client}"
-            )
+        _check_share("rows_per_client", rows_per_client, labels, clients)
         return _mixtures(labels, clients, rng, alpha, rows_per_client)
     for _ in range(10):  # flwr-datasets would warn at every draw that leaves a client empty
         partitioner = _partitioners().DirichletPartitioner(
@@ -239,14 +245,15 @@ def _power_law(
     classes_per_client: int | None = None,
 ) -> list[Rows]:
     sizes = power_law(len(labels), clients, exponent)
+    classes = np.unique(labels)
+    if classes_per_client is not None:
+        check_count("classes_per_client", classes_per_client, 1, len(classes), "classes")
     rows = rng.permutation(len(labels))
     if min(sizes) == 0:  # left to the check of `partition`, which names the client
         return np.split(rows, np.cumsum(sizes)[:-1])
     if classes_per_client is None:
         return _apply(_partitioners().SizePartitioner(sizes.tolist()), labels, clients, rows)
-    if classes_per_client < 1:
-        raise ValueError(f"classes_per_client must be >= 1, got {classes_per_client}")
-    pools = [rows[labels[rows] == c] for c in np.unique(labels)]
+    pools = [rows[labels[rows] == c] for c in classes]
     smallest_first = [_take(pools, size, classes_per_client, rng) for size in sizes[::-1].tolist()]
     return smallest_first[::-1]
 
@@ -274,10 +281,7 @@ def _diversity(
     labels: NDArray[Any], clients: int, rng: Draw, *, labels_per_client: int = 3
 ) -> list[Rows]:
     classes = np.unique(labels)
-    if not 1 <= labels_per_client <= len(classes):
-        raise ValueError(
-            f"labels_per_client must be from 1 to {len(classes)} (classes), got {labels_per_client}"
-        )
+    check_count("labels_per_client", labels_per_client, 1, len(classes), "classes")
     takers: list[list[int]] = [[] for _ in classes]
     for client in range(clients):  # the classes with the fewest takers so far, ties at random
         taken = np.array([len(taker) for taker in takers])
@@ -298,12 +302,15 @@ def _imbalanced(
     groups, odd = divmod(clients, 2)
     if odd:
         raise ValueError(f"clients must be even (groups of two), got {clients}")
+    least = groups * (groups - 1) + 2
+    if least > len(labels):
+        raise ValueError(
+            f"partition 'imbalanced' gives {clients} clients {least} shards or more, each with a"
+            f" sample, got {len(labels)} samples"
+        )
     shards = max(2, groups**2) if shards is None else shards
+    check_count("shards", shards, least, len(labels), f"{clients} clients, {len(labels)} samples")
     rest = shards - groups * (groups - 1)
-    if rest < 2:
-        least = groups * (groups - 1) + 2
-        raise ValueError(f"shards must be >= {least} for {clients} clients, got {shards}")
-    _check_shards(shards, len(labels))
     counts = [k // 2 + 1 for k in range(clients - 2)] + [rest - rest // 2, rest // 2]
     rows = rng.permutation(len(labels))
     pieces = np.array_split(rows[np.argsort(labels[rows], kind="stable")], shards)
@@ -325,9 +332,17 @@ def _natural(
     return np.split(order, np.flatnonzero(np.diff(owner[order])) + 1)
 
 
-def _check_shards(shards: int, samples: int) -> None:
-    if shards > samples:
-        raise ValueError(f"shards must be at most {samples} (samples), got {shards}")
+def _check_share(name: str, value: int, labels: NDArray[Any], clients: int) -> None:
+    most = len(labels) // clients
+    check_count(name, value, 1, most, f"{len(labels)} samples over {clients} clients")
+
+
+def check_count(name: str, value: int, low: int, high: int, why: str) -> None:
+    try:
+        check(name, value, low=low, high=high, integer=True)
+    except ValueError:
+        said = f"{name} must be an integer from {low} to {high} ({why}), got {value!r}"
+        raise ValueError(said) from None
 
 
 def _partitioners() -> Any:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_strategies.core.schedules import check
 from simulations.hub import asked_briefly
 
 Symbols: TypeAlias = NDArray[np.integer[Any]]
@@ -33,6 +34,12 @@ def transformers() -> Any:
             f"this data set or model needs transformers, which the extra 'text' installs"
             f" (pip install transformers): {error}"
         ) from error
+
+
+def check_text(name: str, value: object) -> None:
+    """Raise ``ValueError`` unless the option is a text."""
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be a text, got {value!r}")
 
 
 def characters(texts: Sequence[str]) -> Symbols:
@@ -68,8 +75,8 @@ def tokens(texts: Sequence[Sequence[str]], tokenizer: str, length: int) -> tuple
         If the tokenizer does not exist or cannot pad, if the length is below 8, or without
         ``transformers``.
     """
-    if isinstance(length, bool) or not isinstance(length, int) or length < 8:
-        raise ValueError(f"tokens must be an integer >= 8, got {length!r}")
+    check("tokens", length, low=8, integer=True)
+    check_text("tokenizer", tokenizer)
     auto = transformers().AutoTokenizer
     try:
         with asked_briefly():

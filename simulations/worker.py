@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from inspect import getfullargspec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from clients.cohort import MEMORY
 from clients.learning.choice import Setting, setting_of
 from clients.learning.problem import laid_out
 from clients.learning.room import Room, check_room, client_bytes
+from fl_strategies.core.near import unknown_of
 from fl_strategies.core.params import parse_params
 from simulations import data, generated, models, partitions
 from simulations.config import RunConfig
@@ -68,10 +71,13 @@ def kept_flags() -> Iterator[None]:
 
 def dataset(config: RunConfig) -> generated.Dataset:
     """Return the run's data set (``data.load`` caches it)."""
-    options = parse_params(config.dataset_params)
-    if config.dataset in generated.GENERATED:
+    name = config.dataset
+    options = _options(
+        config.dataset_params, f"data set {name!r}", data.load, partial(data.options_of, name)
+    )
+    if name in generated.GENERATED:
         options = {"clients": config.clients, "seed": config.seed} | options
-    found = data.load(config.dataset, normalise=config.normalise, **options)
+    found = data.load(name, normalise=config.normalise, **options)
     return _pooled(found) if config.pooled else found
 
 
@@ -93,6 +99,16 @@ def placed(
     inputs = torch.as_tensor(found.inputs(test=test))
     inputs = inputs.to(device, dtype) if inputs.is_floating_point() else inputs.to(device)
     return laid_out(inputs), torch.as_tensor(found.test_y if test else found.y).to(device)
+
+
+def _options(
+    text: str, whose: str, function: Callable[..., Any], known: Callable[[], Sequence[str]]
+) -> dict[str, Any]:
+    """Return the options in ``text``; those that the function gets by other keys are refused."""
+    options, named = parse_params(text), getfullargspec(function)
+    if wrong := sorted(options.keys() & {*named.args, *named.kwonlyargs}):
+        raise ValueError(f"{whose} has no option {unknown_of(wrong, known())}")
+    return options
 
 
 def parts(config: RunConfig) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -120,13 +136,9 @@ def _parts(
     local_test: float,
     validation: float,
 ) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.ndarray]:
-    options = parse_params(params)
-    if kind == "natural":
-        options["owner"] = found.owner
-    try:
-        rows = partitions.partition(kind, found.y, clients, seed=seed, **options)
-    except TypeError as error:
-        raise ValueError(f"partition-params {params!r}: {error}") from None
+    known = partial(partitions.options_of, kind)
+    options = _options(params, f"partition {kind!r}", partitions.partition, known)
+    rows = partitions.partition(kind, found.y, clients, seed=seed, owner=found.owner, **options)
     held_out = np.empty(0, np.int64)
     if validation > 0.0:
         split = partitions.train_test(rows, validation, seed)
@@ -146,14 +158,16 @@ def draw_partition(config: RunConfig, path: Path) -> None:
 
 def fresh_model(config: RunConfig, device: torch.device = CPU) -> FlatModel:
     """Return the run's initial model on ``device``."""
-    found = dataset(config)
+    found, name = dataset(config), config.model
     module = models.build(
-        config.model,
+        name,
         found.x.shape[1:],
         found.num_classes,
         seed=config.seed,
         vocabulary=found.vocabulary,
-        **parse_params(config.model_params),
+        **_options(
+            config.model_params, f"model {name!r}", models.build, partial(models.options_of, name)
+        ),
     )
     graph = config.cuda_graph and device.type == "cuda"
     return FlatModel(module, device=device, dtype=getattr(torch, config.dtype), cuda_graph=graph)

@@ -239,6 +239,12 @@ def test_models_refuse_options_that_they_do_not_have() -> None:
         build("cnn1", MNIST, 10, seed=1, hidden=3)
     with pytest.raises(ValueError, match=r"no option 'hub'; it has \['source', 'pretrained'\]"):
         build("distilbert", (12,), 10, seed=1, vocabulary=9, hub="x")
+    for options, message in (
+        ({"source": 3}, "source must be a text, got 3"),
+        ({"pretrained": "x"}, "pretrained must be bool, got 'x'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build("distilbert", (12,), 10, seed=1, vocabulary=9, **options)
 
 
 def test_models_of_text_and_of_numbers_refuse_each_others_inputs() -> None:

@@ -204,12 +204,15 @@ def test_a_set_on_the_hub_without_a_test_split_is_split_by_its_clients(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"owners": 0}, r"owners must be from 1 to 3 \(natural clients\), got 0"),
-        ({"owners": 4}, r"owners must be from 1 to 3 \(natural clients\), got 4"),
-        ({"owners": 1.5}, "owners must be from 1 to 3 .*, got 1.5"),
-        ({"tokens": 9}, "option 'tokens' is not for data set .*: it has no such data"),
-        ({"tokenizer": "x"}, "option 'tokenizer' is not for"),
+        ({"owners": 0}, r"owners must be an integer from 1 to 3 \(natural clients\), got 0"),
+        ({"owners": 4}, r"owners must be an integer from 1 to 3 \(natural clients\), got 4"),
+        ({"owners": 1.5}, "owners must be an integer from 1 to 3 .*, got 1.5"),
+        ({"tokens": 9}, r"no option 'tokens' .*; it has \['label', 'owners'\]$"),
+        ({"tokenizer": "x"}, "no option 'tokenizer'"),
+        ({"foo": 1}, r"no option 'foo'; it has \['label', 'owners'\]$"),
         ({"label": "writer"}, "one of writer, got image, writer_id, character"),
+        ({"label": 0}, "one of 0, got image, writer_id, character"),
+        ({"owners": True}, "owners must be .*, got True"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, object], message: str, tmp_path: Path) -> None:
@@ -219,7 +222,7 @@ def test_bad_options_are_refused(options: dict[str, object], message: str, tmp_p
 
 def test_owners_need_natural_clients_and_so_does_a_missing_test_split(tmp_path: Path) -> None:
     path = cifar100(tmp_path / "own")
-    with pytest.raises(ValueError, match="option 'owners' is not for"):
+    with pytest.raises(ValueError, match=r"no option 'owners'; it has \['label'\]$"):
         data.load(str(path), owners=2)
     (path / "data/test-00000-of-00001.parquet").unlink()
     with pytest.raises(ValueError, match=r"no test\*.parquet in"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from PIL import Image
 
 from simulations import partitions
-from simulations.partitions import describe, draw, partition, power_law, train_test
+from simulations.partitions import KINDS, describe, draw, partition, power_law, train_test
 
 # Crooked on purpose: unequal classes, in no order, sizes that nothing divides.
 LABELS = np.random.default_rng(5).choice(7, 1433, p=np.arange(1, 8) / 28)
@@ -83,7 +84,7 @@ def test_clients_of_a_diversity_hold_so_many_labels_and_classes_go_round(
 def test_a_diversity_of_more_labels_than_there_are_is_refused() -> None:
     for labels in (0, 8):
         with pytest.raises(
-            ValueError, match=f"labels_per_client must be from 1 to 7 .*, got {labels}"
+            ValueError, match=f"labels_per_client must be an integer from 1 to 7 .*, got {labels}"
         ):
             partition("diversity", LABELS, 20, seed=1, labels_per_client=labels)
 
@@ -155,7 +156,8 @@ def test_classes_that_run_out_leave_the_others_in_their_proportions() -> None:
 def test_more_rows_than_there_are_are_refused() -> None:
     for rows in (0, 72):
         with pytest.raises(
-            ValueError, match=rf"rows_per_client must be from 1 to 71 \(1433 .*, got {rows}"
+            ValueError,
+            match=rf"rows_per_client must be an integer from 1 to 71 \(1433 .*, got {rows}",
         ):
             partition("dirichlet", LABELS, 20, seed=1, rows_per_client=rows)
 
@@ -287,17 +289,38 @@ def test_the_test_rows_of_a_client_depend_on_the_seed_alone() -> None:
         ("iid", 20, {"alpha": 1}, "partition 'iid' has no option 'alpha'"),
         ("iid", 0, {}, "clients must be from 1 to 1433 .*, got 0"),
         ("iid", 1434, {}, "clients must be from 1 to 1433 .*, got 1434"),
-        ("shards", 20, {"shards_per_client": 0}, "shards_per_client must be >= 1, got 0"),
-        ("shards", 717, {}, "shards must be at most 1433 .*, got 1434"),
-        ("dirichlet", 20, {"alpha": 0}, "alpha must be > 0 and finite, got 0"),
-        ("dirichlet", 20, {"alpha": float("nan")}, "alpha must be > 0 and finite, got nan"),
+        (
+            "shards",
+            20,
+            {"shards_per_client": 0},
+            "shards_per_client must be an integer from 1 to 71 .*, got 0",
+        ),
+        (
+            "shards",
+            717,
+            {},
+            r"shards_per_client must be .* 1 to 1 \(1433 samples over 717 .*, got 2",
+        ),
+        ("dirichlet", 20, {"alpha": 0}, "alpha must be > 0, got 0"),
+        ("dirichlet", 20, {"alpha": float("nan")}, "alpha must be > 0, got nan"),
         ("dirichlet", 99, {"alpha": 0.001}, r"client \d+ is left without training samples"),
         ("power-law", 20, {"exponent": 0.9}, "exponent must be >= 1, got 0.9"),
         ("power-law", 99, {"exponent": 2}, r"client 1\d is left without training samples"),
-        ("power-law", 20, {"classes_per_client": 0}, "classes_per_client must be >= 1, got 0"),
+        (
+            "power-law",
+            20,
+            {"classes_per_client": 0},
+            "classes_per_client must be .* 1 to 7 .*, got 0",
+        ),
         ("imbalanced", 21, {}, "clients must be even .*, got 21"),
-        ("imbalanced", 20, {"shards": 91}, "shards must be >= 92 for 20 clients, got 91"),
-        ("imbalanced", 20, {"shards": 1434}, "shards must be at most 1433 .*, got 1434"),
+        ("imbalanced", 20, {"shards": 91}, "shards must be .* from 92 to 1433 .*, got 91"),
+        (
+            "imbalanced",
+            20,
+            {"shards": 1434},
+            "shards must be an integer from 92 to 1433 .*, got 1434",
+        ),
+        ("imbalanced", 98, {}, r"98 clients 2354 shards or more, .* got 1433 samples"),
         ("natural", 20, {}, "partition 'natural' needs owner"),
         ("natural", 19, {"owner": OWNER}, "clients must be 20 .*, got 19"),
         ("natural", 20, {"owner": OWNER[1:]}, "owner must have 1433 entries .*, got 1432"),
@@ -308,6 +331,19 @@ def test_bad_input_is_refused_with_its_bound_and_value(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         partition(kind, LABELS, clients, seed=1, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"), [(kind, option) for kind in KINDS for option in partitions.options_of(kind)]
+)
+def test_every_option_is_a_number_in_its_range(kind: str, option: str) -> None:
+    whole = option not in ("alpha", "exponent")
+    wrong = ["abc", True, {0: 1.0}, -1, 0, math.nan, math.inf, 10**400]
+    for value in [*wrong, *([1.5, 10**6] if whole else [])]:
+        kind_of = "an integer from" if whole else ">=?"
+        with pytest.raises(ValueError, match=f"^{option} must be {kind_of} .*, got ") as error:
+            partition(kind, LABELS, 20, seed=1, **{option: value})
+        assert str(error.value).endswith(repr(value))
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.0, float("nan")])

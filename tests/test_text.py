@@ -113,8 +113,10 @@ def test_without_transformers_the_extra_is_named(
     [
         ({"tokenizer": "no/such"}, "tokenizer 'no/such' is neither a folder with one nor found"),
         ({"tokens": 7}, "tokens must be an integer >= 8, got 7"),
+        ({"tokenizer": 3}, "tokenizer must be a text, got 3"),
+        ({"tokens": True}, "tokens must be an integer >= 8, got True"),
         ({"tokens": 9.5}, "tokens must be an integer >= 8, got 9.5"),
-        ({"owners": 2}, "option 'owners' is not for data set"),
+        ({"owners": 2}, r"no option 'owners'.*; it has \['label', 'tokenizer', 'tokens'\]$"),
     ],
 )
 def test_bad_options_of_text_are_refused(
