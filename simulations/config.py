@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,7 +20,8 @@ from fl_strategies.core.local import idle
 from fl_strategies.core.near import unknown, unknown_of
 from fl_strategies.core.params import format_params, parse_params
 from fl_strategies.core.schedules import check
-from simulations.defaults import ANY
+from simulations.models import MODELS, TEXT
+from simulations.partitions import KINDS
 
 Scalar: TypeAlias = str | int | float | bool
 
@@ -31,6 +32,10 @@ DEVICES = ("cpu", "cuda", "xpu", "mps")
 def key(default: Scalar, about: str) -> Any:
     """Return a dataclass field that is a key of the run-config."""
     return field(default=default, metadata={"about": about})
+
+
+def _names(where: str, names: Iterable[str]) -> str:
+    return f"{', '.join(f'`{name}`' for name in names)}, see `{where}`"
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,9 @@ class RunConfig:
     dataset: str = key("digits", "short name, folder or Hub name, see `simulations.data`")
     dataset_params: str = key("", "options of the data set: `alpha=1 beta=1`")
     normalise: str = key("own", "image normalisation: `own`, `authors`, `none`")
-    partition: str = key("", "see `simulations.partitions`")
+    partition: str = key("", _names("simulations.partitions", KINDS))
     partition_params: str = key("", "options of the partition: `alpha=0.1`")
-    model: str = key("", "see `simulations.models`")
+    model: str = key("", _names("simulations.models", [*MODELS, *TEXT]))
     model_params: str = key("", "options of the model: `pretrained=false`")
     clients: int = key(100, "number of clients, on as many simulated SuperNodes or fewer")
     rounds: int = key(30, "number of rounds")
@@ -163,8 +168,11 @@ class RunConfig:
         check("checkpoint_keep", self.checkpoint_keep, low=1)
         if self.resume and not (self.checkpoint_every and self.output):
             raise ValueError("resume needs checkpoint-every > 0, and output, where the run lies")
-        stateful = CLIENTS[self.algorithm].state_type is not None
-        if self.checkpoint_every and stateful and not self.state_dir:
+        if self.state_dir and not self.stateful:
+            raise ValueError(
+                f"state-dir is {self.state_dir!r}, and clients of {self.algorithm} keep no state"
+            )
+        if self.checkpoint_every and self.stateful and not self.state_dir:
             raise ValueError(
                 f"checkpoint-every needs state-dir: clients of {self.algorithm} keep a state, which"
                 " would not outlive the run elsewhere"
@@ -175,10 +183,8 @@ class RunConfig:
         setting_of(self.cohort)
         check("target", self.target, low=0.0, high=1.0)
         check("penalty", self.penalty, low=0.0)
-        check("local_test", self.local_test, low=0.0)
-        check("validation", self.validation, low=0.0)
-        if self.validation >= 1.0:
-            raise ValueError(f"validation must be < 1, got {self.validation}")
+        check("local_test", self.local_test, low=0.0, below=1.0)
+        check("validation", self.validation, low=0.0, below=1.0)
         if self.local_test == 0.0 and (self.fraction_evaluate > 0.0 or self.pooled):
             needs = "fraction-evaluate > 0" if self.fraction_evaluate > 0.0 else "pooled"
             if self.pooled or self.partition != "natural":
@@ -202,6 +208,11 @@ class RunConfig:
         self._check_used()
         LocalTraining().updated(self.local())
         self.strategy().check_clients(self.clients)
+
+    @property
+    def stateful(self) -> bool:
+        """Whether clients of the algorithm keep a state."""
+        return CLIENTS[self.algorithm].state_type is not None
 
     def to_run_config(self) -> dict[str, Scalar]:
         """Return the keys and values as ``flwr run`` takes them."""
@@ -286,10 +297,13 @@ class RunConfig:
         A server without the device may still have clients that use it.
         """
         if self.device != "auto" and not _is_here(torch.device(self.device)):
+            advice = (
+                "; Flower's simulation shows clients a GPU where `client-resources-num-gpus` gives"
+                " them a share of it"
+            )
             raise ValueError(
                 f"device is {self.device!r}, which this process ({socket.gethostname()}) does not"
-                " see; Flower's simulation shows clients a GPU where"
-                " `client-resources-num-gpus` gives them a share of it"
+                f" see{advice * self.device.startswith('cuda')}"
             )
         if self.cuda_graph and self.torch_device.type != "cuda":
             raise ValueError(
@@ -330,17 +344,25 @@ def configs_for(
     if len(set(algorithms)) < len(algorithms):
         raise ValueError(f"each algorithm once, got {list(algorithms)}")
     mine: dict[str, dict[str, Any]] = {algorithm: {} for algorithm in algorithms}
+    known = {algorithm: hyperparameters_of(algorithm) for algorithm in algorithms}
     for item in params:
-        owner, dot, bare = item.partition("=")[0].rpartition(".")
-        value = parse_params(item[len(owner) + 1 :] if dot else item)
-        name = next(iter(value))
-        takers = [a for a in algorithms if name in hyperparameters_of(a) and owner in ("", a)]
-        if not takers:
-            known = {algorithm: hyperparameters_of(algorithm) for algorithm in algorithms}
-            said = unknown([bare], sorted({name for names in known.values() for name in names}))
-            raise ValueError(f"no algorithm here has the hyperparameter {said}; they have {known}")
-        for algorithm in takers:
-            mine[algorithm] |= value
+        owner, dot, _ = item.partition("=")[0].rpartition(".")
+        if dot and owner not in known:
+            said = unknown([owner], known)
+            raise ValueError(f"param {item!r}: no algorithm {said} here, which has {[*known]}")
+        asked = {owner: known[owner]} if dot else known
+        for name, value in parse_params(item[len(owner) + 1 :] if dot else item).items():
+            takers = [algorithm for algorithm, names in asked.items() if name in names]
+            if not takers:
+                said = unknown([name], sorted({n for names in asked.values() for n in names}))
+                raise ValueError(
+                    f"no algorithm here has the hyperparameter {said}; they have {asked}"
+                )
+            for algorithm in takers:
+                if name in mine[algorithm]:
+                    raise ValueError(f"param {item!r} gives {algorithm} a second {name}")
+                mine[algorithm][name] = value
+    keeps = [algorithm for algorithm in algorithms if CLIENTS[algorithm].state_type is not None]
     return [
         RunConfig.parse(
             common
@@ -349,47 +371,7 @@ def configs_for(
                 "params": format_params(mine[algorithm]),
                 "output": str(folder / algorithm),
             }
+            | ({"state-dir": ""} if keeps and algorithm not in keeps else {})
         )
         for algorithm in algorithms
     ]
-
-
-NO_SETTINGS = (
-    "output",
-    "checkpoint_every",
-    "checkpoint_keep",
-    "resume",
-    "max_steps",
-    "lost_rounds",
-    "state_memory",
-)
-"""Keys that do not change the result of a run that finishes."""
-
-
-def differences(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """Return the effective differences of ``settings`` from those ``stored`` by an earlier run."""
-    found, wanted = _effective(stored), _effective(settings)
-    return [
-        f"{name} was {found.get(name)}, is {wanted.get(name)}"
-        for name in dict.fromkeys([*wanted, *found])
-        if found.get(name) != wanted.get(name)
-    ]
-
-
-def _effective(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the effective settings, for settings of any version of this package.
-
-    A key that the version did not know had no effect and gets its neutral value. Missing
-    hyperparameters of the algorithm get their defaults.
-    """
-    known = {key.name: ANY.get(key.name, key.default) for key in fields(RunConfig)}
-    found = known | dict(settings)
-    params = parse_params(found.pop("params"))
-    for name in NO_SETTINGS:
-        del found[name]
-    found |= hyperparameter_defaults(found["algorithm"]) | params
-    # flags and words for them are one
-    return {
-        name: str(value).lower() if isinstance(value, bool) else value
-        for name, value in found.items()
-    }

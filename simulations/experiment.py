@@ -35,7 +35,8 @@ from fl_strategies import (
 )
 from fl_strategies.core.files import FolderLock, write_atomically
 from fl_strategies.server.callbacks import Callback, Rows, model_bytes
-from simulations.config import RunConfig, Scalar, differences
+from simulations.config import RunConfig, Scalar
+from simulations.differences import differences
 from simulations.figures import PANELS, draw_curves
 from simulations.interrupts import undivided
 from simulations.population import (

@@ -21,7 +21,6 @@ from pathlib import Path
 from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from clients import CLIENTS
 from clients.node.in_process import InProcessGrid
 from fl_strategies.core.files import write_atomically
 from fl_strategies.core.reasons import root_cause
@@ -69,9 +68,8 @@ def on_a_ray_worker() -> bool:
 
 
 def state_folder(config: RunConfig) -> Path | None:
-    """Return the folder of clients' states that the user names, if the algorithm needs one."""
-    stateful = CLIENTS[config.algorithm].state_type is not None
-    return Path(config.state_dir) / config.algorithm if config.state_dir and stateful else None
+    """Return the folder of clients' states that the user names, if any."""
+    return Path(config.state_dir) / config.algorithm if config.state_dir else None
 
 
 def temporary_folder(run_id: int) -> Path:
@@ -88,7 +86,7 @@ def worker_states(config: RunConfig, context: Context) -> Path | None:
     Raises ``ValueError`` if it is not the server's folder.
     """
     states = state_folder(config)
-    if CLIENTS[config.algorithm].state_type is None or not on_a_ray_worker():
+    if not config.stateful or not on_a_ray_worker():
         return states
     if states is None and hosted(config, context) == config.clients:
         states = temporary_folder(context.run_id) / config.algorithm
@@ -106,8 +104,7 @@ def worker_states(config: RunConfig, context: Context) -> Path | None:
 def shared_states(config: RunConfig, grid: Grid, *, shared: bool) -> Iterator[None]:
     """Mark the folder of states for workers, and remove it at the end if it is temporary."""
     states, own = state_folder(config), None
-    stateful = CLIENTS[config.algorithm].state_type is not None
-    if stateful and shared and states is None and not isinstance(grid, InProcessGrid):
+    if config.stateful and shared and states is None and not isinstance(grid, InProcessGrid):
         own = temporary_folder(grid.run.run_id)
         own.mkdir(mode=0o700)
         states = own / config.algorithm

@@ -17,7 +17,8 @@ from statistics import fmean, stdev
 from typing import Any, TypeAlias
 
 from fl_strategies.core.files import write_atomically
-from simulations.config import RunConfig
+from fl_strategies.core.params import format_params, parse_params
+from simulations.config import RunConfig, hyperparameter_defaults
 from simulations.figures import read_history
 
 Row: TypeAlias = dict[str, Any]
@@ -131,7 +132,9 @@ def algorithm_row(configs: Sequence[RunConfig], summaries: Sequence[Mapping[str,
         row[f"{name}_deviation"] = stdev(values) if len(values) > 1 else None
     solver = f"{first.solver} {first.solver_params}".strip()
     settings = f"{first.model}, {solver} lr {first.lr:g}, momentum {first.momentum:g}"
-    return row | {"settings": f"{settings} {first.params}".strip()}
+    params = hyperparameter_defaults(first.algorithm) | parse_params(first.params)
+    shown = {name: value for name, value in params.items() if value not in (None, 0)}
+    return row | {"settings": f"{settings} {format_params(shown)}".strip()}
 
 
 def markdown(rows: Sequence[Row]) -> str:

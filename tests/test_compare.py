@@ -13,7 +13,7 @@ from small_runs import compare, read
 
 from fl_strategies import STRATEGIES
 from fl_strategies.core.params import parse_params
-from simulations.config import RunConfig, configs_for, hyperparameters_of
+from simulations.config import RunConfig, configs_for, hyperparameter_defaults, hyperparameters_of
 from simulations.experiment import run_in_process
 from simulations.figures import draw_curves, panels_by_line
 from simulations.lab.compare import main
@@ -75,6 +75,16 @@ def test_a_row_has_mean_and_deviation_over_seeds_and_says_how_many_reached_the_t
     assert shown["rounds to 50 %"] == "1.5 ± 0.7071 (2 of 3)"
     assert shown["final accuracy"] == "53.33 ± 32.15 %"
     assert "virtual s" not in shown
+
+
+@pytest.mark.parametrize("algorithm", STRATEGIES)
+def test_a_rows_settings_name_every_hyperparameter_that_is_not_off(
+    algorithm: str, tmp_path: Path
+) -> None:
+    config = replace(made(tmp_path, [0.5]), algorithm=algorithm, params="")
+    words = set(algorithm_row([config], [{}])["settings"].split())
+    for name, value in hyperparameter_defaults(algorithm).items():
+        assert (f"{name}={value}" in words) == bool(value)
 
 
 def test_a_row_of_one_seed_has_no_deviation(tmp_path: Path) -> None:
@@ -242,6 +252,15 @@ def test_compare_gives_each_hyperparameter_to_the_algorithms_that_have_it(tmp_pa
     assert parse_params(admm.params)["rho"] == 0.2
     with pytest.raises(ValueError, match="no algorithm here has the hyperparameter 'sigma'"):
         configs_for(["fedavg"], ["sigma=1"], {}, tmp_path)
+    for given, message in (
+        (["fedadm.rho=1"], r"no algorithm 'fedadm' \(did you mean 'fedadmm'\?\) here"),
+        (["fedavg.rho=1"], r"no algorithm here has the hyperparameter 'rho'; .*'weights'"),
+        (["rho=1", "rho=2"], "param 'rho=2' gives fedadmm a second rho"),
+        (["rho=1", "fedadmm.rho=2"], "param 'fedadmm.rho=2' gives fedadmm a second rho"),
+        (["rho=1 rho=2"], "each option once, got rho twice in 'rho=1 rho=2'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            configs_for(["fedadmm", "fedavg"], given, {}, tmp_path)
     assert all("rho" not in hyperparameters_of(name) for name in ("fedavg", "fedprox"))
 
 

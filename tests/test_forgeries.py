@@ -309,7 +309,7 @@ def simulated(folder: Path, algorithm: str, names: Names) -> tuple[Forger, dict[
             "checkpoint-every": 1,
             "checkpoint-keep": 1,
             "output": str(folder),
-            "state-dir": f"{folder}-states",
+            **({"state-dir": f"{folder}-states"} if algorithm == "fedpd" else {}),
         }
     )
     forger = Forger(NODES[HOSTILE], names)

@@ -151,7 +151,7 @@ def test_workers_on_ray_need_the_servers_own_state_directory(tmp_path: Path) -> 
         with pytest.raises(ValueError, match=r"state-dir .* is another folder on .* must share a"):
             on_a_client(config)
         on_a_client(RunConfig.parse(keys | {"state-dir": ""}))  # states travel with the messages
-        on_a_client(RunConfig.parse(keys | {"algorithm": "fedavg"}))  # keeps none
+        on_a_client(RunConfig.parse(keys | {"algorithm": "fedavg", "state-dir": ""}))  # keeps none
         summary = experiment.run_in_process(config)  # where it is the server's
     assert (summary.finished, summary.client_devices) == (True, {"cpu": 3})
     on_a_client(config)  # a SuperNode has a directory of its own

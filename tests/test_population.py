@@ -33,12 +33,13 @@ def test_a_seed_fixes_the_model_however_many_nodes_there_are(
 ) -> None:
     expected = model_of(config_of(tmp_path / "12", algorithm=algorithm), num_clients=12)
     one = config_of(tmp_path / "run", algorithm=algorithm)
+    states = {"state_dir": str(tmp_path / "states")} if one.stateful else {}
     run_in_process(one, quiet=True)
     found = [
         load_file(tmp_path / "run" / "model.safetensors"),
         model_of(config_of(tmp_path / "5", algorithm=algorithm), num_clients=12, hosts=5),
         model_of(
-            config_of(tmp_path / "2", algorithm=algorithm, state_dir=str(tmp_path / "states")),
+            config_of(tmp_path / "2", algorithm=algorithm, **states),
             num_clients=2,
         ),
     ]

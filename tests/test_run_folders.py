@@ -16,10 +16,10 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from flwr.clientapp import ClientApp
 from small_runs import small
 
-from clients import StateError
+from clients import CLIENTS, StateError
 from clients.node.in_process import InProcessGrid
 from fl_strategies import RoundInfo
-from simulations.config import RunConfig
+from simulations.config import RunConfig, configs_for
 from simulations.experiment import run, run_in_process
 from simulations.figures import read_history
 from simulations.lab.compare import main
@@ -96,9 +96,21 @@ def test_a_run_without_legible_settings_is_not_resumed(stored: str | None, tmp_p
 
 def test_one_state_directory_serves_several_algorithms(tmp_path: Path) -> None:
     state = {"state-dir": str(tmp_path / "state")}
-    for algorithm in ("fedadmm", "fedavg"):
+    for algorithm in ("fedadmm", "scaffold"):
         run_in_process(small(tmp_path, algorithm=algorithm, **state))
-    assert [path.name for path in (tmp_path / "state").iterdir()] == ["fedadmm"]
+    found = sorted(path.name for path in (tmp_path / "state").iterdir())
+    assert found == ["fedadmm", "scaffold"]
+
+
+def test_a_state_directory_that_no_algorithm_uses_is_refused(tmp_path: Path) -> None:
+    state = {"state-dir": str(tmp_path / "state")}
+    for algorithm, client in CLIENTS.items():
+        if client.state_type is None:
+            said = f"state-dir is '.*', and clients of {algorithm} keep no state"
+            with pytest.raises(ValueError, match=said):
+                small(tmp_path, algorithm=algorithm, **state)
+            both = configs_for([algorithm, "fedadmm"], [], state, tmp_path)
+            assert [config.state_dir for config in both] == ["", state["state-dir"]]
 
 
 @pytest.mark.parametrize("megabytes", [0, 1, 1000])

@@ -155,7 +155,7 @@ def test_clients_may_evaluate_on_data_of_their_own(tmp_path: Path) -> None:
         ({"solver": "newton"}, r"unknown solver 'newton'; known: "),
         ({"params": "rho=0"}, r"rho must be > 0, got 0"),
         ({"params": "mu=1"}, r"fedadmm has no hyperparameter 'mu'.*; it has \['rho', 'eta', "),
-        ({"params": "rho"}, r"a hyperparameter is given as name=value, got 'rho'"),
+        ({"params": "rho"}, r"an option is given as name=value, got 'rho'"),
         ({"evaluate-every": 0}, r"evaluate-every must be >= 1, got 0"),
         ({"lost-state": "restart"}, r"lost-state must be one of .*, got .restart."),
         ({"state-dir": "my/state_dir"}, r"must be an absolute path, got 'my/state_dir'"),

@@ -256,8 +256,9 @@ def torch_solver(name: str) -> Callable[..., Any]:
     found = getattr(optim, TORCH.get(name, name), None) if isinstance(name, str) else None
     if isinstance(found, type) and issubclass(found, optim.Optimizer) and found != optim.Optimizer:
         return found
-    known = [*TORCH, *OURS, "any class of torch.optim"]
-    raise ValueError(f"unknown solver {unknown([name], known)}; known: {known}")
+    known = [*TORCH, *OURS]
+    said = unknown([name], known)
+    raise ValueError(f"unknown solver {said}; known: {known}, and the classes of torch.optim")
 
 
 def check_local(local: Mapping[str, Any]) -> None:

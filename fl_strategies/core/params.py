@@ -9,19 +9,23 @@ from typing import Any
 def parse_params(text: str) -> dict[str, Any]:
     """Return ``{"rho": 0.01, "eta": {0: 1.0, 60: 0.5}}`` from ``"rho=0.01 eta=0:1.0;60:0.5"``.
 
-    Raises ``ValueError`` for an item that is not ``name=value``, or for an invalid schedule.
+    Raises ``ValueError`` for an item that is not ``name=value``, a name that is given twice, or an
+    invalid schedule.
 
     Examples
     --------
     >>> parse_params("rho=0.01 eta=0:1.0;60:0.5 weights=uniform")
     {'rho': 0.01, 'eta': {0: 1.0, 60: 0.5}, 'weights': 'uniform'}
     """
-    params = {}
+    params: dict[str, Any] = {}
     for item in text.split():
         name, sign, value = item.partition("=")
         if not (name and sign and value):
-            raise ValueError(f"a hyperparameter is given as name=value, got {item!r}")
-        params[name.replace("-", "_")] = _value(value)
+            raise ValueError(f"an option is given as name=value, got {item!r}")
+        name = name.replace("-", "_")
+        if name in params:
+            raise ValueError(f"each option once, got {name} twice in {text!r}")
+        params[name] = _value(value)
     return params
 
 

@@ -22,7 +22,8 @@ from itertools import islice
 from pathlib import Path
 from types import FrameType
 
-from simulations.config import RunConfig, differences
+from simulations.config import RunConfig
+from simulations.differences import differences
 
 
 def finished(config: RunConfig) -> bool:

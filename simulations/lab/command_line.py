@@ -6,14 +6,15 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from fl_strategies.core.near import unknown
 
 BAD_ARGUMENTS, RUN_FAILED = 2, 1
 """Exit codes."""
+T = TypeVar("T", int, float)
 OPTION = re.compile(r"--?[A-Za-z]")
 
 
@@ -34,6 +35,7 @@ class Command(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+        self._negative_number_matcher = re.compile(r"-[.\d]")  # -1,1 is a value, no option
 
     def add_argument(  # type: ignore[override]
         self, *names: str, help: str, **options: Any
@@ -84,3 +86,18 @@ class Command(argparse.ArgumentParser):
             if verbose:
                 raise
             self.exit(RUN_FAILED, f"{self.prog}: error: {error}\n")
+
+
+def numbers(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """Return a reader of different numbers, separated by commas."""
+
+    def read(text: str) -> list[T]:
+        try:
+            found = [kind(item) for item in text.split(",")]
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"numbers with commas, got {text!r}") from None
+        if len(set(found)) < len(found):
+            raise argparse.ArgumentTypeError(f"each number once, got {text!r}")
+        return found
+
+    return read

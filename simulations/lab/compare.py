@@ -25,7 +25,6 @@ and a results folder per run: ``ALGORITHM``, or ``ALGORITHM-seedN`` with several
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import shutil
@@ -33,7 +32,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from clients import DirectoryStore
 from fl_strategies import STRATEGIES
@@ -42,7 +41,7 @@ from simulations.config import RunConfig, configs_for
 from simulations.experiment import prepare, run_in_process
 from simulations.figures import draw_curves
 from simulations.lab.cells import diverging_allowed, finished, interrupted, run_cells
-from simulations.lab.command_line import Command
+from simulations.lab.command_line import Command, numbers
 from simulations.lab.fairness import fairness
 from simulations.lab.report import write_report
 from simulations.lab.superlink import check_one_machine, flwr_run, gpu_share, print_progress
@@ -63,7 +62,6 @@ from simulations.worker import draw_partition
 ENGINES = ("in-process", "ray")
 STATES = "state"
 """The folder of clients' states in a run's folder, on Ray."""
-T = TypeVar("T", int, float)
 
 
 class Comparison:
@@ -222,7 +220,9 @@ class Comparison:
     def _placed(self, config: RunConfig, name: str) -> RunConfig:
         """Return the config of a run in ``folder / name``, with its own client states."""
         folder, states = self.folder / name, config.state_dir
-        if self.engine == "ray" and not states:  # `context.state` travels with every message
+        if (
+            self.engine == "ray" and config.stateful and not states
+        ):  # `context.state` travels with every message
             states = str(folder / STATES)
         elif states and name != config.algorithm:
             states = str(Path(states) / name)
@@ -290,16 +290,16 @@ def main(
         default="in-process",
         help="one process (default), or Flower's simulation on Ray",
     )
-    parser.add_argument("--workers", type=int, default=2, help="worker processes of Ray (2)")
+    parser.add_argument("--workers", type=int, help="worker processes of Ray (2)")
     parser.add_argument(
         "--jobs", type=int, default=1, help="in-process: runs at a time, one thread each (1)"
     )
     parser.add_argument(
-        "--seeds", type=_numbers(int), default=[], metavar="N,N,...", help="instead of --seed"
+        "--seeds", type=numbers(int), default=[], metavar="N,N,...", help="instead of --seed"
     )
     parser.add_argument(
         "--tune-lr",
-        type=_numbers(float),
+        type=numbers(float),
         default=[],
         metavar="LR,LR,...",
         help="choose each algorithm's learning rate from these, on held-out training samples",
@@ -307,7 +307,6 @@ def main(
     parser.add_argument(
         "--tune-share",
         type=float,
-        default=0.2,
         help="share of each client's training samples held out for --tune-lr (0.2)",
     )
     parser.add_argument(
@@ -343,19 +342,26 @@ def main(
         if getattr(args, one) is not None and getattr(args, other):
             parser.error(f"either --{one} or --{other.replace('_', '-')}")
     for name, value in (("jobs", args.jobs), ("workers", args.workers)):
-        if value < 1:
+        if value is not None and value < 1:
             parser.error(f"--{name} must be >= 1, got {value}")
     if args.jobs > 1 and args.engine == "ray":
         parser.error("--jobs is for --engine in-process; Ray has --workers")
+    if args.workers is not None and args.engine != "ray":
+        parser.error("--workers is for --engine ray; in-process has --jobs")
+    if args.tune_share is not None and not args.tune_lr:
+        parser.error("--tune-share is for --tune-lr")
+    names = args.algorithms.split(",")
+    if "" in names:
+        parser.error(f"--algorithms has an empty name, got {args.algorithms!r}")
     with parser.explained(verbose=args.verbose):
         comparison = Comparison(
-            configs_for(args.algorithms.split(","), args.param, given, folder),
+            configs_for(names, args.param, given, folder),
             folder,
             seeds=args.seeds,
             rates=args.tune_lr,
-            share=args.tune_share,
+            share=0.2 if args.tune_share is None else args.tune_share,
             engine=args.engine,
-            workers=args.workers,
+            workers=2 if args.workers is None else args.workers,
             verbose=args.verbose,
             quiet=args.quiet,
             command=parser.typed(arguments),
@@ -367,21 +373,6 @@ def main(
     print((folder / "table.md").read_text())
     print(f"results: {folder}")
     return summaries
-
-
-def _numbers(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
-    """Return a reader of different numbers, separated by commas."""
-
-    def read(text: str) -> list[T]:
-        try:
-            numbers = [kind(item) for item in text.split(",")]
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"numbers with commas, got {text!r}") from None
-        if len(set(numbers)) < len(numbers):
-            raise argparse.ArgumentTypeError(f"each number once, got {text!r}")
-        return numbers
-
-    return read
 
 
 if __name__ == "__main__":

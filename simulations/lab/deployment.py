@@ -169,7 +169,9 @@ def compared(
     common = {"algorithm": algorithm, "clients": supernodes, "rounds": rounds}
     config = RunConfig.parse(common | {"partition": "shards", "fraction": 1.0})
     deployed, alone = (folder / name for name in ("deployment", "in-process"))
-    there = replace(config, output=str(deployed), state_dir=str(deployed / "state"))
+    there = replace(
+        config, output=str(deployed), state_dir=str(deployed / "state") * config.stateful
+    )
     prepare(there)
     with running(Federation) as link:
         link.open()
