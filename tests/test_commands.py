@@ -148,7 +148,7 @@ def test_what_is_missing_is_named(command: str, run: Run) -> None:
             ["--output", "/proc/x"],
             "directory /proc/x/deployment/state/fedadmm cannot be written",
         ),
-        ("fairness", [], "history.jsonl"),
+        ("fairness", [], "is no results folder: it has no history.jsonl"),
         ("load", ["more"], "unrecognized arguments: more"),
         ("reproduce", ["--rules", "fedpd"], "--rules fedpd is of the board"),
         ("reproduce", ["--jobs", "0"], "jobs must be >= 1, got 0"),

@@ -45,6 +45,8 @@ def fairness(runs: Mapping[str, Path], folder: Path) -> None:
     rounds: list[dict[str, Any]] = []
     clients: list[dict[str, Any]] = []
     for label, run in runs.items():
+        if not (run / "history.jsonl").is_file():
+            raise ValueError(f"{run} is no results folder: it has no history.jsonl")
         history = read_history(run / "history.jsonl")
         if not any("eval-accuracy" in row for row in history):
             if any(row.get("eval-clients-asked") for row in history):
@@ -116,9 +118,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("results", nargs="+", type=Path, help="results folders")
     parser.add_argument("--output", required=True, type=Path, help="folder for tables and figure")
     args = parser.read(arguments)
+    names = [run.resolve().name for run in args.results]
+    labels = names if len({*names}) == len(names) else [str(run) for run in args.results]
     with parser.explained():
         args.output.mkdir(parents=True, exist_ok=True)
-        fairness({run.resolve().name: run for run in args.results}, args.output)
+        fairness(dict(zip(labels, args.results, strict=True)), args.output)
     print(f"results: {args.output.absolute()}")
 
 
