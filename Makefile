@@ -17,7 +17,7 @@ test: $(READY)
 	$(PYTEST) -m 'not slow'
 
 test-all: test
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow --durations 25
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -15,7 +15,8 @@ lr     the client's learning rate, reported by it as ``lr``; 1/lr stands for the
 q      fairness, >= 0; with q = 0 and one rate for all, (4) is FedAvg's mean with uniform weights
 
 Clients keep nothing. F + 1e-10 stands for F in (3) and (4), as in the authors' code and in Flower's
-own QFedAvg: F = 0 has no power q - 1. All clients count equally, for any numbers of samples.
+own QFedAvg: F = 0 has no power q - 1. Beyond q = 30 its power would be 0, and (4) no number. All
+clients count equally, for any numbers of samples.
 
 (4) needs only sum_i F_i^q w_i/lr_i, and each F_i, lr_i and ||theta - w_i||^2. So a host may send
 the mean of its w_i with the weights F_i^q/lr_i, and the distances beside it.
