@@ -42,13 +42,13 @@ COHORTS = [
             "return [np.arange(samples)] * epochs": "return [rng.permutation(samples)] * epochs",
         },
     ),
+    *of("clients/learning/stack.py", PATH, {"if not averages(self._loss)": "if False"}),
     *of(
         "clients/learning/stack.py",
         ALGORITHMS,
         {
             "share * self.gradient(w, piece)[0]": "self.gradient(w, piece)[0]",
             "torch.where(batches.weights > 0.0, right, 0)": "right",
-            "if not averages(self._loss)": "if False",
             "gradient += torch.autograd.grad(values.sum(), at)[0]": "pass",
             "np.clip(sizes - start, 0, stop - start)": "np.clip(sizes, 0, stop - start)",
             "samples + self._starts[who][:, None]": "samples",
