@@ -84,7 +84,7 @@ def test_training_stops_at_the_target_or_out_of_patience(
 def test_a_stop_without_a_reason_is_refused() -> None:
     with pytest.raises(ValueError, match="needs a target, a patience, or both"):
         EarlyStop()
-    with pytest.raises(ValueError, match="patience must be >= 1, got 0"):
+    with pytest.raises(ValueError, match="patience must be an integer >= 1, got 0"):
         EarlyStop(patience=0)
 
 

@@ -182,5 +182,5 @@ def test_running_statistics_are_within_the_bound_on_uploads() -> None:
 
 @pytest.mark.parametrize("bound", [0.0, -1.0, math.nan, math.inf, "1", {0: 1.0}])
 def test_a_bound_is_a_positive_number(bound: Any) -> None:
-    with pytest.raises(ValueError, match="clipping_norm must be > 0, got"):
+    with pytest.raises(ValueError, match=r"clipping_norm must be (a finite number )?> 0, got"):
         FedAvg(clipping_norm=bound)

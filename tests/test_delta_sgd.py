@@ -330,11 +330,11 @@ def test_a_closure_is_needed() -> None:
 BAD = [
     ({"lr": 0.0}, r"lr must be > 0, got 0\.0"),
     ({"gamma": 0.0}, r"gamma must be > 0, got 0\.0"),
-    ({"gamma": float("nan")}, "gamma must be > 0, got nan"),
+    ({"gamma": float("nan")}, "gamma must be a finite number > 0, got nan"),
     ({"delta": -0.1}, r"delta must be >= 0, got -0\.1"),
     ({"theta_0": 0}, "theta_0 must be > 0, got 0"),
     ({"epsilon": -1e-8}, "epsilon must be >= 0, got -1e-08"),
-    ({"gamma": "2"}, "gamma must be > 0, got '2'"),
+    ({"gamma": "2"}, "gamma must be a finite number > 0, got '2'"),
     ({"amplify_first": 1}, "amplify_first must be bool, got 1"),
     ({"same_batch": "no"}, "same_batch must be bool, got 'no'"),
     ({"same_masks": 0}, "same_masks must be bool, got 0"),

@@ -105,11 +105,14 @@ def test_a_lambda_out_of_range_is_left_out_with_one_line(
     [
         ({"alpha": -0.1}, r"alpha must be >= 0, got -0.1"),
         ({"alpha": {0: 0.1, 5: -1.0}}, r"alpha must be >= 0, got -1.0"),
-        ({"alpha_gamma": math.nan}, r"alpha_gamma must be >= 0, got nan"),
+        ({"alpha_gamma": math.nan}, r"alpha_gamma must be a finite number >= 0.*, got nan"),
         ({"gamma": -1.0}, r"gamma must be >= 0, or one of \['heuristic'\], got -1.0"),
-        ({"gamma": "free"}, r"gamma must be >= 0, or one of \['heuristic'\], got 'free'"),
+        (
+            {"gamma": "free"},
+            r"gamma must be a finite number >= 0.*, or one of \['heuristic'\], got 'free'",
+        ),
         ({"lambda_min": -0.5}, r"lambda_min must be >= 0, got -0.5"),
-        ({"lambda_max": math.nan}, r"lambda_max must be >= 0, got nan"),
+        ({"lambda_max": math.nan}, r"lambda_max must be a finite number >= 0.*, got nan"),
         (
             {"lambda_min": 2.0, "lambda_max": 1.0},
             r"lambda_min must be <= lambda_max \(1.0\), got 2",

@@ -217,7 +217,7 @@ def test_oracle_two_is_refused_without_access_to_full_gradients() -> None:
         ({"eta": 0.0}, r"eta must be > 0, got 0.0"),
         ({"p": -0.1}, r"p must be >= 0 and < 1, got -0.1"),
         ({"p": 1.0}, r"p must be >= 0 and < 1, got 1.0"),
-        ({"p": float("nan")}, r"p must be >= 0 and < 1, got nan"),
+        ({"p": float("nan")}, r"p must be a finite number >= 0 and < 1, got nan"),
         ({"oracle": "III"}, r"oracle must be one of \['I', 'II'\], got 'III'"),
         ({"gamma": -1.0}, r"gamma must be > 0, got -1.0"),
         ({"inner_steps": 0}, r"inner_steps must be an integer >= 1, got 0"),

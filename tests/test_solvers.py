@@ -335,8 +335,8 @@ def test_every_setting_changes_the_result_when_doubled(name: str) -> None:
 
 BAD = [
     ({"lr": 0.0}, r"lr must be > 0, got 0\.0"),
-    ({"lr": float("nan")}, "lr must be > 0, got nan"),
-    ({"lr": "0.1"}, "lr must be > 0, got '0.1'"),
+    ({"lr": float("nan")}, "lr must be a finite number > 0, got nan"),
+    ({"lr": "0.1"}, "lr must be a finite number > 0, got '0.1'"),
     ({"epochs": 0}, "epochs must be >= 1, got 0"),
     ({"epochs": 1.5}, r"epochs must be int, got 1\.5"),
     ({"steps": -1}, "steps must be >= 0, got -1"),
@@ -346,7 +346,7 @@ BAD = [
     ({"momentum": -0.1}, r"momentum must be >= 0, got -0\.1"),
     ({"weight_decay": -1.0}, r"weight_decay must be >= 0, got -1\.0"),
     ({"residual": -0.5}, r"residual must be >= 0, got -0\.5"),
-    ({"residual": float("inf")}, "residual must be >= 0, got inf"),
+    ({"residual": float("inf")}, "residual must be a finite number >= 0, got inf"),
     ({"random_epochs": "false"}, "random_epochs must be bool, got 'false'"),
     ({"nesterov": True}, "(?i)nesterov .*momentum"),
     ({"solver": "newton"}, "unknown solver 'newton'; known: .*'gd'"),

@@ -223,7 +223,7 @@ def test_a_closure_is_needed() -> None:
 BAD = [
     ({"lr": -1.0}, r"lr must be > 0, got -1\.0"),
     ({"c": 0.0}, r"c must be > 0, got 0\.0"),
-    ({"f_star": float("nan")}, "f_star must be finite, got nan"),
+    ({"f_star": float("nan")}, "f_star must be a finite number, got nan"),
     ({"growth": 0.5}, r"growth \(0: no limit\) must be >= 1, got 0\.5"),
     ({"batch_share": 0.0}, r"batch_share must be > 0 and <= 1, got 0\.0"),
     ({"batch_share": 1.5}, r"batch_share must be > 0 and <= 1, got 1\.5"),

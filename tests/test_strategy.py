@@ -358,7 +358,7 @@ def test_a_config_may_not_set_what_the_strategy_sends(one: FederatedStrategy, na
         ({"min_replies": 0}, "min_replies must be an integer >= 1, got 0"),
         ({"min_replies": {0: 3}}, "min_replies must be an integer >= 1, got"),
         ({"min_train_nodes": 2.5}, "min_train_nodes must be an integer >= 1, got 2.5"),
-        ({"fraction_train": {0: 0.5}}, "fraction_train must be > 0 and <= 1, got"),
+        ({"fraction_train": {0: 0.5}}, "fraction_train must be a finite number > 0 and <= 1, got"),
         (
             {"local": {"epoch": 3}},
             r"unknown local settings 'epoch' \(did you mean 'epochs'\?\); known: \['batch-size', ",

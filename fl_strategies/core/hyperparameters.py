@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeAlias, dataclass_transform
 
 from fl_strategies.core.near import unknown_of
 from fl_strategies.core.schedules import Schedule as Schedule
-from fl_strategies.core.schedules import check, one_of
+from fl_strategies.core.schedules import check, one_of, plain, require
 from fl_strategies.core.schedules import values as all_values
 
 Scalar: TypeAlias = bool | int | float | str
@@ -32,7 +32,8 @@ class Hyperparameter:
 
     ``kind`` is float, int, bool, str or object. Numbers lie within ``bounds`` (``above``, ``low``,
     ``high``, ``below``), may be schedules if ``scheduled``, and may be replaced by one of
-    ``words``. ``sent`` is the name in requests, "" if clients are not told.
+    ``words``. ``sent`` is the name in requests, "" if clients are not told. ``accepts`` says of an
+    object whether it is allowed.
     """
 
     default: Any
@@ -44,6 +45,7 @@ class Hyperparameter:
     optional: bool = False
     sent: str = ""
     type_name: str = ""
+    accepts: Callable[[Any], bool] = lambda value: value is not None
 
     def check(self, name: str, value: Any) -> None:
         """Raise ``ValueError``, which names ``name``, unless ``value`` is allowed."""
@@ -54,8 +56,8 @@ class Hyperparameter:
         elif self.kind is bool:
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be bool, got {value!r}")
-        elif self.kind is object and value is None:
-            raise ValueError(f"{name} must be {self.type_name}, got None")
+        elif self.kind is object:
+            require(self.accepts(value), name, self.type_name, value)
         elif self.kind in (float, int) and not (isinstance(value, str) and value in self.words):
             integer = self.kind is int
             try:
@@ -117,9 +119,17 @@ def flag(*, default: bool, about: str, sent: str = "") -> Any:
     return Hyperparameter(default, about, bool, sent=sent)
 
 
-def option(*, default: Any, type_name: str, about: str) -> Any:
+def option(
+    *,
+    default: Any,
+    type_name: str,
+    about: str,
+    accepts: Callable[[Any], bool] = lambda value: value is not None,
+) -> Any:
     """Declare a value that no range describes; the documentation calls its type ``type_name``."""
-    return Hyperparameter(default, about, object, type_name=type_name, optional=default is None)
+    return Hyperparameter(
+        default, about, object, type_name=type_name, optional=default is None, accepts=accepts
+    )
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(number, choice, flag, option))
@@ -157,7 +167,7 @@ class Declared:
         if unknown := given.keys() - self.declarations.keys():
             raise TypeError(self.unknown_names(sorted(unknown)))
         for name, declaration in self.declarations.items():
-            value = given.get(name, declaration.default)
+            value = plain(given.get(name, declaration.default))
             declaration.check(name, value)
             setattr(self, name, value)
         self.__post_init__()

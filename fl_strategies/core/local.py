@@ -17,7 +17,7 @@ from typing import Any
 from fl_strategies import delta_sgd, sps
 from fl_strategies.core.near import unknown, unknown_of
 from fl_strategies.core.params import parse_params
-from fl_strategies.core.schedules import at, check, check_flag, one_of
+from fl_strategies.core.schedules import at, check, check_flag, one_of, plain
 
 OURS: dict[str, type] = {"delta-sgd": delta_sgd.Options, "sps": sps.Options}
 """The options of the solvers that are not torch's."""
@@ -197,7 +197,9 @@ class LocalTraining:
 
     def updated(self, config: Mapping[str, Any]) -> LocalTraining:
         """Return these settings with those that ``config`` (kebab-case keys) sets."""
-        found = [(name, config[kebab]) for kebab, name in _names().items() if kebab in config]
+        found = [
+            (name, plain(config[kebab])) for kebab, name in _names().items() if kebab in config
+        ]
         for name, value in found:
             if not isinstance(value, bool | int | float | str) and not callable(value):
                 raise ValueError(f"{name} must be one number or text, got {value!r}")

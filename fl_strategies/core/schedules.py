@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
+
 Schedule: TypeAlias = float | Mapping[int, float]
 """A number, or ``{first round: number}``."""
 
@@ -42,8 +44,10 @@ def check(
     """Raise ``ValueError`` unless the value is a finite number within the bounds.
 
     The bounds are > ``above``, >= ``low``, <= ``high``, < ``below``; ``integer`` requires a whole
-    number. ``scheduled`` allows a schedule; all its values must be such numbers.
+    number. ``scheduled`` allows a schedule; all its values must be such numbers. NumPy's numbers
+    are numbers.
     """
+    value = plain(value)
     if isinstance(value, Mapping) and scheduled:
         if strange := [first for first in value if type(first) is not int]:
             raise ValueError(f"{name}: a schedule's rounds are integers, got {strange}")
@@ -57,10 +61,37 @@ def check(
     found: Sequence[Any] = values(value) if scheduled else [value]
     for one in found:
         kind = int if integer else int | float
-        number = isinstance(one, kind) and not isinstance(one, bool)
-        if not (number and _finite(one) and above < one < below and low <= one <= high):
-            what = "an integer " * integer + (" and ".join(bounds) or "finite")
-            raise ValueError(f"{name} must be {what}, got {one!r}")
+        number = isinstance(one, kind) and not isinstance(one, bool) and _finite(one)
+        if not (number and above < one < below and low <= one <= high):
+            what = ["an integer"] if integer else [] if number else ["a finite number"]
+            what += [" and ".join(bounds)] if bounds else []
+            or_schedule = ", or a schedule {0: number, ...}" if scheduled and not number else ""
+            raise ValueError(f"{name} must be {' '.join(what)}{or_schedule}, got {shown(one)}")
+
+
+def plain(value: Any) -> Any:
+    """Return ``value`` with Python's numbers in place of NumPy's, also those of a mapping.
+
+    Examples
+    --------
+    >>> plain({np.int64(0): np.float64(0.5)}), plain(np.int64(3)), plain("adam")
+    ({0: 0.5}, 3, 'adam')
+    """
+    if isinstance(value, Mapping):
+        return {plain(key): plain(item) for key, item in value.items()}
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def require(holds: bool, name: str, must: str, value: object) -> None:
+    """Raise ``ValueError``, which says what ``name`` must be, unless ``holds``."""
+    if not holds:
+        raise ValueError(f"{name} must be {must}, got {shown(value)}")
+
+
+def shown(value: object) -> str:
+    """Return ``value`` as one short line: a long one by its type."""
+    text = repr(value)
+    return text if len(text) <= 80 and "\n" not in text else f"{type(value).__name__}(...)"
 
 
 def _finite(value: float) -> bool:
@@ -80,8 +111,8 @@ def step_decay(value: float, rounds: int) -> dict[int, float]:
     >>> step_decay(1.0, rounds=100)
     {0: 1.0, 51: 0.1, 76: 0.01}
     """
-    if rounds < 1:
-        raise ValueError(f"rounds must be >= 1, got {rounds}")
+    check("value", value, above=0.0)
+    check("rounds", rounds, low=1, integer=True)
     half, three_quarters = -(-rounds // 2), -(-3 * rounds // 4)
     return {0: value, half + 1: value / 10, three_quarters + 1: value / 100}
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from safetensors.numpy import save
 
 from fl_strategies.core.files import DamagedFile, read_lines, write_atomically
+from fl_strategies.core.schedules import check
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord
@@ -128,7 +129,8 @@ class BestModel:
 class EarlyStop:
     """Stops at ``target``, or after ``patience`` rounds without an improvement of ``metric``.
 
-    Raises ``KeyError`` when a round lacks ``metric``.
+    Raises ``ValueError`` for a ``target`` that is no finite number and for a ``patience`` that is
+    no integer >= 1, and ``KeyError`` when a round lacks ``metric``.
     """
 
     def __init__(
@@ -141,8 +143,10 @@ class EarlyStop:
     ) -> None:
         if target is None and patience is None:
             raise ValueError("EarlyStop needs a target, a patience, or both")
-        if patience is not None and patience < 1:
-            raise ValueError(f"patience must be >= 1, got {patience}")
+        if target is not None:
+            check("target", target)
+        if patience is not None:
+            check("patience", patience, low=1, integer=True)
         self.metric, self.patience, self.sign = metric, patience, -1.0 if smaller else 1.0
         self.target = target
         self._best = -float("inf")

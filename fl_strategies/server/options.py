@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
@@ -15,6 +15,26 @@ from fl_strategies.server.checkpoints import Checkpoints
 
 MetricsAggregation: TypeAlias = Callable[[list[RecordDict], str], MetricRecord]
 Local: TypeAlias = Mapping[str, Scalar | Mapping[int, float]]
+
+
+def is_text(value: object) -> bool:
+    """Whether ``value`` is a text."""
+    return isinstance(value, str)
+
+
+def all_in(values: object, accepted: Callable[[Any], bool]) -> bool:
+    """Whether ``values`` can be iterated, is no text, and holds only what is ``accepted``.
+
+    What is iterated only once is not looked into.
+    """
+    if not isinstance(values, Iterable) or isinstance(values, str):
+        return False
+    return isinstance(values, Iterator) or all(map(accepted, values))
+
+
+def are_names(values: object) -> bool:
+    """Whether ``values`` is an iterable of texts, and not one text."""
+    return all_in(values, is_text)
 
 
 class Options(Declared):
@@ -41,18 +61,26 @@ class Options(Declared):
     min_available_nodes: int = number(
         default=1, about="Fewest clients connected before a round starts.", integer=True, low=1
     )
-    weighted_by_key: str = option(default="num-examples", type_name="str", about="As in Flower.")
-    arrayrecord_key: str = option(default="arrays", type_name="str", about="As in Flower.")
-    configrecord_key: str = option(default="config", type_name="str", about="As in Flower.")
+    weighted_by_key: str = option(
+        default="num-examples", type_name="str", about="As in Flower.", accepts=is_text
+    )
+    arrayrecord_key: str = option(
+        default="arrays", type_name="str", about="As in Flower.", accepts=is_text
+    )
+    configrecord_key: str = option(
+        default="config", type_name="str", about="As in Flower.", accepts=is_text
+    )
     train_metrics_aggr_fn: MetricsAggregation | None = option(
         default=None,
         type_name="callable",
+        accepts=callable,
         about="As in Flower; by default means weighted by `weighted_by_key`. Metrics whose names"
         " belong to the server are renamed (`fl_strategies.core.names`).",
     )
     evaluate_metrics_aggr_fn: MetricsAggregation | None = option(
         default=None,
         type_name="callable",
+        accepts=callable,
         about='The same for evaluation, whose names begin with "eval-".',
     )
     seed: int = number(
@@ -67,12 +95,14 @@ class Options(Declared):
     buffers: Iterable[str] = option(
         default=(),
         type_name="iterable of str",
+        accepts=are_names,
         about="Names of the arrays that travel and are not trained (running statistics, counters):"
         " floats are averaged, weighted by samples; of integers the largest is taken.",
     )
     ties: Iterable[Iterable[str]] = option(
         default=(),
         type_name="iterable of iterables of str",
+        accepts=lambda groups: all_in(groups, are_names),
         about="Groups of names under which one parameter travels (tied weights): it counts once"
         " in every norm and sum. `**clients.FlatModel(module).layout_options` gives"
         " `buffers`, `ties` and `frozen`.",
@@ -80,6 +110,7 @@ class Options(Declared):
     frozen: Mapping[str, str] = option(
         default=MappingProxyType({}),
         type_name="mapping",
+        accepts=lambda digests: isinstance(digests, Mapping),
         about="Digests, by name, of the frozen arrays, which nobody trains and which do not"
         " travel: a client with other arrays is refused.",
     )
@@ -101,6 +132,7 @@ class Options(Declared):
     local: Local = option(
         default=MappingProxyType({}),
         type_name="mapping",
+        accepts=lambda local: isinstance(local, Mapping),
         about="How clients train, sent in every request (`clients.LocalTraining`):"
         " `solver`, `lr`, `epochs`, `batch-size` ...; a number may be a schedule {first"
         " round: number}. Use `train_config` to tell your own client anything else.",
@@ -119,6 +151,7 @@ class Options(Declared):
     callbacks: Sequence[Callback] = option(
         default=(),
         type_name="sequence of callables",
+        accepts=lambda called: all_in(called, callable),
         about="Called with a `RoundInfo` at the end of each round. If one returns True, the run"
         " ends. If one raises, the run ends after all have seen the round and its checkpoint is"
         " written.",
@@ -168,6 +201,7 @@ class Options(Declared):
     checkpoints: Checkpoints | None = option(
         default=None,
         type_name="Checkpoints",
+        accepts=lambda checkpoints: isinstance(checkpoints, Checkpoints),
         about="Where to write checkpoints, from which `start(resume=True)` continues; none by"
         " default.",
     )

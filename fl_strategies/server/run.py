@@ -14,6 +14,7 @@ from flwr.serverapp.strategy import Result
 
 from fl_strategies.core.ledger import Ledger
 from fl_strategies.core.names import FOREIGN, SERVER, SPREAD
+from fl_strategies.core.schedules import plain
 from fl_strategies.server.callbacks import Callback, RoundInfo
 from fl_strategies.server.checkpoints import Checkpoint, Checkpoints
 from fl_strategies.server.replies import one_line
@@ -94,7 +95,7 @@ class Run:
         stopped, errors = False, list[Exception]()
         for callback in callbacks:
             try:
-                stopped |= callback(info) is True
+                stopped |= plain(callback(info)) is True
             except Exception as error:
                 errors.append(error)
         for other in errors[1:]:
