@@ -43,6 +43,7 @@ class AnyAlgorithmClient(NumPyClient):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._args, self._kwargs = args, kwargs
+        self.client_id = FederatedClient(*args, **kwargs).client_id  # it checks the arguments
 
     def fit(self, parameters: Arrays, config: Config) -> tuple[Arrays, int, dict[str, Any]]:
         """As :meth:`clients.FederatedClient.fit`."""

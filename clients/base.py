@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from logging import WARNING
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 from flwr.client import NumPyClient
+from flwr.common import log
 from torch import Tensor
 
 from clients.evaluating import Rest, fine_tuned, measured, named
@@ -17,20 +19,22 @@ from clients.learning.objective import Objective
 from clients.learning.oracle import ClientOracle
 from clients.learning.replay import kept_generators, seed_generators
 from clients.learning.stack import obstacle
-from clients.node.state import Store
+from clients.node.state import DirectoryStore, Store
 from clients.request import Arrays, Config, Received, generator, round_of, weight_in_secret
 from fl_strategies import STRATEGIES
 from fl_strategies.core.hyperparameters import check_request
 from fl_strategies.core.local import LocalTraining, default_training
+from fl_strategies.core.near import misspelt
 from fl_strategies.core.oracle import Oracle, Solved, Step
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.records import MISSED
-from fl_strategies.core.schedules import check
+from fl_strategies.core.schedules import check, require
 from fl_strategies.server.wire import checksum
 
 MAX_STEPS = 1_000_000
 """The most local steps that a client takes for one request, unless it is given another bound."""
-
+TOLD = {d.sent for s in STRATEGIES.values() for d in s.declarations.values()}
+"""The hyperparameters that any strategy tells its clients."""
 
 Reply: TypeAlias = tuple[Arrays, int, dict[str, Any]]
 """What ``fit`` returns: arrays, number of samples, metrics."""
@@ -69,8 +73,8 @@ class FederatedClient(NumPyClient):
     Raises
     ------
     ValueError
-        If the received arrays do not fit the model, if the request or the client lacks something,
-        or if the request asks for more than ``max_steps``.
+        For an argument of another kind. If the received arrays do not fit the model, if the request
+        or the client lacks something, or if the request asks for more than ``max_steps``.
     StateError
         If the stored state belongs to another algorithm, model, run or client. A damaged state
         counts as lost.
@@ -98,7 +102,11 @@ class FederatedClient(NumPyClient):
         max_steps: int = MAX_STEPS,
     ) -> None:
         check("max_steps", max_steps, low=1, integer=True)
-        self.problem, self.client_id, self.test = problem, client_id, test
+        check("client_id", client_id, low=0, integer=True)
+        _check_kinds(problem, test, store, training)
+        if isinstance(store, DirectoryStore) and store.client_id != client_id:
+            raise ValueError(f"store is of client {store.client_id}, client_id is {client_id}")
+        self.problem, self.client_id, self.test = problem, int(client_id), test
         self.store, self.training = store, training or default_training()
         self.max_steps = max_steps
 
@@ -185,7 +193,7 @@ class FederatedClient(NumPyClient):
         """
         if self.test is None:
             raise ValueError(
-                f"client {self.client_id} has no test samples: give it some, or set"
+                "the client has no test samples: give it some by test=..., or set the strategy's"
                 " fraction_evaluate to 0"
             )
         theta = self.test.model.load(parameters)
@@ -219,12 +227,14 @@ class FederatedClient(NumPyClient):
                 f" {self.algorithm!r}: AnyAlgorithmClient runs what a request names"
             )
         self._check_frozen(str(config.get("frozen", "")))
+        if "run-id" not in config:  # our strategies tell their user themselves
+            _say_misspelt(misspelt(config, default_training().settings.keys() | TOLD))
         if (strategy := STRATEGIES.get(self.algorithm)) is not None:
             check_request(strategy.declarations, config)
         if not (work := len(self.rounds(config)) * self.most_steps(config)) <= self.max_steps:
             raise ValueError(
-                f"the request asks for up to {work:,} local steps, and client {self.client_id}"
-                f" takes at most {self.max_steps:,} (its max_steps)"
+                f"the request asks for up to {work:,} local steps, and the client takes at most"
+                f" {self.max_steps:,} (its max_steps)"
             )
 
     def _check_frozen(self, told: str) -> None:
@@ -233,14 +243,12 @@ class FederatedClient(NumPyClient):
         if not told or told == self.problem.model.layout.frozen_digests:
             return
         if len(others) != len(mine):
-            raise ValueError(
-                f"client {self.client_id} has {len(mine)} frozen arrays, the server {len(others)}"
-            )
+            raise ValueError(f"the client has {len(mine)} frozen arrays, the server {len(others)}")
         pairs = zip(sorted(mine), others, strict=True)
         differ = [name for name, digest in pairs if mine[name] != digest]
         raise ValueError(
-            f"the frozen arrays {differ[:3]} of client {self.client_id} are not the server's, and"
-            f" {len(differ)} of {len(mine)} differ: they do not travel, so all must have the same"
+            f"the client's frozen arrays {differ[:3]} are not the server's, and {len(differ)} of"
+            f" {len(mine)} differ: they do not travel, so all must have the same"
         )
 
     def received(self, parameters: Arrays) -> Received:
@@ -343,6 +351,24 @@ class FederatedClient(NumPyClient):
             model.signature,
             model.kept,
         )
+
+
+def _check_kinds(problem: object, test: object, store: object, training: object) -> None:
+    """Raise ``ValueError`` for an argument of another kind."""
+    wanted = "an Objective, such as Problem(FlatModel(module), loss, inputs, targets)"
+    require(isinstance(problem, Objective), "problem", wanted, problem)
+    require(test is None or isinstance(test, Objective), "test", wanted, test)
+    keeps = not isinstance(store, type) and hasattr(store, "rounds")
+    wanted = "a Store, such as ContextStore(context) or DirectoryStore(path, client_id)"
+    require(store is None or keeps, "store", wanted, store)
+    trains = training is None or isinstance(training, LocalTraining)
+    require(trains, "training", "LocalTraining(...)", training)
+
+
+@functools.cache
+def _say_misspelt(names: str) -> None:
+    if names:
+        log(WARNING, "requests have %s", names)
 
 
 def reported(solved: Sequence[Solved]) -> dict[str, float]:

@@ -51,7 +51,9 @@ def test_a_client_takes_requests_up_to_its_ceiling_and_refuses_the_next(row: Row
         assert not reply.has_error()
         return
     reason = reply.error.reason
-    found = re.search(r"asks for up to ([\d,]+) local steps, and client 0 takes at most 1 ", reason)
+    found = re.search(
+        r"asks for up to ([\d,]+) local steps, and the client takes at most 1 ", reason
+    )
     assert found, reason
     most = int(found[1].replace(",", ""))
     assert metrics["steps"] <= most
@@ -87,7 +89,7 @@ def test_an_absurd_request_is_refused_before_any_work(
     strategy = row.strategy(local={"solver": "gd"} if algorithm == "pfedme" else {})
     asked = strategy.request(1, 0) | changes
     words = refused(lambda: fit(algorithm, asked))
-    assert f"client 0 takes at most {MAX_STEPS:,} (its max_steps)" in words
+    assert f"the client takes at most {MAX_STEPS:,} (its max_steps)" in words
     assert "the request asks for up to" in words
 
 
@@ -113,6 +115,6 @@ def test_a_runs_ceiling_reaches_its_clients(tmp_path: Path) -> None:
     context = next(iter(InProcessGrid(make_client_app([]), 1, run_config=config).contexts.values()))
     client = client_fn(context)
     model = [array.numpy() for array in fresh_model(RunConfig.parse(run)).state_dict().values()]
-    assert "client 0 takes at most 77 (its max_steps)" in refused(
+    assert "the client takes at most 77 (its max_steps)" in refused(
         lambda: client.fit(model, {"algorithm": "fedavg", "steps": 78})
     )

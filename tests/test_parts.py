@@ -317,7 +317,10 @@ def test_a_client_with_other_frozen_arrays_is_refused_by_name(
     on = federation(patterns, module=changed)
     result = strategy.start(on, ArrayRecord(model.state_dict()), 1)
     assert result.train_metrics_clientapp[1]["clients-used"] == 2
-    assert "the frozen arrays ['body.weight'] of client 1 are not the server's" in caplog.text
+    assert (
+        "client 1 left out: error 2: ValueError: the client's frozen arrays ['body.weight'] are not"
+        in caplog.text
+    )
     options = model.layout_options | {"frozen": {}}
     untold = FedAvg(fraction_evaluate=0.0, local=SETTINGS, **options)
     with pytest.raises(NothingUsable, match=r"frozen arrays, which the strategy was not told"):

@@ -170,7 +170,9 @@ def test_no_two_states_have_the_same_nonce() -> None:
 
 def admm(store: Store | None) -> FedADMMClient:
     training = LocalTraining(solver="gd", lr=0.2, epochs=2)
-    return FedADMMClient(quadratics(1)[0].problem(), client_id=0, store=store, training=training)
+    return FedADMMClient(
+        quadratics(1)[0].problem(), client_id=CLIENT, store=store, training=training
+    )
 
 
 def fit(client: FedADMMClient, server_round: int, acked: int | None) -> tuple[np.ndarray, str]:
@@ -229,7 +231,7 @@ def test_a_state_that_lacks_a_field_counts_as_a_lost_state(
     del fields[field]
     reopen().save(owner, 1, fields)
     again, other = fit(admm(reopen()), 1, 1)
-    assert f"client 0 begins anew: the state lacks ['{field}']" in caplog.text
+    assert f"client 3 begins anew: the state lacks ['{field}']" in caplog.text
     np.testing.assert_array_equal(first, again)
     assert nonce != other
 

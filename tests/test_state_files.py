@@ -191,5 +191,5 @@ def test_what_cannot_be_read_is_a_damaged_state(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("client", [-1, 1.0, "3", "../3", None, True])
 def test_a_client_id_is_a_natural_number(tmp_path: Path, client: Any) -> None:
-    with pytest.raises(ValueError, match="client_id must be an int >= 0, got"):
+    with pytest.raises(ValueError, match="client_id must be an integer >= 0, got"):
         DirectoryStore(tmp_path, client)

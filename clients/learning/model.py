@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from clients.learning.arrays import copy_into, numpy_type, to_host, to_numpy
 from clients.learning.parts import Patterns, digests, split
 from fl_strategies.core.layout import Layout
+from fl_strategies.core.schedules import require
 
 T = TypeVar("T")
 
@@ -97,6 +98,9 @@ class FlatModel:
         head: str | None = None,
         cuda_graph: bool = False,
     ) -> None:
+        require(isinstance(module, nn.Module), "module", "a torch.nn.Module", module)
+        typed = dtype is None or isinstance(dtype, torch.dtype)
+        require(typed, "dtype", "a torch.dtype such as torch.float64", dtype)
         self.module = module.to(device=device, dtype=dtype)
         modules = dict(self.module.named_modules())
         if head is not None and head not in modules:

@@ -12,11 +12,15 @@ from torch import Tensor
 
 from clients.learning.model import FlatModel
 from clients.learning.objective import TESTED, Batch, Loss, Objective, Penalty
+from fl_strategies.core.schedules import require
 
 BLOCK = 1 << 20
 """Bytes of inputs that a CPU gathers at a time: about what its cache holds."""
 AHEAD = 1 << 16
 """Sample numbers that are drawn at a time, if they belong to several draws."""
+
+INDICES = (torch.int64, torch.int32)
+"""The types of ``rows``."""
 
 
 class Problem(Objective):
@@ -38,7 +42,8 @@ class Problem(Objective):
     Raises
     ------
     ValueError
-        If there is no sample, or the numbers of inputs and targets differ.
+        For an argument of another kind, if there is no sample, if the numbers of inputs and targets
+        differ, or if ``rows`` are not indices of samples.
     """
 
     def __init__(
@@ -52,6 +57,11 @@ class Problem(Objective):
         penalty: Penalty | None = None,
         autocast: torch.dtype | None = None,
     ) -> None:
+        check_made_of(model, loss)
+        for name, given in (("inputs", inputs), ("targets", targets)):
+            require(isinstance(given, Tensor), name, "a Tensor: torch.as_tensor(...)", given)
+        if rows is not None:
+            _check_rows(rows, len(inputs))
         if len(inputs) == 0 or len(inputs) != len(targets) or (rows is not None and not len(rows)):
             chosen = "" if rows is None else f" with {len(rows)} rows"
             raise ValueError(
@@ -118,6 +128,23 @@ class Problem(Objective):
 
     def _gathered(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         return gathered(self.inputs, rows), self.targets.index_select(0, rows)
+
+
+def check_made_of(model: object, loss: object) -> None:
+    """Raise ``ValueError`` unless an objective can be made of ``model`` and ``loss``."""
+    require(isinstance(model, FlatModel), "model", "a FlatModel: FlatModel(module)", model)
+    if isinstance(loss, type):
+        raise ValueError(f"loss must be a function, got a class: {loss.__name__}() makes one")
+    require(callable(loss), "loss", "a function loss(outputs, targets)", loss)
+
+
+def _check_rows(rows: Tensor, samples: int) -> None:
+    """Raise ``ValueError`` unless ``rows`` are indices of ``samples`` samples."""
+    integers = isinstance(rows, Tensor) and rows.dim() == 1 and rows.dtype in INDICES
+    wanted = "an int64 Tensor, the indices of samples (of a mask: mask.nonzero().flatten())"
+    require(integers, "rows", wanted, rows)
+    for extreme in rows.aminmax() if len(rows) else ():
+        require(0 <= int(extreme) < samples, "rows", f">= 0 and < {samples}", int(extreme))
 
 
 def gathered(inputs: Tensor, rows: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from clients.learning.model import FlatModel
 from clients.learning.objective import TESTED, Batch, Inputs, Loss, Objective, Penalty
+from clients.learning.problem import check_made_of
 from fl_strategies.core.local import LocalTraining
 
 T = TypeVar("T")
@@ -69,6 +70,7 @@ class StreamedProblem(Objective):
         penalty: Penalty | None = None,
         autocast: torch.dtype | None = None,
     ) -> None:
+        check_made_of(model, loss)
         super().__init__(model, loss, penalty=penalty, autocast=autocast)
         if isinstance(data, IterableDataset):
             raise ValueError("an IterableDataset needs a DataLoader, which makes its mini-batches")

@@ -30,13 +30,12 @@ from flwr.common.constant import ErrorCode
 
 from clients.learning.choice import Setting, check_setting
 from clients.node.host import Host, Hosted, Hosts
-from clients.node.records import check_names, divided
+from clients.node.records import ClientFn, check_id, check_names, divided, make_client
 from fl_strategies.core.reasons import of_exception
+from fl_strategies.core.schedules import require
 from fl_strategies.server.encoding import encoded
 from fl_strategies.server.hosting import is_hosted
 from fl_strategies.server.wire import decode
-
-ClientFn = Callable[[Context], NumPyClient]
 
 ARRAYS, CONFIG, METRICS, CLIENT = "arrays", "config", "metrics", "client"
 
@@ -58,7 +57,8 @@ def client_app(
     Parameters
     ----------
     client_fn : callable
-        ``client_fn(context)`` returns the NumPyClient of this node.
+        ``client_fn(context)`` returns the NumPyClient of this node. A client of this package that
+        has another ``client_id`` than the context's ``partition-id`` is refused.
     mods : list, optional
         Flower mods around train and evaluate. Mods that clip or add noise act on training only,
         as Flower documents them.
@@ -80,6 +80,7 @@ def client_app(
     After an exception the node answers with Flower's error, whose reason is one line, the innermost
     exception first. With ``FLWR_LOG_LEVEL=DEBUG`` the client's own log shows the traceback.
     """
+    require(callable(client_fn), "client_fn", "a function of the context", client_fn)
     return _BridgedApp(client_fn, mods, hosts, cohort)
 
 
@@ -98,13 +99,13 @@ class _BridgedApp(ClientApp):
         own = [mod for mod in mods or [] if _changes_uploads(mod) or _masks(mod)]
         self._one_each = [getattr(mod, "__name__", type(mod).__name__) for mod in own]
         mods = [_for_training(mod) if _changes_uploads(mod) else mod for mod in mods or []]
-        self._legacy = ClientApp(lambda context: client_fn(context).to_client(), mods)
+        self._legacy = ClientApp(lambda context: make_client(client_fn, context).to_client(), mods)
 
         @self.train(mods=mods)
         def train(message: Message, context: Context) -> Message:
             if host := self._host(context):
                 return Message(host.train(message, context), reply_to=message)
-            client = client_fn(context)
+            client = check_id(make_client(client_fn, context), context)
             names, arrays, config = _request(message, client)
             trained, samples, metrics = client.fit(arrays, config)
             if len(trained) != len(names):
@@ -116,7 +117,7 @@ class _BridgedApp(ClientApp):
         def evaluate(message: Message, context: Context) -> Message:
             if host := self._host(context):
                 return Message(host.evaluate(message, context), reply_to=message)
-            client = client_fn(context)
+            client = check_id(make_client(client_fn, context), context)
             _, arrays, config = _request(message, client)
             loss, samples, metrics = client.evaluate(arrays, config)
             return _reply(message, samples, {"eval-loss": loss, **metrics})

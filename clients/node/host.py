@@ -22,7 +22,7 @@ from flwr.common import log
 
 from clients.cohort import fit_cohort
 from clients.learning.choice import Setting
-from clients.node.records import check_names, divided
+from clients.node.records import ClientFn, check_id, check_names, divided, make_client
 from fl_strategies.core.reasons import of_exception
 from fl_strategies.core.records import BadReply
 from fl_strategies.server.encoding import encoded, stacked
@@ -69,7 +69,7 @@ class Host:
     ``cohort`` says how many are trained at once (:func:`clients.fit_cohort`).
     """
 
-    client_fn: Callable[[Context], NumPyClient]
+    client_fn: ClientFn
     clients: Sequence[int] | int
     samples: Sequence[int] = ()
     cohort: Setting = "off"
@@ -147,7 +147,8 @@ class Host:
                         raise ValueError(
                             f"this node does not host client {client}, but {_few(self.clients)}"
                         )
-                    one = self.client_fn(context_of(client))
+                    mine = context_of(client)
+                    one = check_id(make_client(self.client_fn, mine), mine)
                     check_names(one, names)
                     made[client] = one
                 except Exception as error:

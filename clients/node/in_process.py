@@ -28,6 +28,7 @@ from clients.node.host import HostContext
 from fl_strategies.core.hyperparameters import Scalar
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.reasons import of_exception
+from fl_strategies.core.schedules import check, require
 
 STATE_MEMORY = 10**9
 """Bytes of clients' states that are kept in memory."""
@@ -76,11 +77,12 @@ class InProcessGrid(Grid):
         fault: Fault | None = None,
         state_memory: int = STATE_MEMORY,
     ) -> None:
-        if num_clients < 1:
-            raise ValueError(f"num_clients must be >= 1, got {num_clients}")
+        wanted = "a ClientApp: clients.client_app(client_fn) makes one"
+        require(isinstance(client_app, ClientApp), "client_app", wanted, client_app)
+        check("num_clients", num_clients, low=1, integer=True)
+        check("hosts", hosts, low=0, integer=True)
+        check("state_memory", state_memory, low=0)
         become_server()
-        if state_memory < 0:
-            raise ValueError(f"state_memory must be >= 0, got {state_memory}")
         self.client_app, self.fault = client_app, fault
         self._states = _States(state_memory, num_clients)
         self._run: Any = None

@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
+from flwr.app import Context
 from flwr.client import NumPyClient
+
+from fl_strategies.core.schedules import require
+
+ClientFn: TypeAlias = Callable[[Context], NumPyClient]
+
+
+def make_client(client_fn: ClientFn, context: Context) -> NumPyClient:
+    """Return the context's client; raise ``ValueError`` unless it is a NumPyClient."""
+    client = client_fn(context)
+    require(isinstance(client, NumPyClient), "client_fn's result", "a NumPyClient", client)
+    return client
+
+
+def check_id(client: NumPyClient, context: Context) -> NumPyClient:
+    """Return ``client``; raise ``ValueError`` if it takes itself for another client.
+
+    The server knows the client by the context's ``partition-id``. Without one, and of a client
+    without ``array_names``, which clients of this package have, nothing is certain.
+    """
+    known = context.node_config.get("partition-id")
+    mine = getattr(client, "client_id", known) if hasattr(client, "array_names") else known
+    if known is not None and mine != int(known):
+        raise ValueError(
+            f"client_id must be the node's partition-id, {known}, got {mine}: client_id(context)"
+            " returns it"
+        )
+    return client
 
 
 def check_names(client: NumPyClient, received: list[str]) -> None:

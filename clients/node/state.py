@@ -20,11 +20,14 @@ import numpy.typing as npt
 from flwr.app import ArrayRecord, ConfigRecord, Context
 
 from fl_strategies.core.files import DamagedFile, load_arrays, save_arrays, write_atomically
+from fl_strategies.core.schedules import check
 from fl_strategies.server.encoding import encoded
 from fl_strategies.server.wire import decode
 
 Fields: TypeAlias = Mapping[str, npt.NDArray[Any]]
 """A state as named arrays (a number is an array of shape ())."""
+ELSEWHERE = "choose another state directory, or delete that one if its run is over"
+"""What to do about the state of another run in a directory."""
 
 
 class StateError(RuntimeError):
@@ -123,7 +126,8 @@ class ContextStore:
     def _check(self, owner: Owner) -> bool:
         """Return whether an owner is recorded; raise :class:`StateError` if it is another one."""
         if (written := self.owner()) is not None:
-            _check_owner(owner, written, "context.state")
+            advice = "a new strategy is a new run, and needs a new InProcessGrid or run of the app"
+            _check_owner(owner, written, "context.state", advice)
         return written is not None
 
     def rounds(self, owner: Owner) -> list[int]:
@@ -169,9 +173,8 @@ class DirectoryStore:
     """
 
     def __init__(self, directory: Path | str, client_id: int, *, durable: bool = True) -> None:
-        if not isinstance(client_id, int) or isinstance(client_id, bool) or client_id < 0:
-            raise ValueError(f"client_id must be an int >= 0, got {client_id!r}")
-        self.directory, self.client_id, self.durable = Path(directory), client_id, durable
+        check("client_id", client_id, low=0, integer=True)
+        self.directory, self.client_id, self.durable = Path(directory), int(client_id), durable
 
     @classmethod
     def owner(cls, directory: Path | str) -> Owner | None:
@@ -244,7 +247,7 @@ def _owner(about: Mapping[str, Any]) -> Owner:
     return owner
 
 
-def _check_owner(asked: Owner, written: Owner, where: str) -> None:
+def _check_owner(asked: Owner, written: Owner, where: str, advice: str = ELSEWHERE) -> None:
     if (asked.algorithm, asked.model) != (written.algorithm, written.model):
         raise StateError(
             f"{where} holds the state of algorithm {written.algorithm!r} and model"
@@ -252,6 +255,5 @@ def _check_owner(asked: Owner, written: Owner, where: str) -> None:
         )
     if asked.run != written.run:
         raise StateError(
-            f"{where} holds the state of run {written.run!r}, not of {asked.run!r}: choose another"
-            " state directory, or delete that one if its run is over"
+            f"{where} holds the state of run {written.run!r}, not of {asked.run!r}: {advice}"
         )

@@ -21,6 +21,26 @@ def unknown(names: Iterable[object], known: Iterable[str]) -> str:
     return ", ".join(said)
 
 
+OTHER_WORDS = {"learning-rate": "lr", "optimizer": "solver"}
+"""Names that others give to what has another name here."""
+
+
+def misspelt(names: Iterable[str], known: Iterable[str]) -> str:
+    """Return those of ``names`` that are almost ``known``, each with the known name.
+
+    Examples
+    --------
+    >>> misspelt(["batch_size", "lr", "hospital"], ["lr", "batch-size"])
+    "'batch_size' (did you mean 'batch-size'?)"
+    """
+    known, said = {*known}, []
+    for name in sorted({*names} - known):
+        kebab = name.replace("_", "-")
+        near = difflib.get_close_matches(OTHER_WORDS.get(kebab, kebab), sorted(known), 1, 0.65)
+        said += [f"{name!r} (did you mean {near[0]!r}?)"] if near else []
+    return ", ".join(said)
+
+
 def unknown_of(names: Iterable[object], known: Sequence[str]) -> str:
     """Return :func:`unknown`, and what is known.
 

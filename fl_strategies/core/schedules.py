@@ -89,9 +89,10 @@ def require(holds: bool, name: str, must: str, value: object) -> None:
 
 
 def shown(value: object) -> str:
-    """Return ``value`` as one short line: a long one by its type."""
+    """Return ``value`` as one short line: if it is long or has an address, by its type."""
     text = repr(value)
-    return text if len(text) <= 80 and "\n" not in text else f"{type(value).__name__}(...)"
+    short = len(text) <= 80 and "\n" not in text and " at 0x" not in text
+    return text if short else f"{type(value).__name__}(...)"
 
 
 def _finite(value: float) -> bool:

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from flwr.common import log
 
 from fl_strategies.core.files import DamagedFile, FolderLock, load_arrays, save_arrays
+from fl_strategies.core.near import unknown
 from fl_strategies.core.schedules import check
 
 PREFIX, SUFFIX = "round-", ".safetensors"
@@ -85,6 +86,7 @@ class Checkpoints:
         self.best, self.smaller = best, smaller
         self._held: dict[int, tuple[dict[int, int], float]] = {}
         self._lock = FolderLock(self.directory)
+        self._said_missing = False
 
     def path(self, number: int) -> Path:
         """Return the file of the checkpoint after round ``number``."""
@@ -197,7 +199,19 @@ class Checkpoints:
         return found
 
     def _hold(self, number: int, checkpoint: Checkpoint) -> None:
-        value = checkpoint.run["metrics"].get(self.best, math.nan)
+        metrics = checkpoint.run["metrics"]
+        if self.best is not None and self.best not in metrics and not self._said_missing:
+            self._said_missing = True
+            said = "%s: round %d has no metric %s, so it cannot be the best; it has %.300s"
+            log(
+                WARNING,
+                said,
+                self.directory,
+                number,
+                unknown([self.best], metrics),
+                sorted(metrics),
+            )
+        value = metrics.get(self.best, math.nan)
         acked = dict(checkpoint.ledger["acked"])  # the ledger changes its own
         self._held[number] = (acked, -value if self.smaller else value)
 

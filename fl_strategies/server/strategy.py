@@ -7,8 +7,9 @@ rule. Only this package, ``fl_strategies.server``, and the legacy adapter use Fl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from logging import INFO
+from logging import INFO, WARNING
 from typing import TypeAlias
 
 from flwr.app import (
@@ -16,13 +17,17 @@ from flwr.app import (
     ConfigRecord,
     MetricRecord,
 )
+from flwr.clientapp import ClientApp
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from fl_strategies.core.hyperparameters import Scalar
+from fl_strategies.core.local import default_training
+from fl_strategies.core.near import misspelt
 from fl_strategies.core.reasons import said_once
 from fl_strategies.core.records import MISSED
+from fl_strategies.core.schedules import check, require
 from fl_strategies.server.round import Round
 from fl_strategies.server.run import restored
 
@@ -60,16 +65,22 @@ class FederatedStrategy(Round):
         last checkpoint, which a killed run lost, are run again. The run keeps its id, which
         clients' states carry: a new strategy without ``resume`` is another run.
 
-        Raises ``ValueError`` for a model with arrays that cannot be trained, for a config that sets
-        what the strategy itself sends, and for checkpoints of another run or in use.
+        Raises ``ValueError`` for an argument of another kind or outside its range, for a model with
+        arrays that cannot be trained, for a config that sets what the strategy itself sends, and
+        for checkpoints of another run or in use.
         """
-        self.open(initial_arrays, num_rounds)
+        _check_start(grid, initial_arrays, num_rounds, timeout, evaluate_fn)
         run = self.run
+        if run.rounds_before and not resume:
+            log(INFO, "continues the run of an earlier start; make a new strategy for a new run")
+        self.open(initial_arrays, num_rounds)
         declared = {d.sent for d in type(self).declarations.values() if d.sent}
         ours = self.request(1, 0).keys() | declared | {MISSED}
         for name, config in (("train_config", train_config), ("evaluate_config", evaluate_config)):
             if clash := sorted(ours & set(config or ())):
                 raise ValueError(f"{name} must not set {clash}: the strategy does")
+            if near := misspelt(config or (), default_training().settings.keys() | declared):
+                log(WARNING, "%s has %s", name, near)
         try:
             stopped = self._take_checkpoints(resume=resume)
             run.num_rounds = self.exchanges_in(num_rounds)
@@ -78,11 +89,13 @@ class FederatedStrategy(Round):
             log(INFO, "%s; run %s", said, run.id)
             if run.round == 0:
                 self._evaluate(0, arrays, evaluate_fn)
+            void = 0
             while run.round < run.num_rounds and not stopped:
                 number = run.round = run.round + 1
                 new = self.train_round(
                     number, arrays, grid, timeout, train_config or ConfigRecord()
                 )
+                void += new is None
                 arrays = arrays if new is None else new
                 asked = self.configure_evaluate(
                     number, arrays, evaluate_config or ConfigRecord(), grid
@@ -90,6 +103,8 @@ class FederatedStrategy(Round):
                 self.aggregate_evaluate(number, grid.send_and_receive(asked, timeout=timeout))
                 self._evaluate(number, arrays, evaluate_fn)
                 stopped = self.close_round(number, arrays)
+            if void and void == run.round:
+                log(WARNING, "every round was void (%d): the model is the initial one", void)
             if stopped:
                 log(INFO, "a callback ended the run after round %d", run.round)
         finally:
@@ -175,3 +190,19 @@ class FederatedStrategy(Round):
             if recall := getattr(callback, "recall", None):
                 recall(rows)
         return bool(saved["stopped"])
+
+
+def _check_start(
+    grid: object, initial_arrays: object, num_rounds: int, timeout: float, evaluate_fn: object
+) -> None:
+    """Raise ``ValueError`` for an argument of ``start`` of another kind or outside its range."""
+    if isinstance(grid, ClientApp):
+        raise ValueError("grid must be a Grid, got a ClientApp: InProcessGrid(app, ...) makes one")
+    require(hasattr(grid, "send_and_receive"), "grid", "a Grid", grid)
+    wanted = "an ArrayRecord: ArrayRecord(module.state_dict())"
+    require(isinstance(initial_arrays, ArrayRecord), "initial_arrays", wanted, initial_arrays)
+    check("num_rounds", num_rounds, low=1, integer=True)
+    if timeout not in (None, math.inf):  # both mean: no limit
+        check("timeout", timeout, low=0.0)
+    if evaluate_fn is not None:
+        require(callable(evaluate_fn), "evaluate_fn", "a function (round, arrays)", evaluate_fn)

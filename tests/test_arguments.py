@@ -1,0 +1,225 @@
+"""A bad argument is refused at once, in one line that names it, what it must be, and its value."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord
+from laws import START, local
+from problems import Linear, grid, half_mean_square, make_client_app, quadratics, to_record
+from torch import nn
+
+from clients import (
+    AnyAlgorithmClient,
+    DirectoryStore,
+    FedAvgClient,
+    FlatModel,
+    InProcessGrid,
+    Problem,
+    client_app,
+    client_id,
+)
+from fl_strategies import (
+    Checkpoints,
+    EarlyStop,
+    FedADMM,
+    FedAvg,
+    FederatedStrategy,
+    NothingUsable,
+    step_decay,
+)
+
+X, Y = torch.randn(6, 5, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+QUIET: dict[str, Any] = {"fraction_evaluate": 0.0, "local": local()}
+
+
+def problem(*changed: Any, **options: Any) -> Problem:
+    given = (FlatModel(Linear()), half_mean_square, X, Y)
+    return Problem(*(b if a is None else a for a, b in zip(changed, given, strict=True)), **options)
+
+
+def sampled(rows: Any) -> Problem:
+    return problem(*[None] * 4, rows=rows)
+
+
+def client(kind: Any = AnyAlgorithmClient, **changed: Any) -> Any:
+    return kind(**{"problem": sampled(None), "client_id": 0} | changed)
+
+
+def start(**changed: Any) -> Any:
+    given = {"grid": grid(quadratics(2)), "initial_arrays": to_record(START), "num_rounds": 1}
+    return FedAvg(**QUIET).start(**given | changed)
+
+
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    *[(lambda n=n: start(num_rounds=n), f"num_rounds must be an integer >= 1, got {n!r}")
+      for n in (0, -3, 2.5, "3", True)],
+    (lambda: start(timeout=-1), "timeout must be >= 0, got -1"),
+    (lambda: start(timeout=math.nan), "timeout must be a finite number >= 0, got nan"),
+    (lambda: start(initial_arrays=Linear().state_dict()),
+     "initial_arrays must be an ArrayRecord: ArrayRecord(module.state_dict()), got"),
+    (lambda: start(grid=make_client_app(quadratics(1))), "grid must be a Grid, got a ClientApp"),
+    (lambda: start(evaluate_fn=3), "evaluate_fn must be a function (round, arrays), got 3"),
+    (lambda: InProcessGrid(client, 4),  # type: ignore[arg-type]
+     "client_app must be a ClientApp: clients.client_app(client_fn) makes one, got"),
+    (lambda: InProcessGrid(make_client_app(quadratics(1)), "4"),  # type: ignore[arg-type]
+     "num_clients must be an integer >= 1, got '4'"),
+    (lambda: client_app(client()), "client_fn must be a function of the context, got"),
+    (lambda: problem(Linear(), None, None, None), "model must be a FlatModel: FlatModel(module)"),
+    (lambda: problem(None, nn.MSELoss, None, None), "got a class: MSELoss() makes one"),
+    (lambda: problem(None, "mse", None, None), "loss must be a function"),
+    (lambda: problem(None, None, X.numpy(), None), "inputs must be a Tensor: torch.as_tensor"),
+    (lambda: problem(None, None, None, Y.numpy()), "targets must be a Tensor: torch.as_tensor"),
+    (lambda: sampled([0, 1]), "rows must be an int64 Tensor"),
+    (lambda: sampled(X[:, 0] > 0), "(of a mask: mask.nonzero().flatten()), got tensor([")  ,
+    (lambda: sampled(torch.tensor([0, 6])), "rows must be >= 0 and < 6, got 6"),
+    (lambda: sampled(torch.tensor([0, -1])), "rows must be >= 0 and < 6, got -1"),
+    (lambda: FlatModel(Linear()  , dtype="float64"),  # type: ignore[arg-type]
+     "dtype must be a torch.dtype such as torch.float64, got 'float64'"),
+    (lambda: FlatModel(Linear), "module must be a torch.nn.Module, got <class"),  # type: ignore[arg-type]
+    *[(lambda i=i, kind=kind: client(kind, client_id=i),
+       f"client_id must be an integer >= 0, got {i!r}")
+      for i in ("a", "3", 2.5, -1, True) for kind in (AnyAlgorithmClient, FedAvgClient)],
+    (lambda: client(problem=(X, Y)), "problem must be an Objective, such as Problem("),
+    (lambda: client(test=(X, Y)), "test must be an Objective, such as Problem("),
+    (lambda: client(store="x"), "store must be a Store, such as ContextStore(context) or"),
+    (lambda: client(training={"lr": 1}), "training must be LocalTraining(...), got {'lr': 1}"),
+    (lambda: client(store=DirectoryStore("x", 3)), "store is of client 3, client_id is 0"),
+    (lambda: FedAvg(checkpoints="dir"), "checkpoints must be Checkpoints, got 'dir'"),
+    (lambda: FedAvg(callbacks=print), "callbacks must be sequence of callables, got <built-in"),
+    (lambda: FedAvg(callbacks=[3]), "callbacks must be sequence of callables, got [3]"),
+    (lambda: FedAvg(train_metrics_aggr_fn=3), "train_metrics_aggr_fn must be callable, got 3"),
+    (lambda: FedAvg(weighted_by_key=3), "weighted_by_key must be str, got 3"),
+    (lambda: FedAvg(buffers="abc"), "buffers must be iterable of str, got 'abc'"),
+    (lambda: FedAvg(ties=["ab"]), "ties must be iterable of iterables of str, got ['ab']"),
+    (lambda: FedAvg(local=5), "local must be mapping, got 5"),
+    (lambda: FedAvg(local="lr=1"), "local must be mapping, got 'lr=1'"),
+    (lambda: FedAvg(frozen=("a",)), "frozen must be mapping, got ('a',)"),
+    (lambda: EarlyStop(target=math.nan), "target must be a finite number, got nan"),
+    (lambda: EarlyStop(patience=2.5), "patience must be an integer >= 1, got 2.5"),  # type: ignore[arg-type]
+    (lambda: step_decay(-1.0, rounds=5), "value must be > 0, got -1.0"),
+    (lambda: step_decay(1.0, rounds=2.5), "rounds must be an integer >= 1, got 2.5"),  # type: ignore[arg-type]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_a_bad_argument_is_refused_by_name_bound_and_value(
+    call: Callable[[], object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        call()
+    assert "\n" not in str(error.value)
+
+
+def test_numpys_numbers_are_numbers() -> None:
+    strategy = FedADMM(
+        seed=np.int64(3),
+        fraction_train=np.float32(1.0),
+        fraction_evaluate=np.float64(0.0),
+        acknowledge=np.True_,
+        rho={np.int64(0): np.float32(0.5)},
+        local={"epochs": np.int64(2), "lr": {np.int64(0): np.float64(0.1)}},
+    )
+    same = FedADMM(seed=3, fraction_evaluate=0.0, rho=0.5, local={"epochs": 2, "lr": 0.1})
+    models = [
+        one.start(grid(quadratics(2)), to_record(START), np.int64(2)).arrays["head"].numpy()
+        for one in (strategy, same)
+    ]
+    np.testing.assert_array_equal(*models)
+
+
+def test_a_callback_stops_a_run_by_numpys_truth() -> None:
+    strategy = FedAvg(callbacks=[lambda info: np.True_], **QUIET)
+    strategy.start(grid(quadratics(2)), to_record(START), 3)
+    assert strategy.result.train_metrics_clientapp.keys() == {1}
+
+
+# ---- what only a run shows ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("client_fn", "reason"),
+    [
+        (lambda context: None, "client_fn's result must be a NumPyClient, got None"),
+        (
+            lambda context: client().to_client(),
+            "must be a NumPyClient, got NumPyClientWrapper(...)",
+        ),
+        (lambda context: client(client_id=7), "must be the node's partition-id, 0, got 7"),
+    ],
+)
+def test_what_is_no_client_or_another_client_is_refused(client_fn: Any, reason: str) -> None:
+    strategy = FedAvg(max_unusable_rounds=1, **QUIET)
+    with pytest.raises(NothingUsable) as error:
+        strategy.start(InProcessGrid(client_app(client_fn), 1), to_record(START), 2)
+    assert reason in str(error.value)
+
+
+def test_hosted_clients_have_the_ids_by_which_they_are_asked() -> None:
+    app = client_app(lambda context: client(client_id=1), hosts=[0, 1])
+    strategy = FedAvg(**QUIET)
+    strategy.start(InProcessGrid(app, 2, hosts=1), to_record(START), 1)
+    assert strategy.result.train_metrics_clientapp[1]["clients-used"] == 1
+
+
+def second_start(tmp_path: Path) -> FederatedStrategy:
+    strategy = FedAvg(**QUIET)
+    strategy.start(grid(quadratics(2)), to_record(START), 1)
+    strategy.start(grid(quadratics(2)), to_record(START), 1)
+    return strategy
+
+
+def old_grid(tmp_path: Path) -> None:
+    federation = grid(quadratics(2))
+    for _ in range(2):
+        FedADMM(**QUIET).start(federation, to_record(START), 1)
+
+
+def unknown_best(tmp_path: Path) -> None:
+    kept = Checkpoints(tmp_path / "run", best="train-los")
+    FedAvg(checkpoints=kept, **QUIET).start(grid(quadratics(2)), to_record(START), 3)
+
+
+def misspelt(tmp_path: Path) -> None:
+    typos = ConfigRecord({"learning-rate": 3.0, "batch_size": 3, "hospital": 1, "lr": 0.1})
+    strategy = FedAvg(fraction_evaluate=0.0)
+    strategy.start(grid(quadratics(2)), to_record(START), 2, train_config=typos)
+
+
+def without_test(tmp_path: Path) -> None:
+    app = client_app(lambda context: client(client_id=client_id(context)))
+    FedAvg(local=local()).start(InProcessGrid(app, 3), to_record(START), 1)
+
+
+def void_rounds(tmp_path: Path) -> None:
+    app = client_app(lambda context: 1 // 0)  # type: ignore[arg-type, return-value]
+    FedAvg(**QUIET).start(InProcessGrid(app, 3), to_record(START), 2)
+
+
+TOLD = {
+    second_start: "continues the run of an earlier start; make a new strategy for a new run",
+    old_grid: "a new strategy is a new run, and needs a new InProcessGrid or run of the app",
+    unknown_best: "round 1 has no metric 'train-los' (did you mean 'train-loss'?)",
+    misspelt: "train_config has 'batch_size' (did you mean 'batch-size'?), 'learning-rate'"
+    " (did you mean 'lr'?)",
+    without_test: "replies of 3 clients [0, 1, 2] left out: error 2: ValueError: the client has no"
+    " test samples: give it some by test=...",
+    void_rounds: "every round was void (2): the model is the initial one",
+}
+
+
+@pytest.mark.parametrize("mistake", TOLD)
+def test_a_mistake_that_ends_no_run_is_told_once(
+    mistake: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    mistake(tmp_path)
+    assert sum(TOLD[mistake] in message for message in caplog.messages) == 1
+    assert "hospital" not in caplog.text
