@@ -32,6 +32,7 @@ from problems import Quadratic, optimum, to_record, to_vector
 from clients.node.in_process import InProcessGrid
 from fl_strategies import STRATEGIES, FederatedStrategy
 from fl_strategies.core.hyperparameters import Hyperparameter
+from fl_strategies.core.local import idle
 
 Made = TypeVar("Made", bound=FederatedStrategy)
 
@@ -252,8 +253,9 @@ every_algorithm = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name
 
 
 def local(**others: Any) -> dict[str, Any]:
-    """Return full-batch steps, ``STEPS`` unless ``others`` say how many."""
-    return {"solver": "gd", "lr": RATE} | ({} if "steps" in others else {"epochs": STEPS}) | others
+    """Return ``STEPS`` full-batch steps, but for ``others``, without what these make idle."""
+    made = {"solver": "gd", "lr": RATE, "epochs": STEPS} | others
+    return {name: value for name, value in made.items() if name not in idle(made)}
 
 
 def quiet(make: Callable[..., Made], **options: Any) -> Made:

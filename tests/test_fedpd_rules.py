@@ -282,7 +282,7 @@ def test_weak_labels_are_random_and_strong_ones_follow_a_model_per_client() -> N
             x, y = found.x[found.owner == i], found.y[found.owner == i]
             w = np.linalg.lstsq(x, 2.0 * y - 1, rcond=None)[0]
             assert low < ((x @ w > 0) == y).mean() <= high
-    with pytest.raises(ValueError, match="samples must be >= 1, got 0"):
+    with pytest.raises(ValueError, match="samples must be an integer >= 1, got 0"):
         data.load(name, samples=0)
 
 

@@ -56,7 +56,7 @@ SOLVERS = ("adam", "adagrad", "delta-sgd", "sps", "RMSprop")
 ROWS: list[tuple[str, dict[str, Any]]] = [
     *((algorithm, {}) for algorithm in STRATEGIES),  # with dropout
     *((algorithm, {"model": "cnn-bn"}) for algorithm in STRATEGIES),  # with running statistics
-    ("fedavg", {"solver": "lbfgs", "steps": 0}),
+    ("fedavg", {"solver": "lbfgs", "steps": 0, "batch-size": 0}),
     ("fedpd", {"params": "oracle=II inner_steps=3 inner_batch=4 full_every=1"} | OWN_STEPS),
     ("per-fedavg", {"params": "meta_gradient=first-order"}),
     ("scaffold", {"params": "option=I"}),

@@ -194,9 +194,16 @@ def test_a_model_with_batch_norm_trains_and_its_buffers_are_merged(row: Row) -> 
         result[counter].numpy() == row.updates
     )  # one example has no variance: it updates no statistics
     mean = next(name for name in model.buffers if name.endswith("running_mean"))
+
+    def alone(i: int) -> InProcessGrid:
+        on = InProcessGrid(client_app(client_fn), 1)
+        for context in on.contexts.values():
+            context.node_config["partition-id"] = i
+        return on
+
     apart = [
         row.strategy(local=settings, buffers=model.buffers)
-        .start(InProcessGrid(client_app(lambda c, i=i: client_fn(_As(c, i))), 1), initial, 1)
+        .start(alone(i), initial, 1)
         .arrays[mean]
         .numpy()
         for i in range(2)
@@ -204,13 +211,6 @@ def test_a_model_with_batch_norm_trains_and_its_buffers_are_merged(row: Row) -> 
     merged = (sizes[0] * apart[0] + sizes[1] * apart[1]) / sum(sizes)
     np.testing.assert_allclose(result[mean].numpy(), merged, rtol=1e-12)
     assert all(np.isfinite(array.numpy()).all() for array in result.values())
-
-
-class _As:
-    """A context that says its node is client i."""
-
-    def __init__(self, context: Any, i: int) -> None:
-        self.node_config, self.node_id, self.state = {"partition-id": i}, i, context.state
 
 
 @every_algorithm

@@ -127,7 +127,7 @@ def check_flag(name: str, value: object) -> None:
 def one_of(name: str, value: object, choices: Sequence[object]) -> None:
     """Raise ``ValueError`` unless ``value`` is one of ``choices``."""
     if value not in choices:
-        raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}")
+        raise ValueError(f"{name} must be one of {list(choices)}, got {shown(value)}")
 
 
 def all_among(

@@ -121,9 +121,10 @@ FEDBCD: dict[str, Any] = {
 """FedBCD, Figs. 3 and 4: 10 cloud servers of 10 devices on MNIST."""
 
 _TEN = {"servers": 10}
+_STEPS = {"random-epochs": "false", **FedBCD.authors_local}
 FEDBCD_RULES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "sync": ("fedbcd", _TEN, {}),
-    "sync-authors": ("fedbcd", _TEN | dict(FedBCD.authors_rule), dict(FedBCD.authors_local)),
+    "sync-authors": ("fedbcd", _TEN | dict(FedBCD.authors_rule), _STEPS),
     "async-0.3": ("fedbcd-async", _TEN | {"first": 3}, {}),
     "async-0.5": ("fedbcd-async", _TEN | {"first": 5}, {}),
     "async-0.3-rigorous": ("fedbcd-async", _TEN | {"first": 3, "rigorous": True}, {}),
