@@ -190,5 +190,5 @@ def test_the_steepest_weight_of_any_loss_is_a_number(loss: float) -> None:
 
 @pytest.mark.parametrize("q", [-0.1, {0: 1.0, 4: -1.0}, float("nan"), 30.5])
 def test_a_bad_q_is_refused_with_bound_and_value(q: Any) -> None:
-    with pytest.raises(ValueError, match=r"q must be >= 0 and <= 30, got (-0.1|-1.0|nan|30.5)"):
+    with pytest.raises(ValueError, match=r"q must be .*>= 0 and <= 30.*, got (-0.1|-1.0|nan|30.5)"):
         QFedAvg(q=q)
