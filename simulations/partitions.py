@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from fl_strategies.core.near import unknown, unknown_of
 from fl_strategies.core.randomness import stream
-from fl_strategies.core.schedules import check
+from fl_strategies.core.schedules import check, shown
 from simulations.figures import save
 
 Rows: TypeAlias = NDArray[np.int64]
@@ -341,7 +341,7 @@ def check_count(name: str, value: int, low: int, high: int, why: str) -> None:
     try:
         check(name, value, low=low, high=high, integer=True)
     except ValueError:
-        said = f"{name} must be an integer from {low} to {high} ({why}), got {value!r}"
+        said = f"{name} must be an integer from {low} to {high} ({why}), got {shown(value)}"
         raise ValueError(said) from None
 
 
