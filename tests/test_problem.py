@@ -172,6 +172,35 @@ def test_accuracy_is_a_share_of_the_targets_or_there_is_none(
     assert problem.evaluate().accuracy == pytest.approx(accuracy, nan_ok=True)
 
 
+class Twice(nn.Module):
+    """Two outputs in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.line(x), self.line(2 * x)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_a_loss_may_be_of_several_outputs_which_have_no_accuracy(
+    autocast: torch.dtype | None,
+) -> None:
+    x, y = torch.ones(5, 3), torch.arange(5) % 2
+    problem = Problem(
+        FlatModel(Twice()),
+        lambda o, y: cross_entropy(o[0].float(), y) + o[1].float().square().mean(),
+        x, y, autocast=autocast,
+    )  # fmt: skip
+    before, gd = problem.evaluate(), LocalTraining(solver="gd")
+    found = solve(problem, problem.model.vector.clone(), Subproblem(), gd, stream(1, "solve"))
+    assert math.isnan(before.accuracy)
+    assert math.isnan(float(found.accuracy))
+    problem.model.vector.copy_(found.w)
+    assert problem.evaluate().loss < before.loss
+
+
 class Scaled(nn.Module):
     """Logits in a record, times a parameter that is a number."""
 

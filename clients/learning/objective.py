@@ -53,8 +53,8 @@ class Objective(abc.ABC):
     model : FlatModel
         Several problems may share one model: each loads the parameters that it needs.
     loss : callable
-        ``loss(outputs, targets)``, the mean over a batch. If the module returns a record with
-        ``logits``, as those of transformers do, ``outputs`` are the logits.
+        ``loss(outputs, targets)``, the mean over a batch, where ``outputs`` are what the module
+        returns. Of a record with ``logits``, as those of transformers are, they are the logits.
     penalty : callable, optional
         ``penalty(vector)``, a scalar added to the loss (a regulariser of w).
     autocast : torch.dtype, optional
@@ -120,14 +120,19 @@ class Objective(abc.ABC):
         return training.most_steps(len(self))
 
     def forward(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean loss on a batch, without penalty, and the outputs."""
+        """Return the mean loss on a batch, without penalty, and the outputs.
+
+        A stand-in [n], from which no class can be read, replaces outputs that are no tensor.
+        """
         if self.autocast is None:
             outputs = called(self.model.module, inputs)
         else:
             with torch.autocast(self.model.vector.device.type, self.autocast):
                 outputs = called(self.model.module, inputs)
-            outputs = outputs.to(self.model.vector.dtype)
-        return self.loss(outputs, targets), outputs
+            if isinstance(outputs, Tensor):
+                outputs = outputs.to(self.model.vector.dtype)
+        loss = self.loss(outputs, targets)
+        return loss, outputs if isinstance(outputs, Tensor) else loss.new_zeros(len(targets))
 
     def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return how many samples are right, a scalar tensor, by :func:`right_of_each`."""
