@@ -55,9 +55,10 @@ def fine_tuned(
     training: LocalTraining,
     rng: np.random.Generator,
 ) -> tuple[Rest, Tensor]:
-    """Return the client's own arrays and ``w`` [d] after one gradient step on one mini-batch.
+    """Return ``rest`` and ``w`` [d] after one gradient step of both on one mini-batch.
 
-    The other arrays are those of ``rest``; torch's generators stay as they were.
+    Of ``rest``, trained arrays are stepped that are the client's own. torch's generators stay as
+    they were.
     """
     model, d = problem.model, len(w)
     batch_size = 0 if training.full_batch else training.batch_size

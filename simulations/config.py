@@ -38,6 +38,14 @@ def _names(where: str, names: Iterable[str]) -> str:
     return f"{', '.join(f'`{name}`' for name in names)}, see `{where}`"
 
 
+class Unused(ValueError):
+    """Settings that an algorithm has no use for."""
+
+    def __init__(self, said: str, names: list[str]) -> None:
+        super().__init__(said)
+        self.names = names
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """The keys of the run-config (kebab-case there), with their meanings.
@@ -168,10 +176,6 @@ class RunConfig:
         check("checkpoint_keep", self.checkpoint_keep, low=1)
         if self.resume and not (self.checkpoint_every and self.output):
             raise ValueError("resume needs checkpoint-every > 0, and output, where the run lies")
-        if self.state_dir and not self.stateful:
-            raise ValueError(
-                f"state-dir is {self.state_dir!r}, and clients of {self.algorithm} keep no state"
-            )
         if self.checkpoint_every and self.stateful and not self.state_dir:
             raise ValueError(
                 f"checkpoint-every needs state-dir: clients of {self.algorithm} keep a state, which"
@@ -231,12 +235,13 @@ class RunConfig:
                 del found[name]
         return found | {"random-epochs": self.random_epochs == "true"}
 
-    def _unused(self) -> list[str]:
-        """Return the local settings that the algorithm cannot use."""
+    def _unused(self) -> dict[str, str]:
+        """Return the local settings that the algorithm cannot use, each with the reason."""
         settings = self._settings()
         if self.algorithm == "fedpd" and parse_params(self.params).get("oracle") == "II":
-            return fedpd.unused_by("II", settings)
-        return [*idle(settings), *["fine-tune-lr"] * (self.fine_tune == "off")]
+            return dict.fromkeys(fedpd.unused_by("II", settings), "oracle II has steps of its own")
+        untuned = {"fine-tune-lr": "fine-tune is off"} if self.fine_tune == "off" else {}
+        return idle(settings) | untuned
 
     def _check_used(self) -> None:
         """Raise ``ValueError`` for settings, not by default, that the algorithm cannot use."""
@@ -244,13 +249,13 @@ class RunConfig:
 
         usual = {key.name: key.default for key in fields(self)}
         usual |= defaults(self.algorithm, self.dataset)
-        names = [name.replace("-", "_") for name in self._unused()]
-        names += ["lr_decay"] * ("lr" in names)
-        if given := {
-            name: value for name in names if (value := getattr(self, name)) != usual[name]
-        }:
-            why = "; ".join({*idle(self._settings()).values()}) or "it does not read them"
-            raise ValueError(f"{self.algorithm} with {self.params!r} has no use for {given}: {why}")
+        why = {name.replace("-", "_"): reason for name, reason in self._unused().items()}
+        if "lr" in why:
+            why["lr_decay"] = why["lr"]
+        if given := {name: value for name in why if (value := getattr(self, name)) != usual[name]}:
+            reasons = "; ".join(dict.fromkeys(why[name] for name in given))
+            said = f"{self.algorithm} with {self.params!r} has no use for {given}: {reasons}"
+            raise Unused(said, [name.replace("_", "-") for name in given])
 
     def strategy(self, **options: Any) -> FederatedStrategy:
         """Return the strategy, with ``options`` for its base."""
@@ -335,15 +340,18 @@ def configs_for(
 ) -> list[RunConfig]:
     """Return one checked config per algorithm, before anything runs.
 
-    Each of ``params`` ("name=value", or "algorithm.name=value") goes to every algorithm that has
-    the hyperparameter; a hyperparameter that no algorithm has is refused.
+    Each of ``params``, "name=value", goes to every algorithm that has the hyperparameter, but for
+    those that "algorithm.name=value" gives another. A hyperparameter that no algorithm has is
+    refused, and so are local settings that none uses; an algorithm that alone has no use for them
+    does not get them.
     """
     if wrong := sorted(set(algorithms) - STRATEGIES.keys()):
         said = unknown(wrong, STRATEGIES)
         raise ValueError(f"unknown algorithms {said}; known: {sorted(STRATEGIES)}")
     if len(set(algorithms)) < len(algorithms):
         raise ValueError(f"each algorithm once, got {list(algorithms)}")
-    mine: dict[str, dict[str, Any]] = {algorithm: {} for algorithm in algorithms}
+    shared: dict[str, dict[str, Any]] = {algorithm: {} for algorithm in algorithms}
+    own: dict[str, dict[str, Any]] = {algorithm: {} for algorithm in algorithms}
     known = {algorithm: hyperparameters_of(algorithm) for algorithm in algorithms}
     for item in params:
         owner, dot, _ = item.partition("=")[0].rpartition(".")
@@ -359,19 +367,32 @@ def configs_for(
                     f"no algorithm here has the hyperparameter {said}; they have {asked}"
                 )
             for algorithm in takers:
-                if name in mine[algorithm]:
+                given = (own if dot else shared)[algorithm]
+                if name in given:
                     raise ValueError(f"param {item!r} gives {algorithm} a second {name}")
-                mine[algorithm][name] = value
-    keeps = [algorithm for algorithm in algorithms if CLIENTS[algorithm].state_type is not None]
+                given[name] = value
+    keeps = any(CLIENTS[algorithm].state_type is not None for algorithm in algorithms)
+    if not keeps and (states := common.get("state-dir")):
+        raise ValueError(f"state-dir is {states!r}, and no clients here keep a state")
+
+    def parsed(algorithm: str, settings: Mapping[str, Any]) -> RunConfig:
+        params = format_params(shared[algorithm] | own[algorithm])
+        output = str(folder / algorithm)
+        about = {"algorithm": algorithm, "params": params, "output": output}
+        return RunConfig.parse({**settings, **about})
+
+    found: dict[str, RunConfig | Unused] = {}
+    for algorithm in algorithms:
+        try:
+            found[algorithm] = parsed(algorithm, common)
+        except Unused as error:
+            found[algorithm] = error
+    useless = [one for one in found.values() if isinstance(one, Unused)]
+    if len(useless) == len(found):
+        raise useless[0]
     return [
-        RunConfig.parse(
-            common
-            | {
-                "algorithm": algorithm,
-                "params": format_params(mine[algorithm]),
-                "output": str(folder / algorithm),
-            }
-            | ({"state-dir": ""} if keeps and algorithm not in keeps else {})
-        )
-        for algorithm in algorithms
+        parsed(name, {k: v for k, v in common.items() if k not in one.names})
+        if isinstance(one, Unused)
+        else one
+        for name, one in found.items()
     ]

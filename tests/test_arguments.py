@@ -104,7 +104,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: FedAvg(frozen=("a",)), "frozen must be mapping, got ('a',)"),
     (lambda: EarlyStop(target=math.nan), "target must be a finite number, got nan"),
     (lambda: EarlyStop(patience=2.5), "patience must be an integer >= 1, got 2.5"),  # type: ignore[arg-type]
-    (lambda: step_decay(-1.0, rounds=5), "value must be > 0, got -1.0"),
+    (lambda: step_decay(-1.0, rounds=5), "value must be >= 0, got -1.0"),
     (lambda: step_decay(1.0, rounds=2.5), "rounds must be an integer >= 1, got 2.5"),  # type: ignore[arg-type]
 ]  # fmt: skip
 
@@ -211,7 +211,7 @@ TOLD = {
     " (did you mean 'lr'?)",
     without_test: "replies of 3 clients [0, 1, 2] left out: error 2: ValueError: the client has no"
     " test samples: give it some by test=...",
-    void_rounds: "every round was void (2): the model is the initial one",
+    void_rounds: "every round was void (2): the model is as it was",
 }
 
 

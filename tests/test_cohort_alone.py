@@ -107,7 +107,7 @@ ALONE: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"loss": nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64))},
         "its loss is no mean over samples",
     ),
-    "a loss without hash": (smooth, {"loss": Unhashable()}, "its loss or penalty has no hash"),
+    "a loss without hash": (smooth, {"loss": Unhashable()}, "one has no hash"),
     "autocast": (smooth, {"autocast": torch.bfloat16}, "it runs in torch.bfloat16"),
 }  # fmt: skip
 

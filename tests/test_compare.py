@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -256,12 +257,28 @@ def test_compare_gives_each_hyperparameter_to_the_algorithms_that_have_it(tmp_pa
         (["fedadm.rho=1"], r"no algorithm 'fedadm' \(did you mean 'fedadmm'\?\) here"),
         (["fedavg.rho=1"], r"no algorithm here has the hyperparameter 'rho'; .*'weights'"),
         (["rho=1", "rho=2"], "param 'rho=2' gives fedadmm a second rho"),
-        (["rho=1", "fedadmm.rho=2"], "param 'fedadmm.rho=2' gives fedadmm a second rho"),
+        (["fedadmm.rho=1", "fedadmm.rho=2"], "param 'fedadmm.rho=2' gives fedadmm a second rho"),
         (["rho=1 rho=2"], "each option once, got rho twice in 'rho=1 rho=2'"),
     ):
         with pytest.raises(ValueError, match=message):
             configs_for(["fedadmm", "fedavg"], given, {}, tmp_path)
     assert all("rho" not in hyperparameters_of(name) for name in ("fedavg", "fedprox"))
+    found = configs_for(["fedadmm", "a-fedpd"], ["fedadmm.rho=0.3", "rho=0.2"], {}, tmp_path)
+    assert [parse_params(one.params)["rho"] for one in found] == [0.3, 0.2]
+
+
+def test_a_setting_goes_to_the_algorithms_of_a_comparison_that_use_it(tmp_path: Path) -> None:
+    settings = {"dataset": "digits", "batch-size": 17, "fine-tune-lr": 0.5}
+    average, one_step = configs_for(["per-fedavg", "fedsgd"], [], settings, tmp_path)
+    assert (average.batch_size, average.fine_tune_lr) == (17, 0.5)
+    assert "batch-size" not in one_step.local()
+    for name, setting, why in (
+        ("fedsgd", {"batch-size": 17}, "{'batch-size': 17}: gd takes all samples in each step"),
+        ("fedavg", {"fine-tune-lr": 0.5}, "{'fine-tune-lr': 0.5}: fine-tune is off"),
+        ("fedavg", {"state-dir": "/s"}, "state-dir is '/s', and no clients here keep a state"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(why)):
+            configs_for([name], [], {"dataset": "digits", **setting}, tmp_path)
 
 
 def test_compare_writes_a_summary_a_table_and_figures(tmp_path: Path) -> None:

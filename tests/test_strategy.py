@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from tampering import Tamper, measured, npy, put, silence, tampered
 
 from clients.node.in_process import InProcessGrid
 from fl_strategies import (
+    Checkpoints,
     FedADMM,
     FedAvg,
     FedBC,
@@ -151,6 +153,21 @@ def test_more_replies_than_clients_cannot_be_needed(strategy: Any, own: dict[str
     one = strategy(min_replies=3, fraction_evaluate=0.0, **own)
     with pytest.raises(ValueError, match=r"min_replies is 3, and the number of clients \w+ 2"):
         one.start(grid(quadratics(2)), to_record(START), 1)
+
+
+def test_after_a_resumption_too_few_clients_are_told_at_once(tmp_path: Path) -> None:
+    def after_two(info: RoundInfo) -> bool:
+        if info.server_round == 2:
+            raise RuntimeError("killed")
+        return False
+
+    def kept(**options: Any) -> FedAvg:
+        return averaging(min_replies=3, checkpoints=Checkpoints(tmp_path), **options)
+
+    with pytest.raises(RuntimeError, match="killed"):
+        kept(callbacks=[after_two]).start(grid(quadratics(3)), to_record(START), 5)
+    with pytest.raises(ValueError, match="min_replies is 3, and the number of clients asked 2"):
+        kept().start(grid(quadratics(2)), to_record(START), 5, resume=True)
 
 
 def test_a_round_in_which_clients_are_away_is_void_and_the_run_continues() -> None:

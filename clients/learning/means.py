@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,8 +22,8 @@ MEANS = (
 """Functions of PyTorch that are means over samples, if no target is negative (``ignore_index``)."""
 MODULES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 NO_MEAN = "its loss is no mean over samples (it has class weights, or leaves targets out)"
-AT_ONCE = 1 << 22
-"""Numbers of outputs that are drawn at once."""
+TRIED = 256
+"""Samples that are tried at most."""
 
 
 class NoMean(ValueError):
@@ -60,33 +59,27 @@ def averages(loss: Loss) -> bool:
     return any(loss is one for one in MEANS) or _smoothing(loss) is not None
 
 
-def check_means(loss: Loss, like: Tensor, targets: Tensor, clients: Sequence[Tensor]) -> None:
-    """Raise :class:`NoMean` if the loss of a client's samples is not the mean of their losses.
+def check_mean(loss: Loss, outputs: Tensor, targets: Tensor) -> None:
+    """Raise :class:`NoMean` if ``loss`` is not the mean of the losses of the samples."""
+    with torch.no_grad():
+        whole = loss(outputs, targets)
+        apart = (of_each(loss, outputs, targets).mean() - whole).abs()
+    near = apart <= torch.finfo(outputs.dtype).eps ** 0.5 * whole.abs()
+    if whole.isfinite() and not near:
+        raise NoMean(NO_MEAN)
 
-    Class weights and targets that are ignored make such losses. Which samples have them is a matter
-    of the data: so all samples of each client are tried, with outputs drawn at random from (0, 1).
 
-    Parameters
-    ----------
-    like : Tensor [1, ...]
-        A sample's outputs.
-    targets : Tensor [n, ...]
-    clients : tensors of the clients' rows in ``targets``
+def to_try(targets: Tensor, most: int) -> Tensor:
+    """Return places of at most ``most`` samples of ``targets`` [n, ...]: one with each class, and
+    others from all over.
+
+    What makes a loss no mean are class weights, and classes that are left out.
     """
-    generator, tolerance = torch.Generator().manual_seed(1), torch.finfo(like.dtype).eps ** 0.5
-    width = max(2, AT_ONCE // max(1, like.numel()))
-    drawn = [rows[torch.randperm(len(rows), generator=generator)] for rows in clients]
-    pieces = [piece for rows in drawn for piece in torch.split(rows, width)]
-    while pieces:
-        count = max(1, int((torch.tensor([len(p) for p in pieces]).cumsum(0) <= width).sum()))
-        some, pieces = pieces[:count], pieces[count:]
-        sizes = [len(piece) for piece in some]
-        y = targets.index_select(0, torch.cat(some))
-        shape = (len(y), *like.shape[1:])
-        outputs = torch.rand(shape, generator=generator).clamp(1e-3, 1 - 1e-3).to(like)
-        with torch.no_grad():
-            each = torch.split(of_each(loss, outputs, y), sizes)
-            whole = map(loss, torch.split(outputs, sizes), torch.split(y, sizes))
-            for one, mean in zip(each, whole, strict=True):
-                if not (one.mean() - mean).abs() <= tolerance * mean.abs():
-                    raise NoMean(NO_MEAN)
+    n, half = len(targets), max(1, most // 2)
+    spread = torch.linspace(0, n - 1, min(n, half), device=targets.device).long()
+    if targets.is_floating_point():
+        return spread
+    found: tuple[Tensor, Tensor] = torch.unique(targets.reshape(-1), return_inverse=True)
+    places = torch.arange(n, device=targets.device).repeat_interleave(targets[0].numel())
+    first = places.new_full((len(found[0]),), n).scatter_reduce(0, found[1], places, "amin")
+    return torch.cat([first[:half], spread])

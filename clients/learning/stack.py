@@ -24,7 +24,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clients.learning.layers import Forward, chain
 from clients.learning.masks import Masks, dropouts, masked
-from clients.learning.means import NO_MEAN, NoMean, averages, check_means, of_each
+from clients.learning.means import (
+    NO_MEAN,
+    TRIED,
+    NoMean,
+    averages,
+    check_mean,
+    of_each,
+    to_try,
+)
 from clients.learning.model import FlatModel
 from clients.learning.objective import CHUNK, Objective, called, right_of_each
 from clients.learning.problem import Problem, gathered
@@ -84,17 +92,17 @@ class Stack:
             self._rows = torch.cat([r.to(self._inputs.device) for r in each])
             self._starts = np.cumsum([0, *self.sizes[:-1]])
         if not averages(self._loss):
-            self._check_means()
+            self._check_mean()
 
-    def _check_means(self) -> None:
-        """Raise :class:`.NoMean` if the loss is no mean over the samples of a client."""
+    @torch.no_grad()
+    def _check_mean(self) -> None:
+        """Raise :class:`.NoMean` if the loss is no mean over the clients' samples."""
+        rows = self._rows
+        targets = self._targets if rows is None else self._targets.index_select(0, rows)
+        tried = to_try(targets, max(2, min(TRIED, self._at_once)))
+        inputs = gathered(self._inputs, tried if rows is None else rows[tried])
         self.model.module.eval()
-        with torch.no_grad():
-            like = called(self.model.module, self._inputs[:1])
-        every = torch.arange(len(self._targets), device=self._targets.device)
-        rows = every if self._rows is None else self._rows
-        clients = [rows[a : a + n] for a, n in zip(self._starts, self.sizes, strict=True)]
-        check_means(self._loss, like, self._targets, clients)
+        check_mean(self._loss, called(self.model.module, inputs), targets[tried])
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -260,8 +268,10 @@ def obstacle(problem: Objective, variant: Variant = PLAIN) -> str:
         return f"arrays are each client's own ({model.kept[0]})"
     if problem.autocast is not None:
         return f"it runs in {problem.autocast}"
-    if None in (type(problem.loss).__hash__, type(problem.penalty).__hash__):
-        return "its loss or penalty has no hash, by which those of one kind are found"
+    try:
+        hash((problem.loss, problem.penalty))
+    except TypeError as error:
+        return f"its loss and penalty tell what can be stacked, and one has no hash: {error}"
     like = problem.inputs.shape[1:], problem.inputs.dtype, problem.targets.dtype
     key = (variant, problem.loss, *like)
     found = _TRIED.setdefault(model, {})

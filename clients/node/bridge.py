@@ -45,6 +45,11 @@ def client_id(context: Context) -> int:
     return int(context.node_config.get("partition-id", context.node_id))
 
 
+def _named(context: Context) -> object:
+    """Return :func:`client_id`, or the ``partition-id`` that makes none."""
+    return context.node_config.get("partition-id", context.node_id)
+
+
 def client_app(
     client_fn: ClientFn,
     mods: list[Mod] | None = None,
@@ -141,8 +146,8 @@ class _BridgedApp(ClientApp):
         except Exception as error:
             reason = of_exception(error)
             if not _on_ray():
-                log(ERROR, "client %d failed: %s", client_id(context), reason)
-            log(DEBUG, "client %d failed", client_id(context), exc_info=error)
+                log(ERROR, "client %s failed: %s", _named(context), reason)
+            log(DEBUG, "client %s failed", _named(context), exc_info=error)
             return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
 
     def _host(self, context: Context) -> Host | None:

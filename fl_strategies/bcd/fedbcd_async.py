@@ -224,7 +224,7 @@ class FedBCDAsync(BookedStrategy):
     ) -> list[Message]:
         """Begin a phase of each cloud server that has none; return the requests of all."""
         nodes = self.nodes.wait(grid, max(self.min_available_nodes, self.min_train_nodes))
-        self.check_enough(server_round, len(nodes), "connected")
+        self.check_enough(len(nodes), "connected")
         self.state = self.meet(self.state, nodes)
         unfinished = dict(self.state.unfinished)
         busy = {client for late in self.underway.values() for client in late.request.clients}

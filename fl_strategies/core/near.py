@@ -36,7 +36,7 @@ def misspelt(names: Iterable[str], known: Iterable[str]) -> str:
     known, said = {*known}, []
     for name in sorted({*names} - known):
         kebab = name.replace("_", "-")
-        near = difflib.get_close_matches(OTHER_WORDS.get(kebab, kebab), sorted(known), 1, 0.65)
+        near = difflib.get_close_matches(OTHER_WORDS.get(kebab, kebab), sorted(known), 1, 0.85)
         said += [f"{name!r} (did you mean {near[0]!r}?)"] if near else []
     return ", ".join(said)
 

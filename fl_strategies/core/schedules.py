@@ -112,7 +112,7 @@ def step_decay(value: float, rounds: int) -> dict[int, float]:
     >>> step_decay(1.0, rounds=100)
     {0: 1.0, 51: 0.1, 76: 0.01}
     """
-    check("value", value, above=0.0)
+    check("value", value, low=0.0)
     check("rounds", rounds, low=1, integer=True)
     half, three_quarters = -(-rounds // 2), -(-3 * rounds // 4)
     return {0: value, half + 1: value / 10, three_quarters + 1: value / 100}

@@ -98,15 +98,15 @@ class Round(Requests):
         self.state = self.meet(self.state, nodes)
         number = self.run.number
         chosen = self.choose(number, nodes)
-        self.check_enough(server_round, len(chosen), "asked")
+        self.check_enough(len(chosen), "asked")
         return self.requests(number, arrays, config, nodes, chosen, MessageType.TRAIN)
 
-    def check_enough(self, server_round: int, clients: int, how: str) -> None:
-        """Raise ``ValueError`` if the first round has too few clients for ``min_replies``.
+    def check_enough(self, clients: int, how: str) -> None:
+        """Raise ``ValueError`` if a call's first round has too few clients for ``min_replies``.
 
         In later rounds clients may have left for a while: then the round is void.
         """
-        if server_round == 1 and clients < self.min_replies:
+        if self.run.round == self.run.first and clients < self.min_replies:
             raise ValueError(
                 f"min_replies is {self.min_replies}, and the number of clients {how} {clients}"
             )

@@ -33,6 +33,8 @@ class Run:
     rounds_before: int = 0
     round: int = 0
     num_rounds: int = 0
+    first: int = 1
+    """The current call's first round; after a resumption that is not 1."""
     result: Result = field(default_factory=Result)
     devices: dict[int, str] = field(default_factory=dict)
     clients: dict[int, dict[str, float]] = field(default_factory=dict)

@@ -89,7 +89,7 @@ class FederatedStrategy(Round):
             log(INFO, "%s; run %s", said, run.id)
             if run.round == 0:
                 self._evaluate(0, arrays, evaluate_fn)
-            void = 0
+            run.first, void = run.round + 1, 0
             while run.round < run.num_rounds and not stopped:
                 number = run.round = run.round + 1
                 new = self.train_round(
@@ -103,8 +103,8 @@ class FederatedStrategy(Round):
                 self.aggregate_evaluate(number, grid.send_and_receive(asked, timeout=timeout))
                 self._evaluate(number, arrays, evaluate_fn)
                 stopped = self.close_round(number, arrays)
-            if void and void == run.round:
-                log(WARNING, "every round was void (%d): the model is the initial one", void)
+            if void and void == run.round - run.first + 1:
+                log(WARNING, "every round was void (%d): the model is as it was", void)
             if stopped:
                 log(INFO, "a callback ended the run after round %d", run.round)
         finally:
