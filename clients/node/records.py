@@ -27,9 +27,9 @@ def check_id(client: NumPyClient, context: Context) -> NumPyClient:
     The server knows the client by the context's ``partition-id``. Without a number, and of a client
     that has no ``array_names`` and number, as clients of this package have, nothing is certain.
     """
-    known = context.node_config.get("partition-id")
+    known = str(context.node_config.get("partition-id"))
     mine = getattr(client, "client_id", None) if hasattr(client, "array_names") else None
-    if str(known).isdecimal() and isinstance(mine, int) and mine != int(known):
+    if known.isdecimal() and isinstance(mine, int) and mine != int(known):
         raise ValueError(
             f"client_id must be the node's partition-id, {known}, got {mine}: client_id(context)"
             " returns it"
