@@ -159,7 +159,8 @@ class RunConfig:
         }
         full = replace(self, **unset)
         params = parse_params(found.get("params", "")) | parse_params(self.params)
-        full = replace(full, params=format_params(params))
+        states = self.state_dir if self.stateful else ""  # others have none to put there
+        full = replace(full, params=format_params(params), state_dir=states)
         full.check()
         return full
 
