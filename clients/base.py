@@ -228,7 +228,7 @@ class FederatedClient(NumPyClient):
             )
         self._check_frozen(str(config.get("frozen", "")))
         if "run-id" not in config:  # our strategies tell their user themselves
-            _say_misspelt(misspelt(config, default_training().settings.keys() | TOLD))
+            _say_misspelt(frozenset(config))
         if (strategy := STRATEGIES.get(self.algorithm)) is not None:
             check_request(strategy.declarations, config)
         if not (work := len(self.rounds(config)) * self.most_steps(config)) <= self.max_steps:
@@ -366,9 +366,10 @@ def _check_kinds(problem: object, test: object, store: object, training: object)
 
 
 @functools.cache
-def _say_misspelt(names: str) -> None:
-    if names:
-        log(WARNING, "requests have %s", names)
+def _say_misspelt(names: frozenset[str]) -> None:
+    """Warn of a request's names that are almost known; those of one kind of request once."""
+    if near := misspelt(names, default_training().settings.keys() | TOLD):
+        log(WARNING, "requests have %s", near)
 
 
 def reported(solved: Sequence[Solved]) -> dict[str, float]:

@@ -72,9 +72,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, relu
 
 from fl_strategies.core.near import unknown, unknown_of
-from fl_strategies.core.schedules import check_flag
+from fl_strategies.core.schedules import check_flag, require
 from simulations.hub import asked_briefly
-from simulations.text import DISTILBERT, check_text, transformers
+from simulations.text import DISTILBERT, transformers
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -308,7 +308,7 @@ def _distilbert(
     pretrained: bool = True,
 ) -> nn.Module:
     (length,) = _text(shape)
-    check_text("source", source)
+    require(isinstance(source, str), "source", "a text", source)
     check_flag("pretrained", pretrained)
     package = transformers()
     make = package.AutoModelForSequenceClassification

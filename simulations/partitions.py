@@ -338,6 +338,7 @@ def _check_share(name: str, value: int, labels: NDArray[Any], clients: int) -> N
 
 
 def check_count(name: str, value: int, low: int, high: int, why: str) -> None:
+    """Raise ``ValueError``, which tells why, unless ``value`` is an integer of this range."""
     try:
         check(name, value, low=low, high=high, integer=True)
     except ValueError:

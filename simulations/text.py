@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_strategies.core.schedules import check
+from fl_strategies.core.schedules import check, require
 from simulations.hub import asked_briefly
 
 Symbols: TypeAlias = NDArray[np.integer[Any]]
@@ -34,12 +34,6 @@ def transformers() -> Any:
             f"this data set or model needs transformers, which the extra 'text' installs"
             f" (pip install transformers): {error}"
         ) from error
-
-
-def check_text(name: str, value: object) -> None:
-    """Raise ``ValueError`` unless the option is a text."""
-    if not isinstance(value, str):
-        raise ValueError(f"{name} must be a text, got {value!r}")
 
 
 def characters(texts: Sequence[str]) -> Symbols:
@@ -76,7 +70,7 @@ def tokens(texts: Sequence[Sequence[str]], tokenizer: str, length: int) -> tuple
         ``transformers``.
     """
     check("tokens", length, low=8, integer=True)
-    check_text("tokenizer", tokenizer)
+    require(isinstance(tokenizer, str), "tokenizer", "a text", tokenizer)
     auto = transformers().AutoTokenizer
     try:
         with asked_briefly():

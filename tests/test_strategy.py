@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +16,9 @@ from tampering import Tamper, measured, npy, put, silence, tampered
 
 from clients.node.in_process import InProcessGrid
 from fl_strategies import (
-    Checkpoints,
     FedADMM,
     FedAvg,
     FedBC,
-    FedBCDAsync,
     FederatedStrategy,
     FedProx,
     RoundInfo,
@@ -146,44 +143,6 @@ def test_a_round_below_min_replies_is_void_and_says_so(caplog: pytest.LogCapture
     np.testing.assert_array_equal(to_vector(result.arrays), START)
     assert "round 1 is void: 2 usable replies, at least 3 needed" in caplog.text
     assert one.ledger.acked == {}
-
-
-@pytest.mark.parametrize(("strategy", "own"), [(FedAvg, {}), (FedBCDAsync, {"box": 5.0})])
-def test_more_replies_than_clients_cannot_be_needed(strategy: Any, own: dict[str, Any]) -> None:
-    one = strategy(min_replies=3, fraction_evaluate=0.0, **own)
-    with pytest.raises(ValueError, match=r"min_replies is 3, and the number of clients \w+ 2"):
-        one.start(grid(quadratics(2)), to_record(START), 1)
-
-
-def test_after_a_resumption_too_few_clients_are_told_at_once(tmp_path: Path) -> None:
-    def after_two(info: RoundInfo) -> bool:
-        if info.server_round == 2:
-            raise RuntimeError("killed")
-        return False
-
-    def kept(**options: Any) -> FedAvg:
-        return averaging(min_replies=3, checkpoints=Checkpoints(tmp_path), **options)
-
-    with pytest.raises(RuntimeError, match="killed"):
-        kept(callbacks=[after_two]).start(grid(quadratics(3)), to_record(START), 5)
-    with pytest.raises(ValueError, match="min_replies is 3, and the number of clients asked 2"):
-        kept().start(grid(quadratics(2)), to_record(START), 5, resume=True)
-
-
-def test_a_round_in_which_clients_are_away_is_void_and_the_run_continues() -> None:
-    class Leaving(InProcessGrid):
-        away = False
-
-        def get_node_ids(self) -> Iterable[int]:
-            return [*super().get_node_ids()][: 2 if self.away else 4]
-
-    def leave(info: RoundInfo) -> None:
-        on.away = info.server_round in (2, 3)
-
-    on = Leaving(grid(quadratics(4)).client_app, 4)
-    one = averaging(min_replies=3, callbacks=[leave])
-    found = one.start(on, to_record(START), 5).train_metrics_clientapp
-    assert [int(found[turn]["clients-used"]) for turn in range(1, 6)] == [4, 4, 2, 2, 4]
 
 
 def test_a_reply_so_large_that_the_sum_overflows_makes_the_round_void(
