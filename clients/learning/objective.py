@@ -24,6 +24,8 @@ Batch: TypeAlias = tuple[Inputs, Tensor]
 Loss: TypeAlias = Callable[[Any, Tensor], Tensor]
 """``loss(outputs, targets)``: the mean over the samples of a batch, a scalar tensor."""
 Penalty: TypeAlias = Callable[[Tensor], Tensor]
+Move: TypeAlias = Callable[[], object]
+"""Changes the model's vector in place."""
 
 CHUNK = 1000
 """Samples per pass when the gradient of a whole data set is computed."""
@@ -165,12 +167,21 @@ class Objective(abc.ABC):
         """Whether :meth:`descend` can replace :meth:`gradient` and a step along it."""
         return self.penalty is None and type(self).gradient is Objective.gradient
 
-    def descend(self, inputs: Inputs, targets: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+    def descend(
+        self,
+        inputs: Inputs,
+        targets: Tensor,
+        rate: float,
+        also: Move | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Step by ``rate`` down f's gradient on a batch; return what :meth:`gradient` returns.
 
-        The step is, to the bit, the one along ``model.gradient``, which does not change.
+        The step is the one along ``model.gradient``, which does not change, in float32 and float64
+        to the bit. ``also`` moves the vector further, between the gradient and the step.
         """
         loss, outputs = self._backward(inputs, targets)
+        if also is not None:
+            also()
         self.model.descend(rate)
         return loss, outputs
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from clients.learning.choice import say_once
 from clients.learning.delta_sgd import DeltaSGD
 from clients.learning.graphs import graph_of
-from clients.learning.objective import Inputs, Objective
+from clients.learning.objective import Inputs, Move, Objective
 from clients.learning.sps import SPS
 from fl_strategies.core.local import TORCH, LocalTraining, build, torch_solver
 from fl_strategies.core.oracle import Solved
@@ -106,6 +106,7 @@ def solve(
     model.module.train()
     batch_size = 0 if training.full_batch else training.batch_size
     optimizer = _optimizer(problem, training, batch_size)
+    subproblem = _completed(subproblem, start)
     graph = None
     if isinstance(optimizer, Descent):
         graph = graph_of(problem, optimizer, subproblem, training)
@@ -115,13 +116,13 @@ def solve(
         optimizer, subproblem = graph.optimizer, graph.subproblem  # type: ignore[assignment]
     needs_loss = training.solver not in GRADIENT_ONLY
     bent = _bend(problem, subproblem, start, needs_loss)
-    plain = isinstance(optimizer, Descent) and optimizer.plain
-    plain = plain and problem.descends and not subproblem.bends
+    plain = isinstance(optimizer, Descent) and optimizer.plain and problem.descends
+    follow = _follower(model.vector, subproblem, training.rate)
 
     def taken(x: Inputs, y: Tensor) -> tuple[Tensor, ...]:
         """Take a step on a mini-batch; return its loss and outputs before the step."""
         if plain:
-            first = [problem.descend(x, y, training.rate)]
+            first = [problem.descend(x, y, training.rate, follow)]
         else:
             first = []
 
@@ -222,7 +223,8 @@ def _bend(
     model = problem.model
     slope, pull, centre = subproblem
     sloped = isinstance(slope, Tensor) or slope != 0.0
-    floor = _floor(subproblem, start) if needs_loss else 0.0
+    # the slope has no least value: SPS, which needs a lower bound, gets the value at ``start``
+    floor = slope.dot(start) if needs_loss and isinstance(slope, Tensor) else 0.0
 
     def bent(loss: Tensor) -> Tensor:
         if sloped:
@@ -239,17 +241,22 @@ def _bend(
     return bent
 
 
-def _floor(subproblem: Subproblem, start: Tensor) -> Tensor | float:
-    """Return the least value of <a, w> + (r/2) ||w - c||^2.
+def _follower(vector: Tensor, subproblem: Subproblem, rate: float) -> Move | None:
+    """Return what moves ``vector`` by ``rate`` along slope or pull; None if (0) is f alone."""
+    slope, pull, centre = subproblem
+    if isinstance(centre, Tensor) and pull:
+        return lambda: vector.lerp_(centre, rate * pull)
+    return (lambda: vector.add_(slope, alpha=-rate)) if subproblem.bends else None
 
-    With this value subtracted from the loss, a lower bound of f also bounds the subproblem, which
-    SPS needs. Without a pull there is no least value; the value at ``start`` is used instead.
+
+def _completed(subproblem: Subproblem, start: Tensor) -> Subproblem:
+    """Return (0) less a constant: slope a and pull r to c are together the pull to c - a/r.
+
+    So a step needs one pass over the vectors less, and what is added to f has the least value 0.
     """
     slope, pull, centre = subproblem
-    if not isinstance(slope, Tensor):
-        return 0.0
     if not pull:
-        value: Tensor = slope.dot(start)
-        return value
-    least: Tensor = (slope * (centre - slope / (2.0 * pull))).sum()
-    return least
+        return subproblem
+    if isinstance(slope, Tensor) or slope != 0.0:
+        centre = centre - slope / pull
+    return Subproblem(0.0, pull, torch.as_tensor(centre).to(start).expand_as(start))
