@@ -140,13 +140,15 @@ def test_a_solver_is_torchs_optimizer_on_the_subproblems_loss(name: str) -> None
     np.testing.assert_allclose(w, twin(make, batch_size, 3), rtol=1e-9, atol=1e-11)
 
 
-def steps_of(solver: str, bent: bool, dtype: torch.dtype, **options: Any) -> torch.Tensor:
+def steps_of(
+    solver: str, slope: float, pull: float, dtype: torch.dtype, **options: Any
+) -> torch.Tensor:
     """Return where a small network comes to; ``sgd`` is taken directly, ``SGD`` by torch."""
     torch.manual_seed(3)
     x, module = torch.randn(13, 7), nn.Sequential(nn.Linear(7, 19), nn.Tanh(), nn.Linear(19, 3))
     problem = Problem(FlatModel(module, dtype=dtype), cross_entropy, x, (x.sum(1) > 0).long())
     start = problem.model.vector.clone()
-    subproblem = Subproblem(0.1 * start, 0.3, start) if bent else Subproblem()
+    subproblem = Subproblem(slope * start if slope else 0.0, pull, start)
     training = LocalTraining(solver=solver, lr=0.07, epochs=4, batch_size=5, **options)
     w: torch.Tensor = solve(problem, start, subproblem, training, stream(1, "local")).w
     assert not torch.equal(w, start)
@@ -155,7 +157,7 @@ def steps_of(solver: str, bent: bool, dtype: torch.dtype, **options: Any) -> tor
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_plain_steps_down_f_are_torchs_to_the_bit(dtype: torch.dtype) -> None:
-    directly, by_torch = (steps_of(name, False, dtype) for name in ("sgd", "SGD"))
+    directly, by_torch = (steps_of(name, 0.0, 0.0, dtype) for name in ("sgd", "SGD"))
     assert torch.equal(directly, by_torch)
 
 
@@ -173,12 +175,13 @@ def test_plain_steps_down_f_are_torchs_to_the_bit(dtype: torch.dtype) -> None:
 def test_steps_with_momentum_or_decay_are_torchs_to_the_bit(
     options: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    directly, by_torch = (steps_of(name, True, dtype, **options) for name in ("sgd", "SGD"))
+    directly, by_torch = (steps_of(name, 0.1, 0.3, dtype, **options) for name in ("sgd", "SGD"))
     assert torch.equal(directly, by_torch)
 
 
-def test_plain_steps_along_slope_and_pull_are_torchs_to_rounding() -> None:
-    directly, by_torch = (steps_of(name, True, torch.float64) for name in ("sgd", "SGD"))
+@pytest.mark.parametrize(("slope", "pull"), [(0.1, 0.0), (0.0, 0.3), (0.1, 0.3)])
+def test_plain_steps_along_slope_and_pull_are_torchs_to_rounding(slope: float, pull: float) -> None:
+    directly, by_torch = (steps_of(name, slope, pull, torch.float64) for name in ("sgd", "SGD"))
     torch.testing.assert_close(directly, by_torch, rtol=1e-13, atol=1e-15)
 
 
