@@ -119,7 +119,7 @@ ALGORITHMS: dict[tuple[str, str], dict[str, Any]] = {
         "lr": 0.5,
         "params": "servers=2 first=1 gamma=0.1 eta_z=1.0",
     },
-    ("fedbcd", "synthetic"): {"lr": 0.3, "params": "gamma=0.1 eta_z=1.0"},
+    ("fedbcd", "synthetic"): {"lr": 0.3, "params": "gamma=1.0 eta_z=1.0"},
     ("fedbcd-i", "synthetic"): {"lr": 0.1, "params": "gamma=0.1 eta_z=1.0"},
     ("fedbcd-async", "synthetic"): {
         "fraction": 1.0,

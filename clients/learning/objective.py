@@ -165,7 +165,8 @@ class Objective(abc.ABC):
     @property
     def descends(self) -> bool:
         """Whether :meth:`descend` can replace :meth:`gradient` and a step along it."""
-        return self.penalty is None and type(self).gradient is Objective.gradient
+        own = getattr(self.gradient, "__func__", None)  # of the class, or set at this problem
+        return self.penalty is None and own is Objective.gradient
 
     def descend(
         self,
