@@ -131,6 +131,19 @@ def test_to_descend_is_a_step_along_the_gradient_to_the_bit(make: Callable[[], P
     assert torch.equal(other_outputs, outputs)
 
 
+@pytest.mark.parametrize("pull", [0.0, 0.5])
+def test_a_gradient_that_a_problem_was_given_is_asked_for_at_each_step(
+    pull: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem, asked = net_problem(), list[int]()
+    own = problem.gradient
+    monkeypatch.setattr(problem, "gradient", lambda x, y: asked.append(len(y)) or own(x, y))
+    start = problem.model.vector.clone()
+    training = LocalTraining(lr=0.1, steps=3)
+    solve(problem, start, Subproblem(pull=pull, centre=start), training, stream(1, "local"))
+    assert len(asked) == 3
+
+
 def test_evaluation_counts_right_answers_and_changes_nothing() -> None:
     problem = net_problem()
     model = problem.model
