@@ -169,11 +169,7 @@ class Objective(abc.ABC):
         return self.penalty is None and own is Objective.gradient
 
     def descend(
-        self,
-        inputs: Inputs,
-        targets: Tensor,
-        rate: float,
-        also: Move | None = None,
+        self, inputs: Inputs, targets: Tensor, rate: float, also: Move | None = None
     ) -> tuple[Tensor, Tensor]:
         """Step by ``rate`` down f's gradient on a batch; return what :meth:`gradient` returns.
 

@@ -242,7 +242,10 @@ def _bend(
 
 
 def _follower(vector: Tensor, subproblem: Subproblem, rate: float) -> Move | None:
-    """Return what moves ``vector`` by ``rate`` along slope or pull; None if (0) is f alone."""
+    """Return what moves ``vector`` by ``rate`` along slope or pull; None if (0) is f alone.
+
+    The subproblem is :func:`_completed`: it has one of the two at most.
+    """
     slope, pull, centre = subproblem
     if isinstance(centre, Tensor) and pull:
         return lambda: vector.lerp_(centre, rate * pull)

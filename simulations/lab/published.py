@@ -65,8 +65,7 @@ def _batch_size(clients: int, partition: str) -> int:
 def table_iii(model: Mapping[str, str], prefix: str) -> list[Setting]:
     """Return the settings of Table III with a model per data set.
 
-    bfloat16 halves the time of large batches on a CPU; batches of 10 take 0.7 of it or twice
-    as long, by machine.
+    bfloat16 halves the time of large batches on a CPU; with batches of 10 it depends on the CPU.
     """
     return [
         Setting(
