@@ -142,6 +142,9 @@ def test_a_gradient_that_a_problem_was_given_is_asked_for_at_each_step(
     training = LocalTraining(lr=0.1, steps=3)
     solve(problem, start, Subproblem(pull=pull, centre=start), training, stream(1, "local"))
     assert len(asked) == 3
+    batch = problem.on(*problem.whole)
+    solve(batch, start, Subproblem(pull=pull, centre=start), training, stream(1, "local"))
+    assert len(asked) == 6
 
 
 def test_evaluation_counts_right_answers_and_changes_nothing() -> None:

@@ -183,6 +183,9 @@ def test_steps_with_momentum_or_decay_are_torchs_to_the_bit(
 def test_plain_steps_along_slope_and_pull_are_torchs_to_rounding(slope: float, pull: float) -> None:
     directly, by_torch = (steps_of(name, slope, pull, torch.float64) for name in ("sgd", "SGD"))
     torch.testing.assert_close(directly, by_torch, rtol=1e-13, atol=1e-15)
+    # coarse numbers would lose a small pull that is not first added to the gradient
+    directly, by_torch = (steps_of(name, slope, pull, torch.bfloat16) for name in ("sgd", "SGD"))
+    assert torch.equal(directly, by_torch)
 
 
 def test_weight_decay_is_a_ridge_on_the_loss() -> None:

@@ -288,6 +288,13 @@ class OneBatch(Objective):
     def forward(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
         return self._of.forward(inputs, targets)
 
+    def gradient(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return self._of.gradient(inputs, targets)
+
+    @property
+    def descends(self) -> bool:
+        return self._of.descends
+
     def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self._of.right(outputs, targets)
 

@@ -106,7 +106,8 @@ def solve(
     model.module.train()
     batch_size = 0 if training.full_batch else training.batch_size
     optimizer = _optimizer(problem, training, batch_size)
-    subproblem = _completed(subproblem, start)
+    half = model.vector.element_size() < 4  # too coarse to move along slope and pull apart from f
+    subproblem = subproblem if half else _completed(subproblem, start)
     graph = None
     if isinstance(optimizer, Descent):
         graph = graph_of(problem, optimizer, subproblem, training)
@@ -117,6 +118,7 @@ def solve(
     needs_loss = training.solver not in GRADIENT_ONLY
     bent = _bend(problem, subproblem, start, needs_loss)
     plain = isinstance(optimizer, Descent) and optimizer.plain and problem.descends
+    plain = plain and not (half and subproblem.bends)
     follow = _follower(model.vector, subproblem, training.rate)
 
     def taken(x: Inputs, y: Tensor) -> tuple[Tensor, ...]:
