@@ -21,13 +21,12 @@ from simulations.lab.comparisons import (
 from simulations.lab.measured import KINDS, Figure
 from simulations.lab.studies import DELTA_SGD_SOLVERS, FEDBCD, FEDBCD_RULES
 
-RATES = (0.01, 0.1, 0.2, 0.5)
-"""Learning rates to choose from."""
 BEYOND = 101.0
 """More rounds than FedADMM's horizon of 100: "100+" in its tables."""
 
 # ---- FedADMM: Gong, Li, Freris, ICDE 2022, Table III --------------------------------------------
 
+RATES = (0.01, 0.1, 0.2, 0.5)
 FIXED = {"random-epochs": "false"}
 PENALTY = {"rho": 0.01, "eta": 1.0, **FEDADMM_PAPER}
 
