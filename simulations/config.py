@@ -171,7 +171,8 @@ class RunConfig:
         check("fraction", self.fraction, above=0.0, high=1.0)
         check("fraction_evaluate", self.fraction_evaluate, low=0.0, high=1.0)
         check("evaluate_every", self.evaluate_every, low=1)
-        check("seed", self.seed, low=0)
+        check("seed", self.seed, low=0, high=2**63 - 1)
+        check("clipping_norm", self.clipping_norm, low=0.0)
         check("max_steps", self.max_steps, low=1)
         check("checkpoint_every", self.checkpoint_every, low=0)
         check("checkpoint_keep", self.checkpoint_keep, low=1)
@@ -255,7 +256,8 @@ class RunConfig:
             why["lr_decay"] = why["lr"]
         if given := {name: value for name in why if (value := getattr(self, name)) != usual[name]}:
             reasons = "; ".join(dict.fromkeys(why[name] for name in given))
-            said = f"{self.algorithm} with {self.params!r} has no use for {given}: {reasons}"
+            who = self.algorithm + f" with {self.params!r}" * bool(self.params)
+            said = f"{who} has no use for {given}: {reasons}"
             raise Unused(said, [name.replace("_", "-") for name in given])
 
     def strategy(self, **options: Any) -> FederatedStrategy:

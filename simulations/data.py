@@ -151,8 +151,7 @@ def _built_in(name: str, options: Given) -> Dataset:
 def _find(name: str) -> Path | None:
     """Return the folder of ``name``, or None if it can only be on the Hub."""
     root = os.environ.get("FL_DATA")
-    aliases = [name, "cifar10_subset"] if name == "cifar10" else [name]
-    folders = [Path(root).expanduser() / alias for alias in aliases] if root else []
+    folders = [Path(root).expanduser() / name] if root else []
     folders.append(Path(name).expanduser())
     for folder in folders:
         if folder.is_dir():

@@ -58,10 +58,20 @@ def start(**changed: Any) -> Any:
     return FedAvg(**QUIET).start(**given | changed)
 
 
+def waiting_for(clients: int, **options: Any) -> Any:
+    """Start where no other client can come."""
+    app = client_app(lambda context: client(client_id=client_id(context)), **options)
+    strategy = FedAvg(min_available_nodes=clients, **QUIET)
+    return strategy.start(InProcessGrid(app, 2, hosts=options.get("hosts", 0)), to_record(START))
+
+
 REFUSED: list[tuple[Callable[[], object], str]] = [
     *[(lambda n=n: start(num_rounds=n), f"num_rounds must be an integer >= 1, got {n!r}")
       for n in (0, -3, 2.5, "3", True)],
     (lambda: start(timeout=-1), "timeout must be >= 0, got -1"),
+    (lambda: FedAvg(seed=2**63), "seed must be an integer >= 0 and <= 9.22337e+18, got"),
+    (lambda: waiting_for(3), "3 clients are to be connected, the grid has 2"),
+    (lambda: waiting_for(1, hosts=2), "1 clients are to be connected, the grid has 0; 2 nodes ["),
     (lambda: start(timeout=math.nan), "timeout must be a finite number >= 0, got nan"),
     (lambda: start(initial_arrays=Linear().state_dict()),
      "initial_arrays must be an ArrayRecord: ArrayRecord(module.state_dict()), got"),
@@ -160,6 +170,15 @@ def test_what_is_no_client_or_another_client_is_refused(client_fn: Any, reason: 
     with pytest.raises(NothingUsable) as error:
         strategy.start(InProcessGrid(client_app(client_fn), 1), to_record(START), 2)
     assert reason in str(error.value)
+
+
+def test_a_hosts_clients_have_whole_ids(caplog: pytest.LogCaptureFixture) -> None:
+    app = client_app(lambda context: client(), hosts=[0, 1.5])  # type: ignore[list-item]
+    with pytest.raises(NothingUsable):
+        FedAvg(max_unusable_rounds=1, **QUIET).start(
+            InProcessGrid(app, 2, hosts=1), to_record(START)
+        )
+    assert "ids of clients are integers, a host has [1.5]" in caplog.text
 
 
 def test_hosted_clients_have_the_ids_by_which_they_are_asked() -> None:

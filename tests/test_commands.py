@@ -142,7 +142,7 @@ def test_what_is_missing_is_named(command: str, run: Run) -> None:
         ("compare", ["--output", "/proc/x"], "the results folder /proc/x/fedavg cannot be written"),
         ("demo", ["--clients", "5000"], "clients must be from 1 to 1437 (samples), got 5000"),
         ("demo", ["--seeds", "1,1"], "each number once, got '1,1'"),
-        ("deployment", ["--supernodes", "0"], "clients must be >= 1, got 0"),
+        ("deployment", ["--supernodes", "0"], "supernodes must be >= 1, got 0"),
         (
             "deployment",
             ["--output", "/proc/x"],

@@ -83,8 +83,10 @@ def test_mnist_is_mnist(shared: None) -> None:
 
 
 @pytest.mark.slow
-def test_the_cifar10_subset_stands_in_for_cifar10(shared: None) -> None:
-    cifar = data.load("cifar10")
+def test_the_cifar10_subset_is_known_by_its_own_name_alone(shared: None) -> None:
+    with pytest.raises(ValueError, match="'cifar10' is neither under FL_DATA"):
+        data.load("cifar10")
+    cifar = data.load("cifar10_subset")
     assert (cifar.x.shape, cifar.test_x.shape) == ((7000, 3, 32, 32), (1400, 3, 32, 32))
     assert np.bincount(cifar.y).tolist() == [700] * 10
     assert np.abs(cifar.inputs().mean((0, 2, 3))).max() < 0.05  # a subset: near the full set's only

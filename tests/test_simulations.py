@@ -202,11 +202,12 @@ def test_a_state_directory_of_another_algorithm_or_model_is_refused(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "datasets_folder", ["few", pytest.param("all", marks=pytest.mark.slow)], indirect=True
-)
-@pytest.mark.parametrize(
-    "dataset",
-    ["synthetic", "mnist", pytest.param("fashion_mnist", marks=pytest.mark.slow), "cifar10"],
+    ("datasets_folder", "dataset"),
+    [
+        *(("few", name) for name in ("synthetic", "mnist", "cifar10")),
+        *(pytest.param("all", name, marks=pytest.mark.slow) for name in ("mnist", "fashion_mnist")),
+    ],
+    indirect=["datasets_folder"],
 )
 @pytest.mark.parametrize("algorithm", STRATEGIES)
 def test_every_default_is_a_setting_that_runs(

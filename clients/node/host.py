@@ -25,6 +25,7 @@ from clients.learning.choice import Setting
 from clients.node.records import ClientFn, check_id, check_names, divided, make_client
 from fl_strategies.core.reasons import of_exception
 from fl_strategies.core.records import BadReply
+from fl_strategies.core.schedules import plain
 from fl_strategies.server.encoding import encoded, stacked
 from fl_strategies.server.folding import Folder, Terms
 from fl_strategies.server.hosting import Said, fold_of, pack_reply, unpack_request
@@ -81,7 +82,10 @@ class Host:
         if isinstance(self.clients, int):
             about["any-of"] = self.clients
         else:
-            about["client-ids"] = [int(client) for client in self.clients]
+            ids = [plain(client) for client in self.clients]
+            if strange := [client for client in ids if type(client) is not int]:
+                raise ValueError(f"ids of clients are integers, a host has {strange[:5]}")
+            about["client-ids"] = ids
         if len(self.samples):
             about["samples"] = [int(count) for count in self.samples]
         return about

@@ -67,6 +67,9 @@ class InProcessGrid(Grid):
         has no name: the system removes it however the process ends.
     """
 
+    closed = True
+    """No other node can join: who waits for more would wait for ever."""
+
     def __init__(
         self,
         client_app: ClientApp,

@@ -25,7 +25,7 @@ def parse_params(text: str) -> dict[str, Any]:
         name = name.replace("-", "_")
         if name in params:
             raise ValueError(f"each option once, got {name} twice in {text!r}")
-        params[name] = _value(value)
+        params[name] = _value(name, value)
     return params
 
 
@@ -39,13 +39,16 @@ def format_params(params: Mapping[str, Any]) -> str:
     return " ".join(texts)
 
 
-def _value(text: str) -> Any:
+def _value(name: str, text: str) -> Any:
     if ":" in text:
         try:
-            pairs = (part.partition(":") for part in text.split(";"))
-            return {int(first): float(number) for first, _, number in pairs}
+            pairs = [part.partition(":") for part in text.split(";")]
+            schedule = {int(first): float(number) for first, _, number in pairs}
         except ValueError:
-            raise ValueError(f"a schedule is given as 0:1.0;60:0.5, got {text!r}") from None
+            raise ValueError(f"a schedule is given as 0:1.0;60:0.5, got {name}={text}") from None
+        if len(schedule) < len(pairs):
+            raise ValueError(f"a schedule has each round once, got {name}={text}")
+        return schedule
     if text in ("None", "none"):
         return None
     if text in ("True", "true", "False", "false"):

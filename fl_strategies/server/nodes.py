@@ -75,6 +75,9 @@ class Nodes:
 
         The first call also waits, up to ``patience``, until as many clients are connected as the
         nodes' ``num-partitions`` says. The log tells what is waited for.
+
+        Raises ``ValueError`` where nothing is to be waited for: all nodes of a grid that no other
+        can join (its ``closed`` is true) have said who they are, and are too few.
         """
         started, said = time.monotonic(), 0.0
         while True:
@@ -84,6 +87,11 @@ class Nodes:
             if len(nodes) >= needed and not more:
                 self._met = True
                 return nodes
+            if getattr(grid, "closed", False) and not self._unmet(grid):
+                refused = f"; {named(sorted(self._refused), 'node')} refused" * bool(self._refused)
+                raise ValueError(
+                    f"{needed} clients are to be connected, the grid has {len(nodes)}{refused}"
+                )
             if waited - said >= 10:
                 said = waited
                 wanted = max(needed, self._expected if more else 0)
@@ -103,6 +111,10 @@ class Nodes:
         if new:
             self._ask(new, grid, now)
         return dict(self._node_of)
+
+    def _unmet(self, grid: Grid) -> set[int]:
+        """Return the nodes that have not said who they are."""
+        return {*grid.get_node_ids()} - self._clients_of.keys() - self._refused
 
     def _fewer_than_expected(self, nodes: Mapping[int, int]) -> bool:
         shared = sum(self.hosts.values())

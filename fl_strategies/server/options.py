@@ -88,6 +88,7 @@ class Options(Declared):
         about="Fixes client sampling and, through the requests, all randomness of our clients.",
         integer=True,
         low=0,
+        high=2**63 - 1,  # more does not fit into a message
     )
     min_replies: int = number(
         default=1, about="A round with fewer usable replies is void.", integer=True, low=1

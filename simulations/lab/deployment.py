@@ -25,6 +25,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from fl_strategies import STRATEGIES
+from fl_strategies.core.schedules import check
 from simulations.config import RunConfig
 from simulations.experiment import prepare, run_in_process
 from simulations.lab.command_line import Command
@@ -153,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.read(arguments)
     folder: Path = args.output.expanduser().absolute()
     with parser.explained():
+        check("supernodes", args.supernodes, low=1)
         found = compared(args.algorithm, args.supernodes, args.rounds, folder, quiet=args.quiet)
     for name, sha256 in found.items():
         print(f"{name:12} model {sha256}")

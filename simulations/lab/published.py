@@ -1,7 +1,8 @@
 """What papers publish, and how it is run here: the settings of ``simulations.lab.board``.
 
 Numbers are the papers' own; where a paper leaves something open, the setting's comment says what
-was chosen. Every rule of a setting has the same rates to choose from.
+was chosen. Every rule of a setting has the same rates to choose from, but SCAFFOLD in ``deciding``:
+at 0.2, its network diverges.
 """
 
 from __future__ import annotations
@@ -111,8 +112,9 @@ def deciding(
 ) -> Setting:
     """Return a cell of Table III with the rules that decide, its CNN and three seeds.
 
-    Every rule's rate is chosen from ``rates`` with the MLP 784-128-10, which costs a twentieth, in
-    half of the rounds. ``others`` are set in the cell's place.
+    Every rule's rate is chosen from ``rates``, SCAFFOLD's from two with which CNN1 does not
+    diverge, with the MLP 784-128-10, which costs a twentieth, in half of the rounds. ``others`` are
+    set in the cell's place.
     """
     cell = next(
         one for one in table_iii(CNN, "") if one.name == f"-{dataset}-{clients}-{partition}"

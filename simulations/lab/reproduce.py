@@ -249,7 +249,7 @@ def run_settings(args: argparse.Namespace, folder: Path) -> str:
     """Run the settings of the board that ``--only`` chooses; return the study's part of it."""
     settings = BOARD[args.study]
     if args.quick:
-        settings = [board.shrunk(setting) for setting in settings[:2]]
+        settings = [board.shrunk(setting) for setting in chosen(settings, args.only)[:2]]
     command = f"python -m simulations.lab.reproduce {args.study}{' --quick' * args.quick}"
 
     judged = {setting.name: board.found(setting, folder) for setting in settings}
