@@ -172,7 +172,6 @@ class RunConfig:
         check("fraction_evaluate", self.fraction_evaluate, low=0.0, high=1.0)
         check("evaluate_every", self.evaluate_every, low=1)
         check("seed", self.seed, low=0, high=2**63 - 1)
-        check("clipping_norm", self.clipping_norm, low=0.0)
         check("max_steps", self.max_steps, low=1)
         check("checkpoint_every", self.checkpoint_every, low=0)
         check("checkpoint_keep", self.checkpoint_keep, low=1)
@@ -184,11 +183,10 @@ class RunConfig:
                 " would not outlive the run elsewhere"
             )
         check("timeout", self.timeout, above=0.0)
-        check("lost_rounds", self.lost_rounds, low=0)
-        check("state_memory", self.state_memory, low=0)
+        for name in ("lost_rounds", "state_memory", "penalty", "clipping_norm"):
+            check(name, getattr(self, name), low=0)
         setting_of(self.cohort)
         check("target", self.target, low=0.0, high=1.0)
-        check("penalty", self.penalty, low=0.0)
         check("local_test", self.local_test, low=0.0, below=1.0)
         check("validation", self.validation, low=0.0, below=1.0)
         if self.local_test == 0.0 and (self.fraction_evaluate > 0.0 or self.pooled):
