@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 from flwr.serverapp.strategy import FedAvg
@@ -286,3 +287,18 @@ def test_the_shrunk_board_runs_is_written_and_resumes(
     main(command)
     assert "runs done" not in capsys.readouterr().out
     assert (tmp_path / "board.md").read_text() == text
+
+
+def test_missing_data_are_told_once_and_no_run_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise ConnectionError("the Hub was asked")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    monkeypatch.setenv("FL_DATA", str(tmp_path))
+    with pytest.raises(SystemExit):
+        main(["fedbcd", "--quick", "--output", str(tmp_path / "out")])
+    said = capsys.readouterr()
+    assert said.err.count("data set 'mnist' is neither under FL_DATA") == 1
+    assert said.out == ""

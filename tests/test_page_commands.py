@@ -35,6 +35,7 @@ def test_a_study_of_a_page_has_the_cells_and_rules_that_are_named(
 ) -> None:
     monkeypatch.setattr(reproduce, "run_cells", lambda cells, **options: None)
     monkeypatch.setattr(board, "run_cells", lambda cells, **options: None)
+    monkeypatch.setattr(board, "parts", lambda config: None)
     words = [STANDS_FOR.get(word, word) for word in shlex.split(arguments)]
     words[words.index("--output") + 1] = str(tmp_path)
     reproduce.main(words)

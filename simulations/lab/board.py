@@ -37,6 +37,7 @@ from simulations.lab.cells import diverging_allowed, finished, run_cells
 from simulations.lab.flower_server import run_under_flower
 from simulations.lab.measured import KINDS, Figure, summary, value
 from simulations.tables import score, tuned
+from simulations.worker import parts
 
 Verdict = Literal[
     "reproduced", "order only", "not", "not run", "not possible here", "ahead", "level", "behind"
@@ -290,7 +291,8 @@ def run(
     """Run what is not finished of the settings, ``jobs`` runs at a time.
 
     ``rules`` are those to run; none: all. ``on_done`` is called after each run, with its setting.
-    Raises ``ValueError`` for a rule that is in none of the settings.
+    Raises ``ValueError`` for a rule that is in none of the settings, and for data that are not at
+    hand.
     """
     known = {rule for setting in settings for rule in setting.rules}
     if unknown := set(rules) - known:
@@ -302,6 +304,8 @@ def run(
             for (rule, _), config in configs.items()
             if not rules or rule in rules
         }
+        if todo := [config for config in work if not finished(config)]:
+            parts(todo[0])  # what is wrong with the data is said once, not by each run
         if work:
             run_cells(work, jobs=jobs, on_done=partial(on_done, setting))
 
