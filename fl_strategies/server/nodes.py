@@ -87,7 +87,8 @@ class Nodes:
             if len(nodes) >= needed and not more:
                 self._met = True
                 return nodes
-            if getattr(grid, "closed", False) and not self._unmet(grid):
+            closed = getattr(grid, "closed", False) and not self._unmet(grid)
+            if len(nodes) < needed and closed:
                 refused = f"; {named(sorted(self._refused), 'node')} refused" * bool(self._refused)
                 raise ValueError(
                     f"{needed} clients are to be connected, the grid has {len(nodes)}{refused}"
