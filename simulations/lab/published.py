@@ -151,7 +151,7 @@ def cifar10_subset(partition: str) -> Setting:
     The published numbers are those of 50,000 images, and so are not this setting's.
     """
     images = {"dataset": "cifar10_subset", "clients": 140}
-    setting = deciding("cifar10", 1000, partition, 50, images)
+    setting = deciding("cifar10", 1000, partition, 30, images, rates=(0.01, 0.1))
     return setting._replace(
         where=f"FedADMM, Table III on 7,000 images of CIFAR-10: 140 clients, {partition}",
         published={},
