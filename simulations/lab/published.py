@@ -146,9 +146,10 @@ def deciding(
 
 
 def cifar10_subset(partition: str) -> Setting:
-    """Return Table III's cell of CIFAR-10 on 7,000 of its images: 140 clients of as many samples.
+    """Return Table III's cell of CIFAR-10 on 7,000 of its images.
 
-    The published numbers are those of 50,000 images, and so are not this setting's.
+    A client has 50 of them, as in the paper, which makes 140 clients. The published numbers are
+    those of 50,000 images, and so are not this setting's.
     """
     images = {"dataset": "cifar10_subset", "clients": 140}
     setting = deciding("cifar10", 1000, partition, 30, images, rates=(0.01, 0.1))
