@@ -204,7 +204,7 @@ def delta_sgd_table_1(dataset: str, alpha: float, rounds: int, rules: tuple[str,
             "momentum": 0.0,
             "evaluate-every": 5,
         },
-        seeds=(1, 2, 3),
+        seeds=(1, 2, 3, 4, 5) if rounds == 500 else (1, 2, 3),
     )
 
 
