@@ -23,7 +23,8 @@ class MOONClient(FederatedClient):
     """Keeps its model and running statistics; uploads its model.
 
     ``train-loss`` is the loss (3), which includes the contrastive term. Raises ``ValueError`` for a
-    model without features (see ``clients.FlatModel``).
+    model without features (see ``clients.FlatModel``), and for a problem with a ``gradient`` of its
+    own.
     """
 
     algorithm = "moon"
@@ -83,6 +84,11 @@ class Contrast(Problem):
     """
 
     def __init__(self, problem: Objective, q: Tensor, *, mu: float) -> None:
+        if problem.own_gradient:
+            raise ValueError(
+                f"MOON needs the gradient of f + mu h, got {type(problem).__name__} with a"
+                " gradient of f of its own, which would stay unused"
+            )
         inputs, self.labels = problem.whole
         rows = torch.arange(len(problem), device=self.labels.device)
         super().__init__(problem.model, problem.loss, inputs, rows, penalty=problem.penalty)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -120,6 +121,21 @@ def test_what_cannot_be_stacked_is_trained_one_by_one_and_said_once(
     torch.manual_seed(4)
     problems = classified(build(), **options)
     assert_the_same_bits(ROWS["fedavg"], problems, reason, caplog)
+
+
+def test_a_problem_whose_gradient_was_replaced_is_trained_one_by_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    problems = classified(smooth())
+    for problem in problems:
+        problem.gradient = partial(halved, problem.gradient, problem.model)
+    assert_the_same_bits(ROWS["fedavg"], problems, "it has a gradient of its own", caplog)
+
+
+def halved(gradient: Callable[..., tuple[Tensor, Tensor]], model: FlatModel, *batch: Any) -> Any:
+    found = gradient(*batch)
+    model.gradient /= 2
+    return found
 
 
 def weighted(rare: int) -> nn.Module:

@@ -165,6 +165,21 @@ def test_pieces_of_a_large_batch_find_their_rows(monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-14)
 
 
+def test_a_gradient_that_would_stay_unused_is_refused() -> None:
+    class Clipped(Problem):
+        def gradient(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+            found = super().gradient(inputs, targets)
+            self.model.gradient.clamp_(-1e-3, 1e-3)
+            return found
+
+    with pytest.raises(ValueError, match="got Clipped with a gradient of f of its own"):
+        Contrast(
+            Clipped(FlatModel(net()), cross_entropy, *examples(7)),
+            torch.zeros(7, 6, dtype=torch.float64),
+            mu=MU,
+        )
+
+
 def test_accuracy_is_by_labels() -> None:
     problem = net_problem()
     contrast = Contrast(problem, torch.zeros(7, 6, dtype=torch.float64), mu=MU)

@@ -163,10 +163,14 @@ class Objective(abc.ABC):
         return loss, outputs
 
     @property
+    def own_gradient(self) -> bool:
+        """Whether the class, or this problem, has another :meth:`gradient`."""
+        return getattr(self.gradient, "__func__", None) is not Objective.gradient
+
+    @property
     def descends(self) -> bool:
         """Whether :meth:`descend` can replace :meth:`gradient` and a step along it."""
-        own = getattr(self.gradient, "__func__", None)  # of the class, or set at this problem
-        return self.penalty is None and own is Objective.gradient
+        return self.penalty is None and not self.own_gradient
 
     def descend(
         self, inputs: Inputs, targets: Tensor, rate: float, also: Move | None = None
@@ -292,8 +296,8 @@ class OneBatch(Objective):
         return self._of.gradient(inputs, targets)
 
     @property
-    def descends(self) -> bool:
-        return self._of.descends
+    def own_gradient(self) -> bool:
+        return self._of.own_gradient
 
     def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self._of.right(outputs, targets)

@@ -263,6 +263,8 @@ def obstacle(problem: Objective, variant: Variant = PLAIN) -> str:
     """
     if type(problem) is not Problem:
         return f"a {type(problem).__name__} has no fixed samples or a loss of its own"
+    if problem.own_gradient:
+        return "it has a gradient of its own"
     model = problem.model
     if model.kept:
         return f"arrays are each client's own ({model.kept[0]})"
