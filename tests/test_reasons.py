@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import traceback
 from collections.abc import Callable
 from itertools import permutations
@@ -14,6 +15,7 @@ from flwr.common import log
 from laws import START
 from problems import to_record
 
+from clients import FederatedClient, client_app
 from clients.node.in_process import InProcessGrid
 from fl_strategies import FedAvg
 from fl_strategies.core.reasons import by_reason, of_exception, root_cause
@@ -138,6 +140,26 @@ def test_nodes_without_a_query_function_are_one_line(caplog: pytest.LogCaptureFi
     assert len([line for line in lines if "query" in line]) == 1
     known = f"5 nodes {sorted(nodes)}, known by node id: ValueError: No query function"
     assert lines[0].startswith(known)
+
+
+@pytest.mark.parametrize("hosts", [0, 2])
+def test_clients_beside_the_server_that_fail_for_one_reason_are_one_line(
+    hosts: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def without_data(context: Context) -> FederatedClient:
+        raise OSError("no data")
+
+    def hosted(context: Context) -> range:
+        first = 3 * int(context.node_config["partition-id"])
+        return range(first, first + 3)
+
+    app = client_app(without_data, hosts=hosted if hosts else None)
+    FedAvg(fraction_evaluate=0.0).start(InProcessGrid(app, 6, hosts=hosts), to_record(START), 1)
+    said = [record for record in caplog.records if "no data" in record.getMessage()]
+    (line,) = [r.getMessage() for r in said if r.levelno >= logging.WARNING]
+    assert re.match(r"replies of 6 clients \[0, 1, .*\] left out: .*OSError: no data \(", line)
+    failed = [r.levelno for r in said if " failed: " in r.getMessage()]
+    assert failed == [logging.DEBUG] * (hosts or 6)  # where a node is alone: an error
 
 
 def test_what_engines_beside_the_server_log_of_a_clients_exception_is_for_debugging_alone(

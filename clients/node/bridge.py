@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
-from logging import DEBUG, ERROR
+from logging import DEBUG
 from typing import Any
 
 from flwr.app import (
@@ -30,7 +29,7 @@ from flwr.common.constant import ErrorCode
 
 from clients.learning.choice import Setting, check_setting
 from clients.node.host import Host, Hosted, Hosts
-from clients.node.records import ClientFn, check_id, check_names, divided, make_client
+from clients.node.records import ClientFn, check_id, check_names, divided, make_client, tell
 from fl_strategies.core.reasons import of_exception
 from fl_strategies.core.schedules import require
 from fl_strategies.server.encoding import encoded
@@ -145,8 +144,7 @@ class _BridgedApp(ClientApp):
             return self._legacy(message, context) if legacy else super().__call__(message, context)
         except Exception as error:
             reason = of_exception(error)
-            if not _on_ray():
-                log(ERROR, "client %s failed: %s", _named(context), reason)
+            tell(f"client {_named(context)}", reason)
             log(DEBUG, "client %s failed", _named(context), exc_info=error)
             return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
 
@@ -178,12 +176,6 @@ class _BridgedApp(ClientApp):
                 " legacy server and of Flower's own strategies: give each client a node of its own,"
                 " or use a strategy of fl_strategies"
             )
-
-
-def _on_ray() -> bool:
-    """Whether this process is one of Ray's workers, whose log lines appear in the server's log."""
-    ray = sys.modules.get("ray")
-    return ray is not None and bool(ray.is_initialized())
 
 
 def _changes_uploads(mod: Mod) -> bool:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from logging import DEBUG, ERROR
+from logging import DEBUG
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -22,8 +22,8 @@ from flwr.common import log
 
 from clients.cohort import fit_cohort
 from clients.learning.choice import Setting
-from clients.node.records import ClientFn, check_id, check_names, divided, make_client
-from fl_strategies.core.reasons import of_exception
+from clients.node.records import ClientFn, check_id, check_names, divided, make_client, tell
+from fl_strategies.core.reasons import by_reason, named, of_exception
 from fl_strategies.core.records import BadReply
 from fl_strategies.core.schedules import plain
 from fl_strategies.server.encoding import encoded, stacked
@@ -160,11 +160,13 @@ class Host:
             yield made, failed
 
     def _reasons(self, failed: Mapping[int, Exception]) -> dict[int, str]:
-        """Return why clients failed, in one line each; the host's own log gets the same lines."""
+        """Return why clients failed; the host's own log gets a line for each distinct reason."""
+        reasons = {client: of_exception(error) for client, error in failed.items()}
+        for reason, clients in by_reason(reasons.items()).items():
+            tell(named(clients), reason)
         for client, error in failed.items():
-            log(ERROR, "client %d failed: %s", client, of_exception(error))
             log(DEBUG, "client %d failed", client, exc_info=error)
-        return {client: of_exception(error) for client, error in failed.items()}
+        return reasons
 
 
 def _folded(

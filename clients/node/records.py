@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from logging import ERROR
 from typing import Any, TypeAlias
 
 import numpy as np
 from flwr.app import Context
 from flwr.client import NumPyClient
+from flwr.common import log
 
 from fl_strategies.core.schedules import require
 
@@ -58,3 +61,13 @@ def divided(samples: int, metrics: Mapping[str, Any]) -> tuple[dict[str, Any], d
         plain = value.item() if isinstance(value, np.generic) else value
         (words if isinstance(plain, str | bytes | bool) else numbers)[name] = plain
     return numbers, words
+
+
+def tell(whose: str, reason: str) -> None:
+    """Log at the node why clients failed.
+
+    Ray's workers do not: their log lines appear in the server's log, which says it too.
+    """
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        log(ERROR, "%s failed: %s", whose, reason)

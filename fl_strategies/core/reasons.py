@@ -31,7 +31,7 @@ _WRAPPER = "flwr.clientapp.client_app.ClientAppException"
 _OTHERS_LINES = {
     ("vce_api", "worker"),
     ("raybackend", "process_message"),
-    ("bridge", "__call__"),
+    ("records", "tell"),  # of clients.node
 }
 """Loggers of a client's exception if it runs beside the server; Flower logs it three times."""
 
