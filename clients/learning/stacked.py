@@ -124,13 +124,14 @@ class Torch:
 
     def __init__(self, task: Task, training: LocalTraining) -> None:
         self.w = task.w
-        self.parameter = torch.nn.Parameter(task.w)
-        self.parameter.grad = torch.zeros_like(task.w)
-        self.optimizer = build(SOLVERS[str(training.solver)], training, [self.parameter])
+        self.gradient = torch.zeros_like(task.w)
+        parameter = torch.nn.Parameter(task.w)
+        parameter.grad = self.gradient
+        self.optimizer = build(SOLVERS[str(training.solver)], training, [parameter])
 
     def step(self, closure: Closure, k: int) -> None:
         done = self.w[k:].clone()
-        self.parameter.grad[:k] = closure(self.w[:k])[0]  # type: ignore[index]
+        self.gradient[:k] = closure(self.w[:k])[0]
         self.optimizer.step()
         self.w[k:] = done
 
