@@ -113,8 +113,8 @@ def deciding(
 ) -> Setting:
     """Return a cell of Table III with the rules that decide, its CNN and three seeds.
 
-    Every rule's rate is chosen from ``rates``, SCAFFOLD's from ``scaffold``, with which its CNN does
-    not diverge. They are chosen with the MLP 784-128-10, which costs a twentieth, in half of the
+    Every rule's rate is chosen from ``rates``, SCAFFOLD's from ``scaffold``, with which the CNN
+    does not diverge. They are chosen with the MLP 784-128-10, a twentieth of the cost, in half the
     rounds. ``others`` are set in the cell's place.
     """
     cell = next(
