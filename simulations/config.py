@@ -240,8 +240,10 @@ class RunConfig:
         settings = self._settings()
         if self.algorithm == "fedpd" and parse_params(self.params).get("oracle") == "II":
             return dict.fromkeys(fedpd.unused_by("II", settings), "oracle II has steps of its own")
-        untuned = {"fine-tune-lr": "fine-tune is off"} if self.fine_tune == "off" else {}
-        return idle(settings) | untuned
+        if self.fine_tune == "off":
+            return idle(settings) | {"fine-tune-lr": "fine-tune is off"}
+        measure = ("fine-tune", "fine-tune-lr") if self.fraction_evaluate == 0.0 else ()
+        return idle(settings) | dict.fromkeys(measure, "fraction-evaluate is 0")
 
     def _check_used(self) -> None:
         """Raise ``ValueError`` for settings, not by default, that the algorithm cannot use."""
@@ -378,8 +380,7 @@ def configs_for(
 
     def parsed(algorithm: str, settings: Mapping[str, Any]) -> RunConfig:
         params = format_params(shared[algorithm] | own[algorithm])
-        output = str(folder / algorithm)
-        about = {"algorithm": algorithm, "params": params, "output": output}
+        about = {"algorithm": algorithm, "params": params, "output": str(folder / algorithm)}
         return RunConfig.parse({**settings, **about})
 
     found: dict[str, RunConfig | Unused] = {}

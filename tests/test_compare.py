@@ -270,13 +270,15 @@ def test_compare_gives_each_hyperparameter_to_the_algorithms_that_have_it(tmp_pa
 
 
 def test_a_setting_goes_to_the_algorithms_of_a_comparison_that_use_it(tmp_path: Path) -> None:
-    settings = {"dataset": "digits", "batch-size": 17, "fine-tune-lr": 0.5}
+    measured = {"fraction-evaluate": 0.5, "local-test": 0.2}
+    settings = {"dataset": "digits", "batch-size": 17, "fine-tune-lr": 0.5, **measured}
     average, one_step = configs_for(["per-fedavg", "fedsgd"], [], settings, tmp_path)
     assert (average.batch_size, average.fine_tune_lr) == (17, 0.5)
     assert "batch-size" not in one_step.local()
     for name, setting, why in (
         ("fedsgd", {"batch-size": 17}, "{'batch-size': 17}: gd takes all samples in each step"),
         ("fedavg", {"fine-tune-lr": 0.5}, "{'fine-tune-lr': 0.5}: fine-tune is off"),
+        ("fedavg", {"fine-tune": "train"}, "{'fine-tune': 'train'}: fraction-evaluate is 0"),
         ("fedavg", {"state-dir": "/s"}, "state-dir is '/s', and no clients here keep a state"),
     ):
         with pytest.raises(ValueError, match=re.escape(why)):

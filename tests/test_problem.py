@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -258,6 +259,28 @@ def test_the_penalty_adds_its_second_derivative_once() -> None:
     problem.model.vector.copy_(torch.tensor(w))
     product = problem.hessian_product(problem.inputs, problem.targets, torch.tensor(v))
     np.testing.assert_allclose(product, q.A @ v + 12 * w**2 * v, rtol=1e-12)
+
+
+def test_a_gradient_of_its_own_needs_a_hessian_product_of_its_own() -> None:
+    class Doubled(Problem):
+        def gradient(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+            found = super().gradient(inputs, targets)
+            self.model.gradient.mul_(2.0)
+            return found
+
+    class Complete(Doubled):
+        def hessian_product(self, inputs: Any, targets: Tensor, v: Tensor) -> Tensor:
+            return 2.0 * super().hessian_product(inputs, targets, v)
+
+    (q,) = quadratics(1)
+    v = torch.ones(DIM, dtype=torch.float64)
+    parts = FlatModel(Linear()), q.problem().loss, torch.tensor(q.X), torch.tensor(q.y)
+    for problem in (one := Doubled(*parts)), one.on(*one.whole):
+        with pytest.raises(ValueError, match="Doubled has a gradient of f of its own, and needs"):
+            problem.hessian_product(*one.whole, v)
+    for problem in (two := Complete(*parts)), two.on(*two.whole):
+        product = problem.hessian_product(*two.whole, v)
+        np.testing.assert_allclose(product, 2.0 * q.A @ v.numpy(), rtol=1e-12)
 
 
 def test_a_gradient_that_is_the_same_everywhere_has_no_second_derivative() -> None:

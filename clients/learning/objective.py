@@ -210,8 +210,14 @@ class Objective(abc.ABC):
         """Return f's Hessian on a batch times ``v`` [d]: exact, by differentiating the gradient.
 
         As for :meth:`gradient`, the module must be in training mode; batches of one sample and
-        batches above ``CHUNK`` samples are treated alike.
+        batches above ``CHUNK`` samples are treated alike. Raises ``ValueError`` where the gradient
+        is the class's own, whose derivative this is not.
         """
+        if self.own_gradient and type(self).hessian_product is Objective.hessian_product:
+            raise ValueError(
+                f"{type(self).__name__} has a gradient of f of its own, and needs a hessian_product"
+                " of its own"
+            )
         model, product = self.model, torch.zeros_like(self.model.vector)
         recurrent = any(isinstance(module, nn.RNNBase) for module in model.module.modules())
         for x, y in even_pieces(inputs, targets):
@@ -294,6 +300,9 @@ class OneBatch(Objective):
 
     def gradient(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
         return self._of.gradient(inputs, targets)
+
+    def hessian_product(self, inputs: Inputs, targets: Tensor, v: Tensor) -> Tensor:
+        return self._of.hessian_product(inputs, targets, v)
 
     @property
     def own_gradient(self) -> bool:

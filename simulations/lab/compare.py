@@ -128,6 +128,8 @@ class Comparison:
                 validation=self.share,
                 stop_at_target=False,
                 fraction_evaluate=0.0,
+                fine_tune="off",
+                fine_tune_lr=-1.0,
                 gradient_norm="false",
             )
             for config in self.configs
