@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from flwr.serverapp.strategy import FedAvg
 
 from clients import FederatedClient
+from fl_strategies.core.params import parse_params
+from simulations import defaults
 from simulations.config import RunConfig
 from simulations.figures import read_history
 from simulations.lab import board, board_page, flower_server, measured
@@ -19,6 +22,7 @@ from simulations.lab.board import Interval, Row, Rule, Setting, interval, judge
 from simulations.lab.cells import finished
 from simulations.lab.published import BOARD
 from simulations.lab.reproduce import main
+from simulations.lab.studies import STUDIES
 
 SETTINGS = [setting for settings in BOARD.values() for setting in settings]
 RULES = {"new": Rule("fedadmm"), "old": Rule("fedavg"), "all": Rule("fedavg", reference=True)}
@@ -253,6 +257,30 @@ def test_every_setting_is_one_that_runs(setting: Setting, tmp_path: Path) -> Non
         assert config.rounds == setting.horizon
     names = [one.name for one in SETTINGS]
     assert len(set(names)) == len(names)
+
+
+def test_studies_leave_nothing_to_the_defaults_of_an_algorithm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By default FedAvg has momentum on MNIST: rules that are compared would differ unseen."""
+
+    def of(setting: Setting, rule: str) -> RunConfig:
+        rates = setting.rules[rule].rates
+        tuned = setting.rates if rates is None else rates
+        config = board.placed(setting, rule, rule, tmp_path)
+        return replace(config, lr=1.0) if tuned else config
+
+    def runs() -> dict[str, Any]:
+        cells = {cell.name: cell.settings(tmp_path) for of in STUDIES.values() for cell in of()}
+        rules = {f"{one.name}-{rule}": of(one, rule) for one in SETTINGS for rule in one.rules}
+        return {
+            name: (config.fraction, parse_params(config.params), config.local())
+            for name, config in {**cells, **rules}.items()
+        }
+
+    as_they_are = runs()
+    monkeypatch.setattr(defaults, "ALGORITHMS", {})
+    assert runs() == as_they_are
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,7 @@ FEDBCD: dict[str, Any] = {
     "random-epochs": "true",
     "batch-size": 32,
     "lr": 0.005,
+    "momentum": 0.0,  # FedAvg's is not stated
     "target": 0.9,
     "local-test": 0.15,
     "fraction-evaluate": 0.1,
