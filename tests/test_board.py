@@ -97,6 +97,13 @@ def test_a_paper_whose_rule_is_behind_by_its_own_numbers_is_reproduced_where_it_
     assert judge(setting, behind).verdict == "reproduced"
     ahead = rows(setting, (0.79, 0.80, 0.81), (0.69, 0.70, 0.71))
     assert judge(setting, ahead).verdict == "not"
+    third = {"third": Rule("fedprox")}
+    setting = setting._replace(
+        rules=setting.rules | third, published=setting.published | {"third": 0.7}
+    )
+    for value, verdict in ((0.7, "reproduced"), (0.8, "not"), (0.85, "not")):
+        between = [*behind, Row("third", 0.7, (value - 0.01, value, value + 0.01), None, 0.0)]
+        assert judge(setting, between).verdict == verdict
 
 
 def test_the_difference_is_that_to_the_best_baseline_in_pairs() -> None:

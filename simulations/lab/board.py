@@ -11,7 +11,9 @@ difference      of the paper's rule less the best baseline (by its mean here), i
 
 *Reproduced* is a setting whose difference lies on the published side of 0 with its whole interval,
 and whose published number lies in the interval of prediction; *order only*, if the number does not;
-*not*, if the interval holds 0 or lies on the other side. A setting without a paper's rule, of a
+*not*, if the interval holds 0 or lies on the other side. Where the paper's rule is behind a
+baseline by its own numbers, the differences to all published baselines must lie on their sides. A
+setting without a paper's rule, of a
 benchmark, is reproduced if each published number lies in its rule's interval of prediction. A
 setting without published numbers says whether the rule is *ahead* of the best baseline or *behind*
 it with the whole interval, or *level*. What cannot be run says why.
@@ -184,19 +186,31 @@ def judge(setting: Setting, rows: Sequence[Row]) -> Judged:
     if ours is None:
         return Judged(setting, tuple(rows), "", None, _foretold(setting, whole))
     best = max(baselines, key=lambda row: sign * fmean(row.values))
-    found = interval([a - b for a, b in zip(ours.values, best.values, strict=True)])
-    rivals = [setting.published[row.rule] for row in baselines if row.rule in setting.published]
-    behind = ours.published is not None and any(
-        sign * ours.published < sign * rival for rival in rivals
-    )
-    side = -sign if behind else sign  # where the paper's own numbers have the difference
-    verdict: Verdict = "not"
-    if not setting.published:
-        low, high = sorted((sign * found.low, sign * found.high))
-        verdict = "ahead" if low > 0 else "behind" if high < 0 else "level"
-    elif (found.low if side > 0 else -found.high) > 0:
-        verdict = "reproduced" if _within(ours) else "order only"
+    found = _difference(ours, best)
+    low, high = sorted((sign * found.low, sign * found.high))
+    verdict: Verdict = "ahead" if low > 0 else "behind" if high < 0 else "level"
+    if setting.published:
+        verdict = "not"
+        if _in_order(ours, baselines, best, sign):
+            verdict = "reproduced" if _within(ours) else "order only"
     return Judged(setting, tuple(rows), best.rule, found, verdict)
+
+
+def _difference(ours: Row, other: Row) -> Interval:
+    return interval([a - b for a, b in zip(ours.values, other.values, strict=True)])
+
+
+def _in_order(ours: Row, baselines: Sequence[Row], best: Row, sign: float) -> bool:
+    """Return whether whole intervals of the differences lie on their published sides."""
+    gaps = [
+        (row, ours.published - row.published)
+        for row in baselines
+        if ours.published is not None and row.published is not None
+    ]
+    leads = all(sign * gap >= 0.0 for _, gap in gaps)
+    sides = [(best, sign)] if leads else [(row, gap) for row, gap in gaps if gap]
+    differences = [(_difference(ours, row), math.copysign(1.0, side)) for row, side in sides]
+    return all(side * found.mean > found.half for found, side in differences)
 
 
 def _within(row: Row) -> bool:
