@@ -13,10 +13,10 @@ difference      of the paper's rule less the best baseline (by its mean here), i
 and whose published number lies in the interval of prediction; *order only*, if the number does not;
 *not*, if the interval holds 0 or lies on the other side. Where the paper's rule is behind a
 baseline by its own numbers, the differences to all published baselines must lie on their sides. A
-setting without a paper's rule, of a
-benchmark, is reproduced if each published number lies in its rule's interval of prediction. A
-setting without published numbers says whether the rule is *ahead* of the best baseline or *behind*
-it with the whole interval, or *level*. What cannot be run says why.
+setting without a paper's rule, of a benchmark, is reproduced if each published number lies in its
+rule's interval of prediction. A setting without published numbers says whether the rule is *ahead*
+of the best baseline or *behind* it with the whole interval, or *level*. What cannot be run says
+why.
 
 Settings may share their runs (``runs_in``), of which each reads another figure, or the choice of
 learning rates (``tuned_by``), which is then that of one setting for all of them.
@@ -35,7 +35,7 @@ from typing import Any, Literal, NamedTuple
 from fl_strategies.core.params import format_params
 from simulations.config import RunConfig
 from simulations.experiment import run_in_process
-from simulations.lab.cells import diverging_allowed, finished, run_cells
+from simulations.lab.cells import diverging_allowed, finished, run_cells, trial
 from simulations.lab.flower_server import run_under_flower
 from simulations.lab.measured import KINDS, Figure, summary, value
 from simulations.tables import score, tuned
@@ -246,14 +246,15 @@ def trials(setting: Setting, folder: Path) -> dict[tuple[str, float], RunConfig]
     """Return the runs that choose each rule's learning rate."""
     setting = setting.tuned_by or setting
     return {
-        (name, rate): placed(
-            setting, name, f"tuning/{name}-lr{rate:g}", folder,
-            lr=rate, seed=setting.seeds[0], validation=SHARE, stop_at_target=False,
-            fraction_evaluate=0.0,
+        (name, rate): trial(
+            placed(setting, name, f"tuning/{name}-lr{rate:g}", folder),
+            rate,
+            seed=setting.seeds[0],
+            share=SHARE,
         )
         for name, rule in setting.rules.items()
         for rate in (setting.rates if rule.rates is None else rule.rates)
-    }  # fmt: skip
+    }
 
 
 def chosen(tried: Mapping[tuple[str, float], RunConfig]) -> dict[str, float | None]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -29,6 +29,24 @@ from simulations.differences import differences
 def finished(config: RunConfig) -> bool:
     """Return whether the run's folder holds a finished run with these settings."""
     return _changes(config) == []
+
+
+def trial(config: RunConfig, rate: float, *, seed: int, share: float) -> RunConfig:
+    """Return the run that tries a learning rate: ``share`` of the training samples is held out.
+
+    It measures nothing but what the choice needs, and runs to its end.
+    """
+    return replace(
+        config,
+        lr=rate,
+        seed=seed,
+        validation=share,
+        stop_at_target=False,
+        fraction_evaluate=0.0,
+        fine_tune="off",
+        fine_tune_lr=-1.0,
+        gradient_norm="false",
+    )
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from fl_strategies.core.files import FolderLock, write_atomically
 from simulations.config import RunConfig, configs_for
 from simulations.experiment import prepare, run_in_process
 from simulations.figures import draw_curves
-from simulations.lab.cells import diverging_allowed, finished, interrupted, run_cells
+from simulations.lab.cells import diverging_allowed, finished, interrupted, run_cells, trial
 from simulations.lab.command_line import Command, numbers
 from simulations.lab.fairness import fairness
 from simulations.lab.report import write_report
@@ -121,16 +121,11 @@ class Comparison:
     def trials(self) -> list[RunConfig]:
         """Return the runs that choose the learning rates."""
         return [
-            replace(
+            trial(
                 self._placed(config, f"tuning/{config.algorithm}-lr{rate}"),
-                lr=rate,
+                rate,
                 seed=self.seeds[0],
-                validation=self.share,
-                stop_at_target=False,
-                fraction_evaluate=0.0,
-                fine_tune="off",
-                fine_tune_lr=-1.0,
-                gradient_norm="false",
+                share=self.share,
             )
             for config in self.configs
             for rate in self.rates
@@ -197,8 +192,8 @@ class Comparison:
 
     def _choose(self, trials: Sequence[RunConfig]) -> None:
         scores: dict[str, dict[float, float]] = {}
-        for trial in trials:
-            scores.setdefault(trial.algorithm, {})[trial.lr] = score(trial)
+        for tried in trials:
+            scores.setdefault(tried.algorithm, {})[tried.lr] = score(tried)
         rows = [row for algorithm, mine in scores.items() for row in tuned(algorithm, mine)]
         text = tuning_markdown(rows, self._rule())
         write_table(self.folder / "tuning", rows, text)
