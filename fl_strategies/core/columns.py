@@ -68,10 +68,8 @@ def repeated(times: Any, step: Callable[..., T], *start: Any) -> T:
     each client's part no longer changes after that client's last step.
     """
     state: Any = start
-    if not getattr(times, "ndim", 0):
-        for _ in range(int(times)):
-            state = step(*state)
-        return state  # type: ignore[no-any-return]
-    for number in range(int(times.max())):
-        state = choose(times > number, step(*state), state)
+    column = bool(getattr(times, "ndim", 0))
+    for number in range(int(times.max() if column else times)):
+        after = step(*state)
+        state = choose(times > number, after, state) if column else after
     return state  # type: ignore[no-any-return]
