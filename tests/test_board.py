@@ -172,12 +172,13 @@ def test_settings_share_a_choice_of_learning_rates_and_pay_for_it_once(tmp_path:
 
 def test_settings_that_share_runs_read_other_figures_of_them(tmp_path: Path) -> None:
     own = SMALL | {"local-test": 0.3, "fraction-evaluate": 1.0}
-    accuracy = TUNES._replace(config=own, rates=(), runs_in="tunes")
-    variance = accuracy._replace(name="variance", figure="variance")
+    accuracy = TUNES._replace(config=own, rates=(), runs_in=TUNES)
+    more = {**TUNES.rules, "more": Rule("fedavg", {"weights": "uniform"})}
+    variance = accuracy._replace(name="variance", figure="variance", rules=more)
     board.run([accuracy, variance], tmp_path, quiet=True)
     assert [path.name for path in tmp_path.iterdir()] == ["tunes"]
     found = [board.found(setting, tmp_path) for setting in (accuracy, variance)]
-    assert all(row.seconds == 0.0 for row in found[1].rows)
+    assert [row.rule for row in found[1].rows if row.seconds > 0.0] == ["more"]
     for row in found[1].rows:
         paths = [tmp_path / f"tunes/{row.rule}-seed{seed}/history.jsonl" for seed in (1, 2)]
         means = [

@@ -101,8 +101,8 @@ class Setting(NamedTuple):
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     impossible: str = ""
     """Why it cannot be run here."""
-    runs_in: str = ""
-    """The setting whose runs it reads, if they are not its own."""
+    runs_in: Setting | None = None
+    """The setting whose runs it reads and adds to, if they are not its own alone."""
     tuned_by: Setting | None = None
     """The setting that chose the learning rates, if it did not itself; rules are of one name."""
     line: Line | None = None
@@ -237,7 +237,7 @@ def placed(setting: Setting, rule: str, name: str, folder: Path, **others: Any) 
         **one.config,
         "algorithm": one.algorithm,
         "params": format_params(dict(one.params)),
-        "output": str(folder / (setting.runs_in or setting.name) / name),
+        "output": str(folder / (setting.runs_in or setting).name / name),
     }
     return replace(RunConfig.parse(config), **others)
 
@@ -348,11 +348,11 @@ def found(setting: Setting, folder: Path) -> Judged:
         )
     tried = trials(setting, folder)
     made = finished_runs(setting, folder)
-    own = setting.runs_in in ("", setting.name)  # whose runs, and whose seconds, they are
     rows = []
     for rule in setting.rules:
         mine = [config for name, config in made if name == rule]
         spent = [config for (name, _), config in tried.items() if name == rule and finished(config)]
+        own = setting.runs_in is None or rule not in setting.runs_in.rules  # and so its seconds
         missed = setting.horizon + 1.0
         values = tuple(value(config, setting.figure, missed) for config in mine)
         paid = [*mine * own, *spent * (own and setting.tuned_by is None)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fl_strategies import FedBC
-from simulations.lab.board import Rule, Setting
+from simulations.lab.board import Rule, Setting, centralised
 from simulations.lab.studies import FEDBC_RATES
 
 RULES = ("fedavg", "q-fedavg", "fedprox", "scaffold", "fedbc")
@@ -66,7 +66,8 @@ def table_7() -> list[Setting]:
     """Return cells of Table 7, whose partitions are those of Tables 4 and 5.
 
     Rounds, mu, q and alpha of MNIST are not stated: they are those of ``table_1``, with 0.01
-    for mu. Learning rates are chosen in the first cell.
+    for mu. Learning rates are chosen in the first cell. In one place a round is one epoch, twice as
+    many passes as half of the devices make.
     """
 
     def cell(classes: int, exponent: float) -> Setting:
@@ -74,7 +75,11 @@ def table_7() -> list[Setting]:
         return base._replace(
             name=f"fedbc-mnist-C{classes}-exponent{exponent:g}",
             where=f"FedBC, Table 7: MNIST, C = {classes}, exponent {exponent:g}",
-            rules={**base.rules, "fedprox": Rule("fedprox", {"mu": 0.01})},
+            rules={
+                **base.rules,
+                "fedprox": Rule("fedprox", {"mu": 0.01}),
+                "centralised": centralised(),
+            },
             published=TABLE_7[classes, exponent],
             config={
                 **{k: v for k, v in base.config.items() if k != "dataset-params"},
