@@ -103,11 +103,11 @@ def main(grid, context):
         timer.daemon = True
         timer.start()
     elif life <= KILLS:
-        writes, os.fsync = moments.randrange(1, 9), write
+        writes, os.fsync = life - 1, write
     experiment.run(config, grid)
 """
 """This repository's ServerApp, but each of its first lives is ended by SIGKILL: at a random moment,
-or, every other one, in the midst of writing a file."""
+or, every other one, in the midst of writing a file, the first, the third and so on."""
 
 
 def app_with(folder: Path, **modules: str) -> Path:

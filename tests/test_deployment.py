@@ -34,7 +34,7 @@ from simulations.lab.superlink import ROOT, running
 
 pytestmark = pytest.mark.xdist_group("engine")  # one at a time: each takes all cores
 
-KILLS = 20
+KILLS = 8
 
 
 @pytest.fixture
@@ -233,8 +233,8 @@ def test_many_clients_in_one_process_do_the_work_of_as_many_supernodes(
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("waits")  # beside the other engines: most of its ten minutes are waits
-def test_fedadmm_whose_server_is_killed_twenty_times_ends_with_the_in_process_model(
+@pytest.mark.xdist_group("waits")  # beside the other engines: most of its minutes are waits
+def test_fedadmm_whose_server_is_killed_eight_times_ends_with_the_in_process_model(
     federation: Federation, tmp_path: Path
 ) -> None:
     """A run whose ServerApp is dead is stopped by `flwr stop` and started again; after the last
