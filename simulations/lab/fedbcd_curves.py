@@ -34,9 +34,9 @@ def curves(labels: int, active: int) -> Setting:
 
 
 def personalized(setting: Setting) -> Setting:
-    """Return the personalized models of the setting's runs, against FedAvg, FedProx and ``alone``.
+    """Return the personalized models of the setting's runs, against FedAvg and FedProx.
 
-    ``alone`` is Ditto with lambda = 0: each device trains without the others, as often as they do.
+    ``alone`` is Ditto with lambda = 0: each device trains without the others, as often as here.
     """
     ours = {
         name: rule._replace(reference=rule.algorithm.startswith("fedbcd"))
@@ -46,7 +46,7 @@ def personalized(setting: Setting) -> Setting:
         name=f"{setting.name}-personalized",
         where=setting.where.replace("FedBCD,", "FedBCD's personalized models,"),
         figure="own_accuracy",
-        rules={**ours, "alone": Rule("ditto", {"lam": 0.0})},
+        rules={**ours, "alone": Rule("ditto", {"lam": 0.0}, reference=True)},
         runs_in=setting,
         curves=(),
     )
