@@ -98,16 +98,24 @@ def main(grid, context):
             die()
         fsync(file)
 
+    def push(messages):
+        nonlocal pushes
+        pushes -= 1
+        if pushes == 0:
+            timer = threading.Timer(moments.uniform(0.0, 3.0), die)
+            timer.daemon = True
+            timer.start()
+        return pushed(messages)
+
     if life <= KILLS and life % 2:
-        timer = threading.Timer(moments.uniform(0.0, 12.0), die)
-        timer.daemon = True
-        timer.start()
+        pushes, pushed, grid.push_messages = moments.randrange(1, 4), grid.push_messages, push
     elif life <= KILLS:
-        writes, os.fsync = life - 1, write
+        writes, os.fsync = life + 1, write
     experiment.run(config, grid)
 """
-"""This repository's ServerApp, but each of its first lives is ended by SIGKILL: at a random moment,
-or, every other one, in the midst of writing a file, the first, the third and so on."""
+"""This repository's ServerApp, but each of its first lives is ended by SIGKILL: at a random moment
+after its first, second or third messages to the nodes, or, every other one, in the midst of writing
+a file, each time a later one."""
 
 
 def app_with(folder: Path, **modules: str) -> Path:

@@ -246,7 +246,7 @@ def test_fedadmm_whose_server_is_killed_eight_times_ends_with_the_in_process_mod
         {
             "params": "eta=fraction",
             "clients": 2,
-            "rounds": 16,
+            "rounds": 12,
             "fraction": 0.5,
             "epochs": 1,
             "checkpoint-every": 1,
