@@ -66,6 +66,7 @@ class Rule(NamedTuple):
 
 DRAWN = {"random-epochs": "true"}
 """Numbers of local epochs are drawn from 1..E."""
+FIXED = {"random-epochs": "false"}
 
 
 def centralised(**config: Any) -> Rule:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from simulations.lab.board import Rule, Setting, centralised
+from simulations.lab.board import FIXED, Rule, Setting, centralised
 from simulations.lab.studies import FEDBCD, FEDBCD_RULES
 
 RULES = {name: Rule(*rule) for name, rule in FEDBCD_RULES.items()}
-FIXED = {"random-epochs": "false"}
 
 
 def curves(labels: int, active: int) -> Setting:

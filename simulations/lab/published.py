@@ -12,7 +12,7 @@ from typing import Any
 
 from fl_strategies import FedADMM
 from simulations.lab import fedbc_tables, fedbcd_curves, local_solvers
-from simulations.lab.board import DRAWN, Rule, Setting, centralised
+from simulations.lab.board import DRAWN, FIXED, Rule, Setting, centralised
 from simulations.lab.comparisons import (
     FEDADMM_NEEDS,
     FEDADMM_PAPER,
@@ -28,7 +28,6 @@ BEYOND = 101.0
 # ---- FedADMM: Gong, Li, Freris, ICDE 2022, Table III --------------------------------------------
 
 RATES = (0.01, 0.1, 0.2, 0.5)
-FIXED = {"random-epochs": "false"}
 PENALTY = {"rho": 0.01, "eta": 1.0, **FEDADMM_PAPER}
 
 
