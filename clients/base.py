@@ -86,7 +86,7 @@ class FederatedClient(NumPyClient):
 
     Then a stack of clients with dropout can draw each client's masks (``clients.learning.masks``).
     """
-    state_type: ClassVar[type | None] = None
+    state_type: ClassVar[type[NamedTuple] | None] = None
     """The named tuple that the client keeps, if any."""
     beside: ClassVar[tuple[str, ...]] = ()
     """Names of the vectors [d] that travel beside the model; the strategy's are the same."""

@@ -51,7 +51,7 @@ class Keeper:
     store: Store | None
     client_id: int
     algorithm: str
-    state_type: type | None
+    state_type: type[NamedTuple] | None
     signature: str
     kept: tuple[str, ...] = ()
 
@@ -95,7 +95,7 @@ class Keeper:
     def _found(self, config: Config, look: Look) -> Fields | None:
         try:
             found = look(self._store, self.owner(config), config.get("acked-round"))[1]
-            fields = self.state_type._fields if self.state_type else ()  # type: ignore[attr-defined]
+            fields = self.state_type._fields if self.state_type else ()
             names = {*fields, *(OWN + name for name in self.kept), "nonce"}
             if found is not None and (missing := names - found.keys()):
                 raise DamagedState(f"the state lacks {sorted(missing)}")

@@ -69,7 +69,7 @@ def step_size(
     c: float,
     f_star: float,
     growth: float,
-    batch_share: float,
+    batch_share: Vector | float,
     max_step: float,
 ) -> tuple[Vector, Vector]:
     """Return eta_k by (1) and (2), 0 if no step is taken, and the one from which the next may grow.

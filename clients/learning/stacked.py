@@ -187,7 +187,7 @@ class Polyak:
             c=options.c,
             f_star=options.f_star,
             growth=options.growth,
-            batch_share=self.share[:k],  # type: ignore[arg-type]
+            batch_share=self.share[:k],
             max_step=options.max_step,
         )
         w.sub_(eta * g)
