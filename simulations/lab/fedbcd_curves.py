@@ -35,7 +35,7 @@ def curves(labels: int, active: int) -> Setting:
 def personalized(setting: Setting) -> Setting:
     """Return the personalized models of the setting's runs, against FedAvg and FedProx.
 
-    ``alone`` is Ditto with lambda = 0: each device trains without the others, as often as here.
+    ``alone`` is Ditto with lambda = 0: each device trains without the others, in as many rounds.
     """
     ours = {
         name: rule._replace(reference=rule.algorithm.startswith("fedbcd"))
