@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from simulations.lab.board import Line, Rule, Setting
+from simulations.lab.board import Line, Rule, Setting, centralised
 from simulations.lab.comparisons import FEDADMM_PAPER
 from simulations.lab.studies import DELTA_SGD_ALPHAS, DELTA_SGD_SOLVERS
 
@@ -67,7 +67,8 @@ UNDER_FEDAVG = {
     name: Rule("fedavg", config=config, rates=rates) for name, (config, rates) in SOLVERS.items()
 }
 ALPHAS = at_all_alphas(
-    "solvers-mlp", "Local solvers: Fashion-MNIST, MLP, 200 rounds", UNDER_FEDAVG,
+    "solvers-mlp", "Local solvers: Fashion-MNIST, MLP, 200 rounds",
+    UNDER_FEDAVG | {"centralised": centralised(steps=80)._replace(rates=SGD_RATES)},
     dataset="fashion_mnist", model="mlp", rounds=200,
 )  # fmt: skip
 

@@ -14,10 +14,12 @@ from fl_strategies import FedADMM
 from simulations.lab import fedbc_tables, fedbcd_curves, local_solvers
 from simulations.lab.board import DRAWN, FIXED, Rule, Setting, centralised
 from simulations.lab.comparisons import (
+    BATCH_SIZES,
     FEDADMM_NEEDS,
     FEDADMM_PAPER,
     GLOBAL_MODELS,
     PERSONALIZED_MODELS,
+    two_passes,
 )
 from simulations.lab.measured import KINDS, Figure
 from simulations.lab.studies import DELTA_SGD_SOLVERS
@@ -31,15 +33,16 @@ RATES = (0.01, 0.1, 0.2, 0.5)
 PENALTY = {"rho": 0.01, "eta": 1.0, **FEDADMM_PAPER}
 
 
-def fedadmm_rules() -> dict[str, Rule]:
+def fedadmm_rules(clients: int, partition: str) -> dict[str, Rule]:
     """Return the rules of Table III: E is drawn for FedADMM and FedProx and fixed elsewhere."""
+    ten_clients_steps = centralised(steps=150, **FIXED)
     return {
         "fedadmm": Rule("fedadmm", PENALTY, DRAWN),
         "fedadmm-authors": Rule("fedadmm", PENALTY | dict(FedADMM.authors_rule), DRAWN, True),
         "fedavg": Rule("fedavg", config=FIXED),
         "fedprox": Rule("fedprox", {"mu": 0.1}, DRAWN),
         "scaffold": Rule("scaffold", config=FIXED),
-        "centralised": centralised(**FIXED),
+        "centralised": ten_clients_steps if clients == 100 else two_passes(partition),
     }
 
 
@@ -59,10 +62,6 @@ TARGETS = {"mnist": 0.97, "fashion_mnist": 0.8, "cifar10": 0.45}
 FEW_IMAGES = "7,000 of the 50,000 training images are at hand"
 
 
-def _batch_size(clients: int, partition: str) -> int:
-    return 200 if clients == 100 else {"iid": 0, "shards": 10}[partition]
-
-
 def table_iii(model: Mapping[str, str], prefix: str) -> list[Setting]:
     """Return the settings of Table III with a model per data set.
 
@@ -74,7 +73,7 @@ def table_iii(model: Mapping[str, str], prefix: str) -> list[Setting]:
             where=f"FedADMM, Table III: {dataset}, {clients} clients, {partition}",
             figure="rounds_to_target",
             ours="fedadmm",
-            rules=fedadmm_rules(),
+            rules=fedadmm_rules(clients, partition),
             published=dict(zip(("fedadmm", "fedavg", "fedprox", "scaffold"), rounds, strict=True)),
             config={
                 "dataset": dataset,
@@ -83,7 +82,7 @@ def table_iii(model: Mapping[str, str], prefix: str) -> list[Setting]:
                 "fraction": 0.1,
                 "rounds": 100,
                 "epochs": 5 if clients == 100 else 20,
-                "batch-size": _batch_size(clients, partition),
+                "batch-size": 200 if clients == 100 else BATCH_SIZES[partition],
                 "momentum": 0.0,  # not stated
                 "model": model[dataset],
                 "target": TARGETS[dataset],
@@ -128,6 +127,8 @@ def deciding(
             "fedavg": Rule("fedavg", config=FIXED),
             "scaffold": Rule("scaffold", config=FIXED, rates=scaffold),
             "fedadmm": Rule("fedadmm", PENALTY | {"rho": 0.1}, DRAWN, reference=True),
+            "fedavg-drawn": Rule("fedavg", config=DRAWN, reference=True),
+            "centralised": cell.rules["centralised"],
         },
         published={
             "authors" if rule == "fedadmm" else rule: rounds
@@ -278,6 +279,7 @@ def fedpd_writers() -> Setting:
             "fedavg": Rule("fedavg", {"weights": "uniform"}, {"lr": 0.001}),
             "fedavg-0.01": Rule("fedavg", {"weights": "uniform"}, steps),
             "fedprox": Rule("fedprox", {"weights": "uniform", "mu": 1.0}, steps),
+            "centralised": centralised(steps=28250, **steps),  # of about 30,000 by the clients
         },
         published={},
         config={
@@ -318,6 +320,7 @@ def niid_bench(dataset: str) -> Setting:
             "scaffold": Rule("scaffold", config={"momentum": 0.0}),  # ours takes plain steps alone
             "fednova": Rule("fednova", config={"momentum": 0.9}),
             "moon": Rule("moon", {"mu": 1.0}, {"momentum": 0.9}),
+            "centralised": centralised(momentum=0.9),
         },
         published=NIID_BENCH[dataset],
         config={
