@@ -211,7 +211,7 @@ class RunConfig:
             raise ValueError(f"state-dir must be an absolute path, got {self.state_dir!r}")
         self._check_used()
         LocalTraining().updated(self.local())
-        self.strategy().check_clients(self.clients)
+        self.strategy().check_population(self.clients)
 
     @property
     def stateful(self) -> bool:

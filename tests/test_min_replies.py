@@ -17,13 +17,30 @@ from fl_strategies import (
     FedBCDAsync,
     RoundInfo,
 )
+from simulations.config import RunConfig, configs_for
+from simulations.experiment import metrics_of
 
 
 @pytest.mark.parametrize(("strategy", "own"), [(FedAvg, {}), (FedBCDAsync, {"box": 5.0})])
 def test_more_replies_than_clients_cannot_be_needed(strategy: Any, own: dict[str, Any]) -> None:
     one = strategy(min_replies=3, fraction_evaluate=0.0, **own)
-    with pytest.raises(ValueError, match=r"min_replies is 3, and the number of clients \w+ 2"):
+    with pytest.raises(ValueError, match=r"min_replies is 3, and the number of clients \w+ is 2"):
         one.start(grid(quadratics(2)), to_record(START), 1)
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "fedbcd", "fedbcd-i"])
+def test_a_round_asks_as_many_clients_as_settings_are_checked_for(algorithm: str) -> None:
+    settings: dict[str, Any] = {"algorithm": algorithm, "clients": 20, "fraction": 0.29}
+    config = RunConfig.parse(settings)
+    (metrics,) = metrics_of(**settings, rounds=1)
+    assert metrics["clients-asked"] == config.strategy().asked_of(20) < 20
+
+
+def test_a_comparison_in_which_one_algorithm_asks_too_few_clients_begins_no_run(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ValueError, match=r"min-replies is 5, .* that fedavg asks in a round is 1"):
+        configs_for(["fedpd", "fedavg"], [], {"clients": 10, "min-replies": 5}, tmp_path)
 
 
 def test_after_a_resumption_too_few_clients_are_told_at_once(tmp_path: Path) -> None:
@@ -37,7 +54,7 @@ def test_after_a_resumption_too_few_clients_are_told_at_once(tmp_path: Path) -> 
 
     with pytest.raises(RuntimeError, match="killed"):
         kept(callbacks=[after_two]).start(grid(quadratics(3)), to_record(START), 5)
-    with pytest.raises(ValueError, match="min_replies is 3, and the number of clients asked 2"):
+    with pytest.raises(ValueError, match="min_replies is 3, and the number of clients asked is 2"):
         kept().start(grid(quadratics(2)), to_record(START), 5, resume=True)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from fl_strategies.bcd.latency import Clock
 from fl_strategies.core.hyperparameters import Schedule, choice, number, option
+from fl_strategies.core.randomness import share
 from fl_strategies.core.records import Upload, Uploads
 from fl_strategies.core.schedules import at, check, values
 from fl_strategies.core.vectors import Vector
@@ -219,7 +220,10 @@ class CloudStrategy(FederatedStrategy):
     def active_size(self, devices: int) -> int:
         """Return how many of a cloud server's devices are active."""
         least = math.ceil(self.min_train_nodes / self.servers)
-        return min(devices, max(int(self.fraction_train * devices + 1e-9), least))
+        return min(devices, max(share(self.fraction_train, devices), least))
+
+    def asked_of(self, clients: int) -> int:
+        return self.servers * self.active_size(clients // self.servers)
 
     def first_to_call(self, server_round: int, clients: Collection[int], size: int) -> list[int]:
         """Return the ``size`` clients whose requests arrive first by the virtual clock, sorted."""

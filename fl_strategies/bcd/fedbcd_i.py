@@ -43,7 +43,7 @@ from fl_strategies.bcd.fedbcd import Sum, booked, server_rule, work
 from fl_strategies.core.columns import clip, repeated
 from fl_strategies.core.hyperparameters import number, option
 from fl_strategies.core.oracle import Oracle, Solved, Step
-from fl_strategies.core.randomness import draw, stream
+from fl_strategies.core.randomness import draw, share, stream
 from fl_strategies.core.records import Uploads
 from fl_strategies.core.schedules import check
 from fl_strategies.core.subproblem import Subproblem
@@ -158,7 +158,7 @@ class FedBCDI(CloudStrategy):
     def active(self, server_round: int, cloud: int, clients: Iterable[int]) -> list[int]:
         devices = self.state.devices(cloud, clients)
         size = self.active_size(len(devices))
-        many = max(size, int(self.fraction_available * len(devices) + 1e-9))
+        many = max(size, share(self.fraction_available, len(devices)))
         available = draw(stream(self.seed, "available", server_round, cloud), devices)[:many]
         self.available |= set(available)
         return self.first_to_call(server_round, available, size)

@@ -29,6 +29,17 @@ def stream(seed: int, purpose: str, *indices: int) -> np.random.Generator:
     return np.random.default_rng(np.random.SeedSequence(words))
 
 
+def share(fraction: float, of: int) -> int:
+    """Return how many of ``of`` items ``fraction`` of them are, rounded down.
+
+    Examples
+    --------
+    >>> share(0.29, 100), int(0.29 * 100)
+    (29, 28)
+    """
+    return int(fraction * of + 1e-9)
+
+
 def draw(rng: np.random.Generator, items: Sequence[T], size: int | None = None) -> list[T]:
     """Return ``size`` of ``items`` (by default all), without repetition, in random order.
 

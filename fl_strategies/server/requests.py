@@ -26,7 +26,7 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from fl_strategies.core.hyperparameters import Scalar, told
 from fl_strategies.core.layout import Arrays, Layout
 from fl_strategies.core.local import check_local
-from fl_strategies.core.randomness import draw, stream
+from fl_strategies.core.randomness import draw, share, stream
 from fl_strategies.core.records import MISSED, NOTHING, Reply, Upload
 from fl_strategies.core.schedules import at
 from fl_strategies.core.spread import expected_work, spread
@@ -126,6 +126,10 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
         model = self.layout.unpack(vector, {**self._model, **buffers})
         return ArrayRecord({name: encoded(array) for name, array in model.items()})
 
+    def asked_of(self, clients: int) -> int:
+        """Return how many of so many connected clients are asked to train in a round."""
+        return min(clients, max(share(self.fraction_train, clients), self.min_train_nodes))
+
     def choose(self, server_round: int, nodes: Mapping[int, int]) -> list[int]:
         """Return the connected clients that train in the round, ascending."""
         return self.sample("sample", server_round, nodes, self.fraction_train, self.min_train_nodes)
@@ -135,8 +139,7 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
     ) -> list[int]:
         """Return a random share of the connected clients, ascending, by the stream ``purpose``."""
         clients = sorted(nodes)
-        # 1e-9: 0.29 of 100 must be 29, and the rounded product may be less
-        size = max(int(fraction * len(clients) + 1e-9), least)
+        size = max(share(fraction, len(clients)), least)
         log(DEBUG, "%s: %d of %d clients", purpose, size, len(clients))
         return sorted(draw(stream(self.seed, purpose, server_round), clients, size))
 

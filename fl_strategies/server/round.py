@@ -106,9 +106,18 @@ class Round(Requests):
 
         In later rounds clients may have left for a while: then the round is void.
         """
-        if self.run.round == self.run.first and clients < self.min_replies:
+        if self.run.round == self.run.first:
+            self._check_replies(clients, how)
+
+    def check_population(self, clients: int) -> None:
+        """Raise ``ValueError`` if no run with so many clients, all connected, can succeed."""
+        self.check_clients(clients)
+        self._check_replies(self.asked_of(clients), f"that {self.algorithm} asks in a round")
+
+    def _check_replies(self, clients: int, how: str) -> None:
+        if clients < self.min_replies:
             raise ValueError(
-                f"min_replies is {self.min_replies}, and the number of clients {how} {clients}"
+                f"min_replies is {self.min_replies}, and the number of clients {how} is {clients}"
             )
 
     def aggregate_train(
