@@ -279,7 +279,7 @@ def fedpd_writers() -> Setting:
             "fedavg": Rule("fedavg", {"weights": "uniform"}, {"lr": 0.001}),
             "fedavg-0.01": Rule("fedavg", {"weights": "uniform"}, steps),
             "fedprox": Rule("fedprox", {"weights": "uniform", "mu": 1.0}, steps),
-            "centralised": centralised(steps=28250, **steps),  # of about 30,000 by the clients
+            "centralised": centralised(**steps, **{"batch-size": 200}),  # as all clients' steps
         },
         published={},
         config={
