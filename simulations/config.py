@@ -89,7 +89,7 @@ class RunConfig:
     fraction_evaluate: float = key(0.0, "share of the clients that evaluate on their own test data")
     local_test: float = key(0.0, "share of each client's samples held out as its test data")
     pooled: bool = key(False, "merge training and test data; test on all that clients hold out")
-    validation: float = key(0.0, "share of each client's samples that replaces the test set")
+    validation: float = key(0.0, "share of each client's training samples, on which all is tested")
     fine_tune: str = key("off", "also measure models after a step on `train` or `test-batch`")
     fine_tune_lr: float = key(-1.0, "learning rate of `fine-tune`'s step; -1 is `lr`")
     gradient_norm: str = key("", "`true`: report the squared norm of grad f, f the clients' mean")

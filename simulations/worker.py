@@ -112,7 +112,10 @@ def _options(
 
 
 def parts(config: RunConfig) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return each client's samples: (for training, for its own tests)."""
+    """Return each client's samples: (for training, for its own tests).
+
+    Its own tests are on what ``validation`` holds out of its training samples, if it does.
+    """
     return _split(config)[0]
 
 
@@ -139,16 +142,14 @@ def _parts(
     known = partial(partitions.options_of, kind)
     options = _options(params, f"partition {kind!r}", partitions.partition, known)
     rows = partitions.partition(kind, found.y, clients, seed=seed, owner=found.owner, **options)
-    held_out = np.empty(0, np.int64)
-    if validation > 0.0:
-        split = partitions.train_test(rows, validation, seed)
-        rows = [train for train, _ in split]
-        held_out = np.concatenate([test for _, test in split])
-        if not len(held_out):
-            raise ValueError(
-                f"validation={validation} holds out nothing: clients have too few rows"
-            )
-    return partitions.train_test(rows, local_test, seed), held_out
+    split = partitions.train_test(rows, local_test, seed)
+    if validation == 0.0:
+        return split, np.empty(0, np.int64)
+    split = partitions.train_test([train for train, _ in split], validation, seed)
+    held_out = np.concatenate([held for _, held in split])
+    if not len(held_out):
+        raise ValueError(f"validation={validation} holds out nothing: clients have too few rows")
+    return split, held_out
 
 
 def draw_partition(config: RunConfig, path: Path) -> None:
@@ -255,7 +256,8 @@ def client_fn(context: Context) -> AnyAlgorithmClient:
     store = DirectoryStore(states, me, durable=durable) if states else ContextStore(context)
     test = problem(config, "train", held_out) if len(held_out) else None
     found = dataset(config)
-    if config.partition == "natural" and config.local_test == 0.0 and found.test_owner is not None:
+    untouched = config.local_test == config.validation == 0.0
+    if config.partition == "natural" and untouched and found.test_owner is not None:
         assert found.owner is not None
         own = np.flatnonzero(found.test_owner == found.owner[train[0]])
         test = problem(config, "test", own) if len(own) else None

@@ -193,10 +193,10 @@ def test_a_run_on_validation_rows_trains_on_the_others_and_is_tested_on_no_test_
     config = RunConfig.parse({"clients": 8, "local-test": 0.2, "pooled": pooled})
     plain, split = parts(config), parts(held := replace(config, validation=0.3))
     held_out = validation_rows(held)
-    everything = np.concatenate([held_out, *(rows for pair in split for rows in pair)])
-    whole = np.concatenate([rows for pair in plain for rows in pair])
-    assert np.array_equal(np.sort(everything), np.sort(whole))
-    assert len(held_out) == pytest.approx(0.3 * len(whole), abs=8)
+    for (train, _), (less, own) in zip(plain, split, strict=True):  # no client's test samples
+        np.testing.assert_array_equal(np.sort(np.concatenate([less, own])), train)
+    np.testing.assert_array_equal(held_out, np.concatenate([own for _, own in split]))
+    assert len(held_out) == pytest.approx(0.3 * sum(len(train) for train, _ in plain), abs=8)
     ((_, targets),) = problem(held, "test").batches(np.random.default_rng(), 0)
     np.testing.assert_array_equal(targets, dataset(held).y[held_out])
 

@@ -252,19 +252,25 @@ def trials(setting: Setting, folder: Path) -> dict[tuple[str, float], RunConfig]
             rate,
             seed=setting.seeds[0],
             share=SHARE,
+            own=setting.figure == "own_accuracy",
         )
         for name, rule in setting.rules.items()
         for rate in (setting.rates if rule.rates is None else rule.rates)
     }
 
 
-def chosen(tried: Mapping[tuple[str, float], RunConfig]) -> dict[str, float | None]:
-    """Return each rule's learning rate, by its :func:`trials`; None as long as one is missing."""
+def chosen(setting: Setting, folder: Path) -> dict[str, float | None]:
+    """Return each rule's learning rate, by its :func:`trials`; None as long as one is missing.
+
+    It is chosen by the global model, or by the personalized models where these are compared.
+    """
     scores: dict[str, dict[float, float]] = {}
     rates: dict[str, float | None] = {}
-    for (rule, rate), config in tried.items():
+    own = (setting.tuned_by or setting).figure == "own_accuracy"
+    for (rule, rate), config in trials(setting, folder).items():
         if finished(config):
-            scores.setdefault(rule, {})[rate] = score(config)
+            found = value(config, "own_accuracy", 0.0) if own else score(config)
+            scores.setdefault(rule, {})[rate] = found
         else:
             rates[rule] = None
     rows = [row for rule, mine in scores.items() for row in tuned(rule, mine)]
@@ -291,7 +297,7 @@ def runs(
 
 def finished_runs(setting: Setting, folder: Path) -> list[tuple[str, RunConfig]]:
     """Return rule and config of each compared run that is finished."""
-    made = runs(setting, folder, chosen(trials(setting, folder)))
+    made = runs(setting, folder, chosen(setting, folder))
     return [(rule, config) for (rule, _), config in made.items() if finished(config)]
 
 
@@ -327,9 +333,8 @@ def run(
 
     for setting in settings:
         if not setting.impossible:
-            tried = trials(setting, folder)
-            run_all(setting, tried)
-            run_all(setting, runs(setting, folder, chosen(tried)))
+            run_all(setting, trials(setting, folder))
+            run_all(setting, runs(setting, folder, chosen(setting, folder)))
 
 
 def run_one(config: RunConfig, server: str = "", *, quiet: bool = False) -> None:

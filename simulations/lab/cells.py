@@ -31,10 +31,13 @@ def finished(config: RunConfig) -> bool:
     return _changes(config) == []
 
 
-def trial(config: RunConfig, rate: float, *, seed: int, share: float) -> RunConfig:
+def trial(
+    config: RunConfig, rate: float, *, seed: int, share: float, own: bool = False
+) -> RunConfig:
     """Return the run that tries a learning rate: ``share`` of the training samples is held out.
 
-    It measures nothing but what the choice needs, and runs to its end.
+    It measures nothing but what the choice needs, and runs to its end. With ``own``, the clients'
+    own models are tested on what each client holds out.
     """
     return replace(
         config,
@@ -42,7 +45,7 @@ def trial(config: RunConfig, rate: float, *, seed: int, share: float) -> RunConf
         seed=seed,
         validation=share,
         stop_at_target=False,
-        fraction_evaluate=0.0,
+        fraction_evaluate=config.fraction_evaluate if own else 0.0,
         fine_tune="off",
         fine_tune_lr=-1.0,
         gradient_norm="false",
