@@ -1,22 +1,8 @@
-"""The board: what papers publish, what is found here, with which certainty, and the verdict.
+"""The board: the runs of its settings, and what they came to.
 
-A :class:`Setting` is one published comparison: rules on the same data, of which one is the paper's.
 Each rule's learning rate is chosen from one grid, on training samples held out (the rule of
-``simulations.tables``); then each runs with the same seeds, from which
-
-interval        the 95 % t interval of the mean over seeds
-prediction      the 95 % t interval in which one more run would lie
-difference      of the paper's rule less the best baseline (by its mean here), in pairs of the same
-                seed, with its 95 % t interval
-
-*Reproduced* is a setting whose difference lies on the published side of 0 with its whole interval,
-and whose published number lies in the interval of prediction; *order only*, if the number does not;
-*not*, if the interval holds 0 or lies on the other side. Where the paper's rule is behind a
-baseline by its own numbers, the differences to all published baselines must lie on their sides. A
-setting without a paper's rule, of a benchmark, is reproduced if each published number lies in its
-rule's interval of prediction. A setting without published numbers says whether the rule is *ahead*
-of the best baseline or *behind* it with the whole interval, or *level*. What cannot be run says
-why.
+``simulations.tables``); then each runs with the same seeds, from which the verdict follows
+(``simulations.lab.verdicts``).
 
 Settings may share their runs (``runs_in``), of which each reads another figure, or the choice of
 learning rates (``tuned_by``), which is then that of one setting for all of them.
@@ -24,210 +10,25 @@ learning rates (``tuned_by``), which is then that of one setting for all of them
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean, stdev
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from fl_strategies.core.params import format_params
 from simulations.config import RunConfig
 from simulations.experiment import run_in_process
 from simulations.lab.cells import diverging_allowed, finished, run_cells, trial
 from simulations.lab.flower_server import run_under_flower
-from simulations.lab.measured import KINDS, Figure, summary, value
+from simulations.lab.measured import summary, value
+from simulations.lab.settings import Setting
+from simulations.lab.verdicts import Judged, Row, judge
 from simulations.tables import score, tuned
 from simulations.worker import parts
 
-Verdict = Literal[
-    "reproduced", "order only", "not", "not run", "not possible here", "ahead", "level", "behind"
-]
-
-CONFIDENCE = 0.95
 SHARE = 0.2
 """Of each client's training samples, held out to choose the learning rate by."""
-
-
-class Rule(NamedTuple):
-    """An algorithm with hyperparameters, and what its run-config sets beside the setting's."""
-
-    algorithm: str
-    params: Mapping[str, Any] = {}
-    config: Mapping[str, Any] = {}
-    reference: bool = False
-    """A row to compare with that is no baseline: training in one place, the authors' own form."""
-    rates: tuple[float, ...] | None = None
-    """Learning rates to choose from. None: the setting's; empty: the config's ``lr`` alone."""
-    server: str = ""
-    """A server of ``flower_server.SERVERS`` in place of the algorithm's."""
-
-
-DRAWN = {"random-epochs": "true"}
-"""Numbers of local epochs are drawn from 1..E."""
-FIXED = {"random-epochs": "false"}
-
-
-def centralised(**config: Any) -> Rule:
-    """Return training on all data in one place: one client, which trains in every round."""
-    one = {"clients": 1, "fraction": 1.0, "partition": "iid", "partition-params": ""}
-    return Rule("fedavg", config=one | config, reference=True)
-
-
-class Line(NamedTuple):
-    """A setting's place in a figure of several settings: one line for each rule."""
-
-    figure: str
-    """The figure's file, without suffix."""
-    axis: str
-    at: float
-
-
-class Setting(NamedTuple):
-    """A published comparison, and how it is run here."""
-
-    name: str
-    where: str
-    """Paper, table, row."""
-    figure: Figure
-    ours: str
-    """The rule of the paper; "" for a benchmark's setting."""
-    rules: Mapping[str, Rule]
-    published: Mapping[str, float]
-    """Its figure by rule: a share, or rounds (more than the horizon for "not within it")."""
-    config: Mapping[str, Any]
-    rates: tuple[float, ...] = ()
-    """Learning rates to choose from; none: those of the configs."""
-    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
-    impossible: str = ""
-    """Why it cannot be run here."""
-    runs_in: Setting | None = None
-    """The setting whose runs it reads and adds to, if they are not its own alone."""
-    tuned_by: Setting | None = None
-    """The setting that chose the learning rates, if it did not itself; rules are of one name."""
-    line: Line | None = None
-    curves: tuple[str, ...] = ()
-    """What test accuracy is drawn against: columns of ``simulations.tables.curve``."""
-
-    @property
-    def horizon(self) -> int:
-        """Rounds of a run."""
-        return int(self.config["rounds"])
-
-
-class Interval(NamedTuple):
-    """A mean, and how far its interval goes to either side."""
-
-    mean: float
-    half: float
-
-    @property
-    def low(self) -> float:
-        """Its lower end."""
-        return self.mean - self.half
-
-    @property
-    def high(self) -> float:
-        """Its upper end."""
-        return self.mean + self.half
-
-
-def interval(values: Sequence[float], *, of_next: bool = False) -> Interval:
-    """Return the t interval of the mean of ``values``, or of one value more.
-
-    Raises ``ValueError`` for fewer than two values, of which there is none.
-    """
-    n = len(values)
-    if n < 2:
-        raise ValueError(f"an interval needs at least two values, got {n}")
-    factor = math.sqrt(1.0 / n + of_next)
-    from scipy.stats import t  # here: it takes a second, and few tables need it
-
-    half = float(t.ppf((1 + CONFIDENCE) / 2, n - 1)) * stdev(values) * factor
-    return Interval(fmean(values), half)
-
-
-class Row(NamedTuple):
-    """A rule of a setting: what is published, and what its seeds came to."""
-
-    rule: str
-    published: float | None
-    values: tuple[float, ...]
-    lr: float | None
-    seconds: float
-    """Of all its runs, the choice of its rate included."""
-
-
-class Judged(NamedTuple):
-    """A setting with what was found, as ``board.json`` holds it."""
-
-    setting: Setting
-    rows: tuple[Row, ...]
-    best: str
-    """The best baseline, by its mean here."""
-    difference: Interval | None
-    verdict: Verdict
-
-
-def judge(setting: Setting, rows: Sequence[Row]) -> Judged:
-    """Return the verdict on ``rows``, those of the rules that ran with every seed."""
-    if setting.impossible:
-        return Judged(setting, tuple(rows), "", None, "not possible here")
-    sign = -1.0 if KINDS[setting.figure].less_is_better else 1.0
-    whole = {row.rule: row for row in rows if len(row.values) == len(setting.seeds)}
-    baselines = [
-        row
-        for name, row in whole.items()
-        if name != setting.ours and not setting.rules[name].reference
-    ]
-    ours = whole.get(setting.ours)
-    if not baselines or (setting.ours and ours is None):
-        return Judged(setting, tuple(rows), "", None, "not run")
-    if ours is None:
-        return Judged(setting, tuple(rows), "", None, _foretold(setting, whole))
-    best = max(baselines, key=lambda row: sign * fmean(row.values))
-    found = _difference(ours, best)
-    low, high = sorted((sign * found.low, sign * found.high))
-    verdict: Verdict = "ahead" if low > 0 else "behind" if high < 0 else "level"
-    if setting.published:
-        verdict = "not"
-        if _in_order(ours, baselines, best, sign):
-            verdict = "reproduced" if _within(ours) else "order only"
-    return Judged(setting, tuple(rows), best.rule, found, verdict)
-
-
-def _difference(ours: Row, other: Row) -> Interval:
-    return interval([a - b for a, b in zip(ours.values, other.values, strict=True)])
-
-
-def _in_order(ours: Row, baselines: Sequence[Row], best: Row, sign: float) -> bool:
-    """Return whether whole intervals of the differences lie on their published sides."""
-    gaps = [
-        (row, ours.published - row.published)
-        for row in baselines
-        if ours.published is not None and row.published is not None
-    ]
-    leads = all(sign * gap >= 0.0 for _, gap in gaps)
-    sides = [(best, sign)] if leads else [(row, gap) for row, gap in gaps if gap]
-    differences = [(_difference(ours, row), math.copysign(1.0, side)) for row, side in sides]
-    return all(side * found.mean > found.half for found, side in differences)
-
-
-def _within(row: Row) -> bool:
-    """Return whether the published number could be that of one more run."""
-    ahead = interval(row.values, of_next=True)
-    return row.published is not None and ahead.low <= row.published <= ahead.high
-
-
-def _foretold(setting: Setting, whole: Mapping[str, Row]) -> Verdict:
-    """Return the verdict on a benchmark's numbers."""
-    if setting.published.keys() - whole.keys():
-        return "not run"
-    return "reproduced" if all(_within(whole[rule]) for rule in setting.published) else "not"
-
-
-# ---- runs ---------------------------------------------------------------------------------------
 
 
 def placed(setting: Setting, rule: str, name: str, folder: Path, **others: Any) -> RunConfig:
@@ -262,7 +63,8 @@ def trials(setting: Setting, folder: Path) -> dict[tuple[str, float], RunConfig]
 def chosen(setting: Setting, folder: Path) -> dict[str, float | None]:
     """Return each rule's learning rate, by its :func:`trials`; None as long as one is missing.
 
-    It is chosen by the global model, or by the personalized models where these are compared.
+    It is chosen by the global model, or by the personalized models where these are compared; a rate
+    with which all clients diverge scores 0.
     """
     scores: dict[str, dict[float, float]] = {}
     rates: dict[str, float | None] = {}
@@ -270,7 +72,8 @@ def chosen(setting: Setting, folder: Path) -> dict[str, float | None]:
     for (rule, rate), config in trials(setting, folder).items():
         if finished(config):
             found = value(config, "own_accuracy", 0.0) if own else score(config)
-            scores.setdefault(rule, {})[rate] = found
+            ended = bool(summary(config)["given_up"])
+            scores.setdefault(rule, {})[rate] = 0.0 if ended else found
         else:
             rates[rule] = None
     rows = [row for rule, mine in scores.items() for row in tuned(rule, mine)]
@@ -346,8 +149,11 @@ def run_one(config: RunConfig, server: str = "", *, quiet: bool = False) -> None
             run_in_process(config, quiet=quiet)
 
 
-def found(setting: Setting, folder: Path) -> Judged:
-    """Return the verdict on the runs of a setting that are finished."""
+def found(setting: Setting, folder: Path, told: Collection[Setting] = ()) -> Judged:
+    """Return the verdict on the runs of a setting that are finished.
+
+    The cost of choosing its rates is its own, unless a setting of ``told`` chose them.
+    """
     if setting.impossible:
         return judge(
             setting, [Row(r, setting.published.get(r), (), None, 0.0) for r in setting.rules]
@@ -361,10 +167,18 @@ def found(setting: Setting, folder: Path) -> Judged:
         own = setting.runs_in is None or rule not in setting.runs_in.rules  # and so its seconds
         missed = setting.horizon + 1.0
         values = tuple(value(config, setting.figure, missed) for config in mine)
-        paid = [*mine * own, *spent * (own and setting.tuned_by is None)]
+        paid = [*mine * own, *spent * (own and setting.tuned_by not in told)]
         seconds = sum(summary(config)["seconds"] for config in paid)
         lr = mine[0].lr if mine else None
-        rows.append(Row(rule, setting.published.get(rule), values, lr, seconds))
+        rates = tuple(config.lr for config in spent)
+        seeds = tuple(config.seed for config in mine)
+        ended = tuple(
+            f"seed {config.seed}: {cause}"
+            for config in mine
+            if (cause := summary(config)["given_up"])
+        )
+        published = setting.published.get(rule)
+        rows.append(Row(rule, published, values, lr, seconds, seeds, rates, ended))
     return judge(setting, rows)
 
 
@@ -382,7 +196,7 @@ def shrunk(setting: Setting) -> Setting:
     small |= {"model": "logistic", "target": 0.05, "stop-at-target": False}
     rules = {
         name: rule._replace(
-            config={k: v for k, v in rule.config.items() if k not in small},
+            config={k: 2 if k == "steps" else v for k, v in rule.config.items() if k not in small},
             rates=None if rule.rates is None else rule.rates[:2],
         )
         for name, rule in setting.rules.items()

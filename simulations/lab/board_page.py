@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -9,8 +10,10 @@ from typing import Any
 
 from simulations.config import RunConfig
 from simulations.figures import PANELS, draw_curves, save, title
-from simulations.lab.board import Interval, Judged, Row, Setting, interval
+from simulations.lab.board import SHARE
 from simulations.lab.measured import KINDS, summary
+from simulations.lab.settings import Setting
+from simulations.lab.verdicts import Interval, Judged, Row, interval
 from simulations.tables import AXES, FIGURES, curve, grid, run_figures
 
 
@@ -24,15 +27,28 @@ def records(board: Sequence[Judged]) -> list[dict[str, Any]]:
             "rule": row.rule,
             "published": row.published,
             "values": list(row.values),
+            "seeds": list(row.seeds),
+            "interval": _ends(row.values),
+            "prediction": _ends(row.values, of_next=True),
             "lr": row.lr,
+            "rates tried": list(row.tried),
             "seconds": row.seconds,
+            "ended early": list(row.ended),
             "best baseline": each.best,
-            "difference": None if each.difference is None else list(each.difference),
+            "difference": each.difference and [each.difference.low, each.difference.high],
             "verdict": each.verdict,
+            "not possible": each.setting.impossible,
         }
         for each in board
         for row in each.rows
     ]
+
+
+def _ends(values: Sequence[float], *, of_next: bool = False) -> list[float] | None:
+    if len(values) < 2:
+        return None
+    found = interval(values, of_next=of_next)
+    return [found.low, found.high]
 
 
 def markdown(board: Sequence[Judged], command: str) -> str:
@@ -56,22 +72,31 @@ def _section(each: Judged, command: str) -> str:
     rows = []
     for row in each.rows:
         name = f"**{row.rule}**" if row.rule == setting.ours else row.rule
-        about = ["-" if row.published is None else _told(setting, row.published)]
+        about = ["-" if row.published is None else _published(setting, row.published)]
         if row.values:
-            about.append(_told(setting, fmean(row.values)))
+            about.append(_told(setting, row.values))
             about.append(_range(setting, row.values))
             about += [_less(each, row)] if setting.ours else []
             about += [f"{row.lr:g}", str(len(row.values)), f"{row.seconds / 3600:.2f}"]
         rows.append([name, *about, *["-"] * (len(heads) - 1 - len(about))])
     verdict = f"Verdict: *{each.verdict}*."
-    if each.difference is not None:
+    if each.difference is not None and not _any_missed(each):
         low, high = each.difference.low, each.difference.high
         verdict += (
             f" {setting.ours} less {each.best}, in pairs: {_plain(setting, each.difference.mean)}"
             f" [{_plain(setting, low)}, {_plain(setting, high)}]."
         )
-    run_it = f"`{command} --only {setting.name}`"
-    return f"{title}\n{grid(heads, rows)}\n{verdict} {run_it}\n"
+    text = f"{title}\n{grid(heads, rows)}\n{verdict} `{command} --only {setting.name}`\n"
+    notes = [f"{row.rule} ended early with {cause}" for row in each.rows for cause in row.ended]
+    if tried := [f"{row.rule} {_rates(row.tried)}" for row in each.rows if row.tried]:
+        seed = (setting.tuned_by or setting).seeds[0]
+        held_out = f"{100 * SHARE:g} % of each client's training samples, held out"
+        notes.append(f"Rates are chosen with seed {seed} on {held_out}, from: {'; '.join(tried)}")
+    return text + "".join(f"\n{note}.\n" for note in notes)
+
+
+def _rates(tried: Sequence[float]) -> str:
+    return ", ".join(f"{rate:g}" for rate in tried)
 
 
 def _less(each: Judged, row: Row) -> str:
@@ -80,21 +105,45 @@ def _less(each: Judged, row: Row) -> str:
     seeds = len(each.setting.seeds)
     if ours.rule == row.rule or seeds < 2 or not len(ours.values) == len(row.values) == seeds:
         return "-"
+    if _missed(each.setting, (*ours.values, *row.values)):
+        return "-"
     pairs = zip(ours.values, row.values, strict=True)
     return _plus_minus(each.setting, interval([a - b for a, b in pairs]))
 
 
 def _range(setting: Setting, values: Sequence[float]) -> str:
-    if len(values) < 2:
+    if len(values) < 2 or _missed(setting, values):
         return "-"
     found = interval(values)
     return f"[{_plain(setting, found.low)}, {_plain(setting, found.high)}]"
 
 
-def _told(setting: Setting, value: float) -> str:
+def _missed(setting: Setting, values: Sequence[float]) -> int:
+    """Return how many runs did not reach the target, which makes their mean a lower bound."""
+    return sum(value > setting.horizon for value in values) * (setting.figure == "rounds_to_target")
+
+
+def _any_missed(each: Judged) -> int:
+    """Return how many runs of the compared pair did not reach the target."""
+    pair = [row.values for row in each.rows if row.rule in (each.setting.ours, each.best)]
+    return sum(_missed(each.setting, values) for values in pair)
+
+
+def _published(setting: Setting, value: float) -> str:
     if setting.figure == "rounds_to_target":
-        return f"> {setting.horizon}" if value > setting.horizon else f"{value:.4g}"
+        return f"{value:g}" if math.isfinite(value) else "not reached"
     return _plain(setting, value)
+
+
+def _told(setting: Setting, values: Sequence[float]) -> str:
+    missed = _missed(setting, values)
+    if missed == len(values):
+        return f"> {setting.horizon}"
+    if missed:
+        return f"> {fmean(values):.4g} ({len(values) - missed} of {len(values)} reached it)"
+    if setting.figure == "rounds_to_target":
+        return f"{fmean(values):.4g}"
+    return _plain(setting, fmean(values))
 
 
 def _plain(setting: Setting, value: float) -> str:
@@ -126,14 +175,16 @@ def _mean(each: Judged, row: Row) -> str:
     if not row.values:
         return "-"
     lr = f" ({row.lr:g})"
-    if len(row.values) < 2:
-        return f"{_told(each.setting, row.values[0])}{lr}"
+    if len(row.values) < 2 or _missed(each.setting, row.values):
+        return f"{_told(each.setting, row.values)}{lr}"
     return _plus_minus(each.setting, interval(row.values)) + lr
 
 
 def _difference(each: Judged) -> str:
     if each.difference is None:
         return "-"
+    if _any_missed(each):
+        return f"to {each.best}: *{each.verdict}*"
     shown = _plus_minus(each.setting, each.difference)
     return f"{shown} to {each.best}: *{each.verdict}*"
 
@@ -175,6 +226,8 @@ def alike(board: Sequence[Judged]) -> list[list[Judged]]:
     """Return the settings in groups with the same rules and figure, in their order."""
     groups: dict[tuple[str, ...], list[Judged]] = {}
     for each in board:
+        if each.setting.impossible:
+            continue
         groups.setdefault((each.setting.figure, *each.setting.rules), []).append(each)
     return [*groups.values()]
 
@@ -200,7 +253,7 @@ def draw(each: Judged, path: Path) -> None:
         found = interval(row.values)
         colour = "C3" if row.rule == setting.ours else "C0"
         axes.errorbar(unit * found.mean, place, xerr=unit * found.half, fmt="o", color=colour)
-        if row.published is not None:
+        if row.published is not None and math.isfinite(row.published):
             axes.plot(unit * row.published, place, "x", color="0.4")
     axes.set_yticks(range(len(rows)), [title(row.rule) for row in rows])
     axes.invert_yaxis()

@@ -12,8 +12,8 @@ from collections.abc import Collection
 from typing import Any
 
 from fl_strategies import FedADMM
-from simulations.lab.board import DRAWN, FIXED, Rule, Setting, centralised
 from simulations.lab.measured import Figure
+from simulations.lab.settings import DRAWN, FIXED, Rule, Setting, centralised
 
 FEDADMM_PAPER: dict[str, Any] = {"local_start": "client", "tracking": "client"}
 

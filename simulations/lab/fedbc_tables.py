@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fl_strategies import FedBC
-from simulations.lab.board import Rule, Setting, centralised
+from simulations.lab.settings import Rule, Setting, centralised
 from simulations.lab.studies import FEDBC_RATES
 
 RULES = ("fedavg", "q-fedavg", "fedprox", "scaffold", "fedbc")

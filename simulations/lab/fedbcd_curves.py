@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simulations.lab.board import FIXED, Rule, Setting, centralised
+from simulations.lab.settings import FIXED, Rule, Setting, centralised
 from simulations.lab.studies import FEDBCD, FEDBCD_RULES
 
 RULES = {name: Rule(*rule) for name, rule in FEDBCD_RULES.items()}

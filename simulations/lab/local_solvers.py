@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from simulations.lab.board import Line, Rule, Setting, centralised
 from simulations.lab.comparisons import FEDADMM_PAPER
+from simulations.lab.settings import Line, Rule, Setting, centralised
 from simulations.lab.studies import DELTA_SGD_ALPHAS, DELTA_SGD_SOLVERS
 
 PAPER: dict[str, Any] = {k: v for k, v in DELTA_SGD_SOLVERS["delta-sgd"].items() if k != "rounds"}

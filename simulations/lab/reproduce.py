@@ -31,11 +31,12 @@ from simulations.lab import board, board_page
 from simulations.lab.cells import diverging_allowed, interrupted, run_cells
 from simulations.lab.command_line import Command
 from simulations.lab.published import BOARD
+from simulations.lab.settings import Setting
 from simulations.lab.studies import DELTA_SGD_ALPHAS, FEDBC_RULES, STUDIES, Cell
 from simulations.results import writable
 from simulations.tables import grid
 
-N = TypeVar("N", Cell, board.Setting)
+N = TypeVar("N", Cell, Setting)
 
 
 def diverged(info: RoundInfo) -> bool:
@@ -213,9 +214,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", default="", help="run only cells with this in their name")
     parser.add_argument("--rules", default="", help="run only these rules of the board: a,b")
     parser.add_argument("--quiet", action="store_true", help="print no line for each round")
-    parser.add_argument("--quick", action="store_true", help="tiny runs of the board, to try it")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny runs of the board, to try it, under quick/"
+    )
     args = parser.read(arguments)
-    folder: Path = args.output.expanduser().absolute()
+    folder: Path = args.output.expanduser().absolute() / ("quick" * args.quick)
     logging.getLogger("flwr").setLevel(logging.ERROR)
     with parser.explained():
         writable(folder, "results folder")
@@ -252,7 +255,7 @@ def run_settings(args: argparse.Namespace, folder: Path) -> str:
         settings = [board.shrunk(setting) for setting in chosen(settings, args.only)[:2]]
     command = f"python -m simulations.lab.reproduce {args.study}{' --quick' * args.quick}"
 
-    judged = {setting.name: board.found(setting, folder) for setting in settings}
+    judged = {setting.name: board.found(setting, folder, settings) for setting in settings}
 
     def write_board() -> str:
         found = [*judged.values()]
@@ -268,14 +271,16 @@ def run_settings(args: argparse.Namespace, folder: Path) -> str:
         )
         return text
 
-    def note(setting: board.Setting) -> None:
-        judged[setting.name] = board.found(setting, folder)
+    def note(setting: Setting) -> None:
+        judged[setting.name] = board.found(setting, folder, settings)
         write_board()
 
     wanted = chosen(settings, args.only)
     rules = [rule for rule in args.rules.split(",") if rule]
     board.run(wanted, folder, rules=rules, jobs=args.jobs, quiet=args.quiet, on_done=note)
-    judged |= {one.name: board.found(one, folder) for one in settings}  # some share their runs
+    judged |= {
+        one.name: board.found(one, folder, settings) for one in settings
+    }  # some share their runs
     for setting in wanted:
         board_page.draw(judged[setting.name], folder / f"{setting.name}.png")
         if setting.curves and (made := board.finished_runs(setting, folder)):

@@ -1,0 +1,74 @@
+"""A published comparison, and how it is run here: what the board's studies consist of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from simulations.lab.measured import Figure
+
+
+class Rule(NamedTuple):
+    """An algorithm with hyperparameters, and what its run-config sets beside the setting's."""
+
+    algorithm: str
+    params: Mapping[str, Any] = {}
+    config: Mapping[str, Any] = {}
+    reference: bool = False
+    """A row to compare with that is no baseline: training in one place, the authors' own form."""
+    rates: tuple[float, ...] | None = None
+    """Learning rates to choose from. None: the setting's; empty: the config's ``lr`` alone."""
+    server: str = ""
+    """A server of ``flower_server.SERVERS`` in place of the algorithm's."""
+
+
+DRAWN = {"random-epochs": "true"}
+"""Numbers of local epochs are drawn from 1..E."""
+FIXED = {"random-epochs": "false"}
+
+
+def centralised(**config: Any) -> Rule:
+    """Return training on all data in one place: one client, which trains in every round."""
+    one = {"clients": 1, "fraction": 1.0, "partition": "iid", "partition-params": ""}
+    return Rule("fedavg", config=one | config, reference=True)
+
+
+class Line(NamedTuple):
+    """A setting's place in a figure of several settings: one line for each rule."""
+
+    figure: str
+    """The figure's file, without suffix."""
+    axis: str
+    at: float
+
+
+class Setting(NamedTuple):
+    """A published comparison, and how it is run here."""
+
+    name: str
+    where: str
+    """Paper, table, row."""
+    figure: Figure
+    ours: str
+    """The rule of the paper; "" for a benchmark's setting."""
+    rules: Mapping[str, Rule]
+    published: Mapping[str, float]
+    """Its figure by rule: a share, or rounds (infinite if the target was not reached)."""
+    config: Mapping[str, Any]
+    rates: tuple[float, ...] = ()
+    """Learning rates to choose from; none: those of the configs."""
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
+    impossible: str = ""
+    """Why it cannot be run here."""
+    runs_in: Setting | None = None
+    """The setting whose runs it reads and adds to, if they are not its own alone."""
+    tuned_by: Setting | None = None
+    """The setting that chose the learning rates, if it did not itself; rules are of one name."""
+    line: Line | None = None
+    curves: tuple[str, ...] = ()
+    """What test accuracy is drawn against: columns of ``simulations.tables.curve``."""
+
+    @property
+    def horizon(self) -> int:
+        """Rounds of a run."""
+        return int(self.config["rounds"])
