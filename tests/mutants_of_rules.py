@@ -238,7 +238,7 @@ RULES = [
             '"available", server_round, cloud)': '"available", server_round)',
             '"available", server_round,': '"available",',
             "min(state.offline": "max(state.offline",
-            "* len(devices) + 1e-9)": "* len(devices) - 0.5)",
+            "share(self.fraction_available, len(devices))": "0",
         },
     ),
     *of(
@@ -320,7 +320,7 @@ RULES = [
         {
             "p % self.servers if modulo": "p % self.servers if not modulo",
             "sizes.index(min(sizes))": "0",
-            "max(int(self.fraction_train * devices + 1e-9), least)": "least",
+            "max(share(self.fraction_train, devices), least)": "least",
             "key=lambda client: arrival[client])[:size]": ")[:size]",
             "seconds=state.seconds + took": "seconds=took",
             "return max(times, default=0.0)": "return min(times, default=0.0)",
