@@ -214,7 +214,7 @@ def _run(
         progress.arrays = result.arrays
         void = not progress.used()
     except BaseException as error:
-        if isinstance(error, NothingUsable) and progress.used():
+        if isinstance(error, NothingUsable) and (progress.used() or error.diverged):
             progress.given_up = str(error)
         try:
             save(finished=bool(progress.given_up))

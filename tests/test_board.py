@@ -1,4 +1,4 @@
-"""The board's intervals cover what they say, and its verdicts are those of its rule."""
+"""The board's settings run, share what they say they share, and resume."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from flwr.serverapp.strategy import FedAvg
 
 from clients import FederatedClient
+from fl_strategies.core.files import FolderLock
 from fl_strategies.core.params import parse_params
 from simulations import defaults
 from simulations.config import RunConfig
@@ -23,102 +24,8 @@ from simulations.lab.published import BOARD
 from simulations.lab.reproduce import main
 from simulations.lab.settings import Rule, Setting
 from simulations.lab.studies import STUDIES
-from simulations.lab.verdicts import Interval, Row, interval, judge
 
 SETTINGS = [setting for settings in BOARD.values() for setting in settings]
-RULES = {"new": Rule("fedadmm"), "old": Rule("fedavg"), "all": Rule("fedavg", reference=True)}
-ACCURACY = Setting(
-    "one", "A paper, Table 1", "final_accuracy", "new", RULES, {"new": 0.9, "old": 0.8},
-    {"rounds": 100, "clients": 10}, seeds=(1, 2, 3),
-)  # fmt: skip
-ROUNDS = ACCURACY._replace(figure="rounds_to_target", published={"new": 10.0, "old": 20.0})
-BENCHMARK = ACCURACY._replace(ours="")
-VARIANTS = ACCURACY._replace(published={})
-
-
-def rows(setting: Setting, new: tuple[float, ...], old: tuple[float, ...]) -> list[Row]:
-    """Rows with a reference that is best of all, which no verdict looks at."""
-    best = 0.0 if setting.figure == "rounds_to_target" else 1.0
-    values = {"new": new, "old": old, "all": (best,) * 3}
-    return [Row(name, setting.published.get(name), v, 0.1, 1.0) for name, v in values.items()]
-
-
-@pytest.mark.parametrize("of_next", [False, True])
-@pytest.mark.parametrize("n", [2, 5])
-def test_intervals_hold_95_of_100_means_and_further_values(n: int, of_next: bool) -> None:
-    rng = np.random.default_rng(n)
-    drawn = rng.normal(3.0, 2.0, (4000, n + 1))
-    found = [interval(list(values[:n]), of_next=of_next) for values in drawn]
-    sought = drawn[:, n] if of_next else np.full(4000, 3.0)
-    held = [one.low <= value <= one.high for one, value in zip(found, sought, strict=True)]
-    assert np.mean(held) == pytest.approx(0.95, abs=4 * np.sqrt(0.95 * 0.05 / 4000))
-
-
-def test_one_value_has_no_interval() -> None:
-    with pytest.raises(ValueError, match="at least two values, got 1"):
-        interval([1.0])
-
-
-@pytest.mark.parametrize(
-    ("setting", "new", "old", "verdict"),
-    [
-        (ACCURACY, (0.89, 0.90, 0.91), (0.80, 0.81, 0.82), "reproduced"),
-        (ACCURACY, (0.70, 0.71, 0.72), (0.60, 0.61, 0.62), "order only"),
-        (ACCURACY, (0.89, 0.90, 0.91), (0.91, 0.90, 0.89), "not"),
-        (ACCURACY, (0.80, 0.81, 0.82), (0.89, 0.90, 0.91), "not"),
-        (ACCURACY, (0.80, 0.95, 0.65), (0.70, 0.85, 0.55), "reproduced"),  # seeds in pairs
-        (ROUNDS, (9.0, 10.0, 11.0), (20.0, 21.0, 22.0), "reproduced"),
-        (ROUNDS, (30.0, 31.0, 32.0), (50.0, 51.0, 52.0), "order only"),
-        (ROUNDS, (20.0, 21.0, 22.0), (9.0, 10.0, 11.0), "not"),
-        (ACCURACY, (0.89, 0.90), (0.80, 0.81, 0.82), "not run"),
-        (ACCURACY, (0.89, 0.90, 0.91), (), "not run"),
-        (BENCHMARK, (0.89, 0.90, 0.91), (0.79, 0.80, 0.81), "reproduced"),
-        (BENCHMARK, (0.89, 0.90, 0.91), (0.89, 0.90, 0.91), "not"),
-        (BENCHMARK, (0.89, 0.90, 0.91), (), "not run"),
-        (VARIANTS, (0.89, 0.90, 0.91), (0.80, 0.81, 0.82), "ahead"),
-        (VARIANTS, (0.80, 0.81, 0.82), (0.89, 0.90, 0.91), "behind"),
-        (VARIANTS, (0.89, 0.90, 0.91), (0.91, 0.90, 0.89), "level"),
-        (
-            VARIANTS._replace(figure="rounds_to_target"),
-            (9.0, 10.0, 11.0),
-            (20.0, 21.0, 22.0),
-            "ahead",
-        ),
-    ],
-)
-def test_a_verdict_follows_from_the_paired_difference_and_the_published_number(
-    setting: Setting, new: tuple[float, ...], old: tuple[float, ...], verdict: str
-) -> None:
-    assert judge(setting, rows(setting, new, old)).verdict == verdict
-
-
-def test_a_paper_whose_rule_is_behind_by_its_own_numbers_is_reproduced_where_it_is_behind() -> None:
-    setting = ACCURACY._replace(published={"new": 0.8, "old": 0.9})
-    behind = rows(setting, (0.79, 0.80, 0.81), (0.89, 0.90, 0.91))
-    assert judge(setting, behind).verdict == "reproduced"
-    ahead = rows(setting, (0.79, 0.80, 0.81), (0.69, 0.70, 0.71))
-    assert judge(setting, ahead).verdict == "not"
-    third = {"third": Rule("fedprox")}
-    setting = setting._replace(
-        rules=setting.rules | third, published=setting.published | {"third": 0.7}
-    )
-    for value, verdict in ((0.7, "reproduced"), (0.8, "not"), (0.85, "not")):
-        between = [*behind, Row("third", 0.7, (value - 0.01, value, value + 0.01), None, 0.0)]
-        assert judge(setting, between).verdict == verdict
-
-
-def test_the_difference_is_that_to_the_best_baseline_in_pairs() -> None:
-    found = judge(ACCURACY, rows(ACCURACY, (0.8, 0.9, 1.0), (0.7, 0.8, 0.9)))
-    assert found.best == "old"
-    assert found.difference is not None
-    assert found.difference == pytest.approx(Interval(0.1, 0.0), abs=1e-12)
-
-
-def test_what_cannot_be_run_says_why() -> None:
-    setting = ACCURACY._replace(impossible="the data are not at hand")
-    found = judge(setting, [])
-    assert found.verdict == "not possible here"
-    assert "the data are not at hand" in board_page.markdown([found], "command")
 
 
 def test_the_worst_and_best_tenth_are_of_each_rounds_clients(tmp_path: Path) -> None:
@@ -171,6 +78,39 @@ def test_settings_share_a_choice_of_learning_rates_and_pay_for_it_once(tmp_path:
     assert sum(row.seconds for one in (first, second) for row in one.rows) == pytest.approx(spent)
 
 
+def test_a_rate_with_which_all_clients_diverge_is_not_chosen_and_stops_nothing(
+    tmp_path: Path,
+) -> None:
+    rules = {"new": Rule("fedavg"), "old": Rule("fedprox", rates=(1e38,))}
+    setting = TUNES._replace(rules=rules, config=SMALL | {"rounds": 4}, rates=(0.1, 1e38))
+    board.run([setting], tmp_path, quiet=True)
+    found = board.found(setting, tmp_path)
+    assert [(row.lr, len(row.values)) for row in found.rows] == [(0.1, 2), (1e38, 2)]
+    cause = "no reply of 3 rounds in a row was usable: 4 clients [0, 1, 2, 3]: array"
+    assert found.rows[1].ended[0].startswith(f"seed 1: {cause}")
+    assert f"old ended early with seed 1: {cause}" in board_page.markdown([found], "command")
+
+
+def test_a_run_that_fails_is_told_at_the_end_and_stops_no_other_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = board.run_one
+
+    def run_one(config: RunConfig, server: str = "", **others: Any) -> None:
+        if "tunes" in config.output and config.algorithm == "fedprox":
+            raise OSError("the disk is full")
+        plain(config, server, **others)
+
+    monkeypatch.setattr(board, "run_one", run_one)
+    other = TUNES._replace(name="other")
+    with pytest.raises(RuntimeError, match=r"^tunes: 2 of 2 runs failed: .*the disk is full"):
+        board.run([TUNES, other], tmp_path, quiet=True)
+    values = [
+        [len(row.values) for row in board.found(each, tmp_path).rows] for each in (TUNES, other)
+    ]
+    assert values == [[2, 0], [2, 2]]
+
+
 def test_settings_that_share_runs_read_other_figures_of_them(tmp_path: Path) -> None:
     own = SMALL | {"local-test": 0.3, "fraction-evaluate": 1.0}
     accuracy = TUNES._replace(config=own, rates=(), runs_in=TUNES)
@@ -187,17 +127,6 @@ def test_settings_that_share_runs_read_other_figures_of_them(tmp_path: Path) -> 
             for path in paths
         ]
         assert row.values == pytest.approx(means, rel=1e-9)
-
-
-def test_settings_with_the_same_rules_stand_side_by_side(tmp_path: Path) -> None:
-    first = judge(ACCURACY, rows(ACCURACY, (0.89, 0.90, 0.91), (0.80, 0.81, 0.82)))
-    other = ACCURACY._replace(name="two", rules={"new": Rule("fedadmm")})
-    groups = board_page.alike([first, judge(other, []), first])
-    assert [[each.setting.name for each in group] for group in groups] == [["one", "one"], ["two"]]
-    table = board_page.side_by_side([first, first])
-    half = 100 * interval([0.89, 0.90, 0.91]).half
-    assert f"| new | 90.0 ± {half:.1f} (0.1) | 90.0 ± {half:.1f} (0.1) |" in table
-    assert "9.0 ± 0.0 to old: *reproduced*" in table
 
 
 def test_flowers_server_of_fedavg_gives_the_model_of_our_fedavg(
@@ -321,11 +250,38 @@ def test_the_shrunk_board_runs_is_written_and_resumes(
     assert found[0]["verdict"] not in ("not run", "not possible here")
     assert (folder / f"{only}.svg").stat().st_size > 0
     text = (folder / "board.md").read_text()
-    assert f"reproduce {study} --quick --only {only}" in text
+    assert f"reproduce {study} --quick --output {tmp_path} --only {only}" in text
+    assert "a trial of two rounds, no result" in text
     capsys.readouterr()
     main(command)
     assert "runs done" not in capsys.readouterr().out
     assert (folder / "board.md").read_text() == text
+
+
+@pytest.mark.parametrize(
+    "study", ["fedpd-fig2", *(pytest.param(n, marks=pytest.mark.slow) for n in STUDIES)]
+)
+def test_a_shrunk_study_of_cells_runs_and_resumes(
+    study: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [study, "--quick", "--quiet", "--output", str(tmp_path)]
+    main(command)
+    text = (tmp_path / "quick/table.md").read_text()
+    for cell in STUDIES[study]()[:2]:
+        assert json.loads((tmp_path / "quick" / cell.name / "summary.json").read_text())["finished"]
+    assert "not run" not in text
+    assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1
+    capsys.readouterr()
+    main(command)
+    assert "2 of 2 runs were finished before" in capsys.readouterr().out
+
+
+def test_two_studies_do_not_write_one_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FolderLock(tmp_path).held("study"), pytest.raises(SystemExit):
+        main(["fedpd-fig2", "--output", str(tmp_path)])
+    assert f"{tmp_path} is in use by run study" in capsys.readouterr().err
 
 
 def test_missing_data_are_told_once_and_no_run_begins(

@@ -8,8 +8,8 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -109,6 +109,16 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._handle: int | None = None
+
+    @contextmanager
+    def held(self, run: str) -> Iterator[None]:
+        """Hold the folder inside the block, in the name of ``run``; errors of :meth:`take`."""
+        self.take()
+        self.sign(run)
+        try:
+            yield
+        finally:
+            self.release()
 
     def take(self) -> str:
         """Make the folder if needed and lock it; return the run that held it last, or "".

@@ -80,7 +80,14 @@ class Sifted(Generic[T]):
 
 
 class NothingUsable(RuntimeError):
-    """Every reply was unusable, in several rounds in a row; the text tells each cause once."""
+    """Every reply was unusable, in several rounds in a row; the text tells each cause once.
+
+    ``diverged`` says that the only cause was numbers that are not finite.
+    """
+
+    def __init__(self, text: str, *, diverged: bool = False) -> None:
+        super().__init__(text)
+        self.diverged = diverged
 
 
 class Patience:
@@ -113,7 +120,10 @@ class Patience:
             told = "; ".join(
                 f"{named(sorted(who))}: {reason}" for reason, who in self._causes.values()
             )
-            raise NothingUsable(f"no reply of {self._in_a_row} rounds in a row was usable: {told}")
+            raise NothingUsable(
+                f"no reply of {self._in_a_row} rounds in a row was usable: {told}",
+                diverged=all("not finite" in reason for reason, _ in self._causes.values()),
+            )
 
     def _who(self) -> set[int]:
         return {client for _, who in self._causes.values() for client in who}

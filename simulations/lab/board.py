@@ -22,7 +22,7 @@ from simulations.experiment import run_in_process
 from simulations.lab.cells import diverging_allowed, finished, run_cells, trial
 from simulations.lab.flower_server import run_under_flower
 from simulations.lab.measured import summary, value
-from simulations.lab.settings import Setting
+from simulations.lab.settings import Setting, small
 from simulations.lab.verdicts import Judged, Row, judge
 from simulations.tables import score, tuned
 from simulations.worker import parts
@@ -60,7 +60,9 @@ def trials(setting: Setting, folder: Path) -> dict[tuple[str, float], RunConfig]
     }
 
 
-def chosen(setting: Setting, folder: Path) -> dict[str, float | None]:
+def chosen(
+    setting: Setting, tried: Mapping[tuple[str, float], RunConfig]
+) -> dict[str, float | None]:
     """Return each rule's learning rate, by its :func:`trials`; None as long as one is missing.
 
     It is chosen by the global model, or by the personalized models where these are compared; a rate
@@ -69,7 +71,7 @@ def chosen(setting: Setting, folder: Path) -> dict[str, float | None]:
     scores: dict[str, dict[float, float]] = {}
     rates: dict[str, float | None] = {}
     own = (setting.tuned_by or setting).figure == "own_accuracy"
-    for (rule, rate), config in trials(setting, folder).items():
+    for (rule, rate), config in tried.items():
         if finished(config):
             found = value(config, "own_accuracy", 0.0) if own else score(config)
             ended = bool(summary(config)["given_up"])
@@ -100,7 +102,7 @@ def runs(
 
 def finished_runs(setting: Setting, folder: Path) -> list[tuple[str, RunConfig]]:
     """Return rule and config of each compared run that is finished."""
-    made = runs(setting, folder, chosen(setting, folder))
+    made = runs(setting, folder, chosen(setting, trials(setting, folder)))
     return [(rule, config) for (rule, _), config in made.items() if finished(config)]
 
 
@@ -117,11 +119,13 @@ def run(
 
     ``rules`` are those to run; none: all. ``on_done`` is called after each run, with its setting.
     Raises ``ValueError`` for a rule that is in none of the settings, and for data that are not at
-    hand.
+    hand; ``RuntimeError`` at the end, with the runs that failed.
     """
     known = {rule for setting in settings for rule in setting.rules}
     if unknown := set(rules) - known:
         raise ValueError(f"no rule {', '.join(sorted(unknown))}; rules: {', '.join(sorted(known))}")
+
+    failed: list[str] = []
 
     def run_all(setting: Setting, configs: Mapping[tuple[str, Any], RunConfig]) -> None:
         work = {
@@ -131,13 +135,18 @@ def run(
         }
         if todo := [config for config in work if not finished(config)]:
             parts(todo[0])  # what is wrong with the data is said once, not by each run
-        if work:
+        try:
             run_cells(work, jobs=jobs, on_done=partial(on_done, setting))
+        except RuntimeError as error:
+            failed.append(f"{setting.name}: {error}")
 
     for setting in settings:
         if not setting.impossible:
-            run_all(setting, trials(setting, folder))
-            run_all(setting, runs(setting, folder, chosen(setting, folder)))
+            tried = trials(setting, folder)
+            run_all(setting, tried)
+            run_all(setting, runs(setting, folder, chosen(setting, tried)))
+    if failed:
+        raise RuntimeError("; ".join(failed))
 
 
 def run_one(config: RunConfig, server: str = "", *, quiet: bool = False) -> None:
@@ -188,25 +197,18 @@ def found(setting: Setting, folder: Path, told: Collection[Setting] = ()) -> Jud
 def shrunk(setting: Setting) -> Setting:
     """Return the setting with two rounds of two clients, two seeds and a small model.
 
-    Where all clients train in each round they still do: FedPD asks all. That is a test that all of
-    it still runs; what it comes to says nothing.
+    That is a test that all of it still runs; what it comes to says nothing.
     """
-    clients = int(setting.config["clients"])
-    small: dict[str, Any] = {"rounds": 2, "evaluate-every": 2, "epochs": 1}
-    small |= {"model": "logistic", "target": 0.05, "stop-at-target": False}
     rules = {
         name: rule._replace(
-            config={k: 2 if k == "steps" else v for k, v in rule.config.items() if k not in small},
+            config={**rule.config, **small(rule.config)},
             rates=None if rule.rates is None else rule.rates[:2],
         )
         for name, rule in setting.rules.items()
     }
-    if setting.config["fraction"] < 1.0:
-        small["fraction"] = min(1.0, 2 / clients)
-    if "steps" in setting.config:
-        small["steps"] = 2
     return setting._replace(
-        config={**setting.config, **small},
+        where=f"{setting.where}: a trial of two rounds, no result",
+        config={**setting.config, **small(setting.config)},
         rules=rules,
         seeds=setting.seeds[:2],
         rates=setting.rates[:2],

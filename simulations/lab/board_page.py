@@ -25,7 +25,8 @@ def records(board: Sequence[Judged]) -> list[dict[str, Any]]:
             "where": each.setting.where,
             "figure": each.setting.figure,
             "rule": row.rule,
-            "published": row.published,
+            "published": _finite(row.published),
+            "published not reached": row.published == math.inf,
             "values": list(row.values),
             "seeds": list(row.seeds),
             "interval": _ends(row.values),
@@ -42,6 +43,11 @@ def records(board: Sequence[Judged]) -> list[dict[str, Any]]:
         for each in board
         for row in each.rows
     ]
+
+
+def _finite(value: float | None) -> float | None:
+    """Return the value, None for one that JSON has no number for."""
+    return None if value is None or math.isinf(value) else value
 
 
 def _ends(values: Sequence[float], *, of_next: bool = False) -> list[float] | None:
@@ -112,10 +118,11 @@ def _less(each: Judged, row: Row) -> str:
 
 
 def _range(setting: Setting, values: Sequence[float]) -> str:
-    if len(values) < 2 or _missed(setting, values):
+    ends = _ends(values)
+    if ends is None or _missed(setting, values):
         return "-"
-    found = interval(values)
-    return f"[{_plain(setting, found.low)}, {_plain(setting, found.high)}]"
+    low, high = (_plain(setting, end) for end in ends)
+    return f"[{low}, {high}]"
 
 
 def _missed(setting: Setting, values: Sequence[float]) -> int:

@@ -145,13 +145,8 @@ class Comparison:
 
     def run(self, jobs: int = 1) -> list[dict[str, Any]]:
         """Do the unfinished runs, ``jobs`` at a time, write all files, and return the summaries."""
-        lock = FolderLock(self.folder)
-        lock.take()
-        lock.sign("comparison")
-        try:
+        with FolderLock(self.folder).held("comparison"):
             return self._run_all(jobs)
-        finally:
-            lock.release()
 
     def _run_all(self, jobs: int) -> list[dict[str, Any]]:
         draw_partition(self.runs()[0], self.folder / "partition.png")

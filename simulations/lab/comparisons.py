@@ -1,9 +1,9 @@
-"""Comparisons that nobody published: settings of ``simulations.lab.board`` with equal budgets.
+"""Comparisons that nobody published: settings of the board with equal budgets.
 
-Every rule of a setting has the same learning rates to choose from and the same seeds; its other
-hyperparameters are stated here and are not tuned. ``FEDADMM_NEEDS`` shows what FedADMM's results
-depend on (``notebooks/pages/fedadmm-needs.md``), ``GLOBAL_MODELS`` and ``PERSONALIZED_MODELS`` are
-the README's comparison.
+Every federated rule of a setting has the same learning rates to choose from, and every rule the
+same seeds; other hyperparameters are stated here and are not tuned. ``FEDADMM_NEEDS`` shows what
+FedADMM's results depend on (``notebooks/pages/fedadmm-needs.md``), ``GLOBAL_MODELS`` and
+``PERSONALIZED_MODELS`` are the README's comparison.
 """
 
 from __future__ import annotations

@@ -50,12 +50,8 @@ def run_under_flower(config: RunConfig, server: str, *, quiet: bool = False) -> 
     config.check_device()
     torch.set_num_threads(1)
     model, folder = prepare(config)
-    lock = FolderLock(folder)
-    lock.take()
-    try:
+    with FolderLock(folder).held(server):
         return _run(config, server, model, folder, quiet)
-    finally:
-        lock.release()
 
 
 def _run(config: RunConfig, server: str, model: FlatModel, folder: Path, quiet: bool) -> Summary:

@@ -1,8 +1,9 @@
-"""What papers publish, and how it is run here: the settings of ``simulations.lab.board``.
+"""What papers publish, and how it is run here: the settings of the board.
 
 Numbers are the papers' own; where a paper leaves something open, the setting's comment says what
-was chosen. Every rule of a setting has the same rates to choose from, but SCAFFOLD in ``deciding``:
-at larger ones its network diverges.
+was chosen. Every rule of a setting has the same rates to choose from, but for two kinds: local
+solvers have the rates of their papers, and SCAFFOLD in ``deciding`` has small ones, as its network
+diverges at larger ones.
 """
 
 from __future__ import annotations

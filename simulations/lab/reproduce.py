@@ -8,7 +8,8 @@ the same settings, is not made again, so that an interrupted command can be repe
 run ``DIR/table.md``, or ``DIR/board.md`` and ``DIR/board.json``, is written anew; each setting of
 the board gets a figure. A run ends at its number of rounds, at its target, when all its clients
 diverge, or after a number of rounds without a new best accuracy. ``--quick`` makes two rounds of
-two settings of the board with a small model, to show that the study still runs.
+two cells or settings with a small model, to show that the study still runs; it writes under
+``DIR/quick``.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fl_strategies import EarlyStop, RoundInfo
-from fl_strategies.core.files import write_atomically
+from fl_strategies.core.files import FolderLock, write_atomically
 from simulations.experiment import run_in_process
 from simulations.figures import read_history
 from simulations.lab import board, board_page
@@ -32,7 +33,7 @@ from simulations.lab.cells import diverging_allowed, interrupted, run_cells
 from simulations.lab.command_line import Command
 from simulations.lab.published import BOARD
 from simulations.lab.settings import Setting
-from simulations.lab.studies import DELTA_SGD_ALPHAS, FEDBC_RULES, STUDIES, Cell
+from simulations.lab.studies import FEDBC_RULES, STUDIES, Cell
 from simulations.results import writable
 from simulations.tables import grid
 
@@ -60,16 +61,14 @@ def table(cells: list[Cell], folder: Path) -> str:
     heads = ["cell", "rounds to target", "best accuracy", "after rounds", "‖∇f‖²", *names]
     rows = []
     for cell in cells:
-        path = folder / cell.name / "summary.json"
-        if path.exists():
-            summary = json.loads(path.read_text())
+        if (summary := _finished(folder / cell.name)) is not None:
             to_target = summary["rounds_to_target"] or "-"
             best = math.nan if summary["best_accuracy"] is None else 100 * summary["best_accuracy"]
             norm2 = summary.get("gradient_norm2")
             gradient = "-" if norm2 is None else f"{norm2:.1e}"
             row = [cell.name, str(to_target), f"{best:.2f} %", str(summary["rounds"]), gradient]
             if marks:
-                history = read_history(path.parent / "history.jsonl")
+                history = read_history(folder / cell.name / "history.jsonl")
                 at = {int(entry["round"]): entry for entry in history}
                 shown = [at[t]["test-accuracy"] if t in at else math.nan for t in marks]
                 last = at.get(summary["rounds"], {})
@@ -102,10 +101,16 @@ def fedadmm_table(cells: list[Cell], folder: Path) -> str:
     return "\n".join(tables)
 
 
-def _to_target(folder: Path) -> str:
+def _finished(folder: Path) -> dict[str, Any] | None:
+    """Return the summary of a cell's run; None as long as it is not finished."""
     path = folder / "summary.json"
-    summary = json.loads(path.read_text()) if path.exists() else {"finished": False}
-    if not summary["finished"]:
+    summary: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return summary if summary.get("finished") else None
+
+
+def _to_target(folder: Path) -> str:
+    summary = _finished(folder)
+    if summary is None:
         return "not run"
     if summary["rounds_to_target"] is not None:
         return f"**{summary['rounds_to_target']}**"
@@ -136,8 +141,7 @@ def fedbc_table(cells: list[Cell], folder: Path) -> str:
     """
     found: dict[tuple[str, int, int], dict[float, list[dict[str, float]]]] = {}
     for cell in cells:
-        path = folder / cell.name / "summary.json"
-        if path.exists() and json.loads(path.read_text())["finished"]:
+        if _finished(folder / cell.name) is not None:
             rows = read_history(folder / cell.name / "history.jsonl")[-LAST:]
             figures = {n: _mean_of_rows(rows, n) for n in FEDBC_FIGURES}
             rule, *_ = cell.name.partition("-E")
@@ -177,12 +181,13 @@ def _mean_and_deviation(values: list[float]) -> str:
 def delta_sgd_table(cells: list[Cell], folder: Path) -> str:
     """Return a row per solver and number of rounds, with its accuracy for each alpha."""
     rows: dict[tuple[str, int], list[str]] = {}
+    alphas = dict.fromkeys(cell.name.partition("-alpha")[2] for cell in cells)
     for cell in cells:  # by alpha, so that a row gets its columns in order
         name, _, _ = cell.name.partition("-alpha")
         for rounds in sorted({min(100, cell.config["rounds"]), cell.config["rounds"]}):
             shown = _accuracy_after(rounds, folder / cell.name / "history.jsonl")
             rows.setdefault((name, rounds), []).append(shown)
-    heads = ["solver", "rounds", *(f"alpha {alpha}" for alpha in DELTA_SGD_ALPHAS)]
+    heads = ["solver", "rounds", *(f"alpha {alpha}" for alpha in alphas)]
     return grid(heads, [[name, str(n), *shown] for (name, n), shown in rows.items()])
 
 
@@ -215,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rules", default="", help="run only these rules of the board: a,b")
     parser.add_argument("--quiet", action="store_true", help="print no line for each round")
     parser.add_argument(
-        "--quick", action="store_true", help="tiny runs of the board, to try it, under quick/"
+        "--quick", action="store_true", help="tiny runs, to try the study, under quick/"
     )
     args = parser.read(arguments)
     folder: Path = args.output.expanduser().absolute() / ("quick" * args.quick)
@@ -223,7 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with parser.explained():
         writable(folder, "results folder")
         try:
-            text = (run_settings if args.study in BOARD else run_study)(args, folder)
+            with FolderLock(folder).held("study"):
+                text = (run_settings if args.study in BOARD else run_study)(args, folder)
         except KeyboardInterrupt:
             raise SystemExit(interrupted(folder)) from None
     print(text)
@@ -231,18 +237,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run_study(args: argparse.Namespace, folder: Path) -> str:
     """Run the cells of a study that ``--only`` chooses; return the study's table."""
-    if args.quick or args.rules:
-        option = "--quick" if args.quick else f"--rules {args.rules}"
-        raise ValueError(f"{option} is of the board, {', '.join(BOARD)}, got {args.study}")
+    if args.rules:
+        raise ValueError(
+            f"--rules {args.rules} is of the board, {', '.join(BOARD)}, got {args.study}"
+        )
     cells = STUDIES[args.study]()
+    wanted = chosen(cells, args.only)
+    if args.quick:
+        cells = wanted = [cell.shrunk() for cell in wanted[:2]]
     make_table = TABLES.get(args.study, table)
 
     def write_table() -> None:
         write_atomically(folder / "table.md", make_table(cells, folder).encode())
 
     work = {
-        cell.settings(folder): partial(run_cell, cell, folder, quiet=args.quiet)
-        for cell in chosen(cells, args.only)
+        cell.settings(folder): partial(run_cell, cell, folder, quiet=args.quiet) for cell in wanted
     }
     run_cells(work, jobs=args.jobs, on_done=write_table)
     return make_table(cells, folder)
@@ -253,7 +262,8 @@ def run_settings(args: argparse.Namespace, folder: Path) -> str:
     settings = BOARD[args.study]
     if args.quick:
         settings = [board.shrunk(setting) for setting in chosen(settings, args.only)[:2]]
-    command = f"python -m simulations.lab.reproduce {args.study}{' --quick' * args.quick}"
+    options = f"{' --quick' * args.quick} --output {args.output}"
+    command = f"python -m simulations.lab.reproduce {args.study}{options}"
 
     judged = {setting.name: board.found(setting, folder, settings) for setting in settings}
 
@@ -278,9 +288,8 @@ def run_settings(args: argparse.Namespace, folder: Path) -> str:
     wanted = chosen(settings, args.only)
     rules = [rule for rule in args.rules.split(",") if rule]
     board.run(wanted, folder, rules=rules, jobs=args.jobs, quiet=args.quiet, on_done=note)
-    judged |= {
-        one.name: board.found(one, folder, settings) for one in settings
-    }  # some share their runs
+    # some share their runs
+    judged |= {one.name: board.found(one, folder, settings) for one in settings}
     for setting in wanted:
         board_page.draw(judged[setting.name], folder / f"{setting.name}.png")
         if setting.curves and (made := board.finished_runs(setting, folder)):

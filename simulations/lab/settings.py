@@ -7,6 +7,20 @@ from typing import Any, NamedTuple
 
 from simulations.lab.measured import Figure
 
+SMALL = {"rounds": 2, "evaluate-every": 1, "stop-at-target": False}
+FEWER = {"epochs": 1, "steps": 2, "target": 0.05, "model": "logistic"}
+
+
+def small(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what makes a short run of ``config``: two rounds of two clients with a small model.
+
+    Where all clients train in each round they still do: FedPD asks all.
+    """
+    found = SMALL | {key: value for key, value in FEWER.items() if key in config}
+    if config.get("fraction", 1.0) < 1.0:
+        found["fraction"] = min(1.0, 2 / int(config["clients"]))
+    return found
+
 
 class Rule(NamedTuple):
     """An algorithm with hyperparameters, and what its run-config sets beside the setting's."""
