@@ -29,6 +29,11 @@ from simulations.lab.studies import DELTA_SGD_SOLVERS
 BEYOND = math.inf
 """"100+" in FedADMM's tables: the target was not reached within their 100 rounds."""
 
+
+def _rounds(rounds: int, published: int) -> str:
+    return f"{rounds} rounds" if rounds == published else f"{rounds} of its {published:,} rounds"
+
+
 # ---- FedADMM: Gong, Li, Freris, ICDE 2022, Table III --------------------------------------------
 
 RATES = (0.01, 0.1, 0.2, 0.5)
@@ -72,7 +77,8 @@ def table_iii(model: Mapping[str, str], prefix: str) -> list[Setting]:
     return [
         Setting(
             name=f"{prefix}-{dataset}-{clients}-{partition}",
-            where=f"FedADMM, Table III: {dataset}, {clients} clients, {partition}",
+            where=f"FedADMM, Table III: {dataset}, {clients} clients, {partition}, "
+            f"{model[dataset]}",
             figure="rounds_to_target",
             ours="fedadmm",
             rules=fedadmm_rules(clients, partition),
@@ -123,6 +129,7 @@ def deciding(
     config = {**cell.config, "rounds": rounds} | dict(others)
     setting = cell._replace(
         name=f"fedadmm-deciding-{config['dataset']}-{config['clients']}-{partition}",
+        where=f"{cell.where}, {_rounds(rounds, cell.horizon)}",
         ours="authors",
         rules={
             "authors": Rule("fedadmm", PENALTY | dict(FedADMM.authors_rule), DRAWN),
@@ -157,7 +164,7 @@ def cifar10_subset(partition: str) -> Setting:
     images = {"dataset": "cifar10_subset", "clients": 140}
     setting = deciding("cifar10", 1000, partition, 30, images, rates=(0.01, 0.1))
     return setting._replace(
-        where=f"FedADMM, Table III on 7,000 images of CIFAR-10: 140 clients, {partition}",
+        where=f"FedADMM, Table III: 7,000 images of CIFAR-10, 140 clients, {partition}, 30 rounds",
         published={},
     )
 
@@ -186,9 +193,10 @@ DELTA_SGD_TABLE_1: dict[tuple[str, float], dict[str, float]] = {
 
 def delta_sgd_table_1(dataset: str, alpha: float, rounds: int, rules: tuple[str, ...]) -> Setting:
     """Return a column of Table 1 for one alpha: 500 rounds there on MNIST, 1,000 on FMNIST."""
+    of = {"mnist": 500, "fashion_mnist": 1000}[dataset]
     return Setting(
         name=f"delta-sgd-{dataset}-alpha{alpha:g}-rounds{rounds}",
-        where=f"Delta-SGD, Table 1: {dataset}, alpha = {alpha:g}, {rounds} rounds",
+        where=f"Delta-SGD, Table 1: {dataset}, alpha = {alpha:g}, {_rounds(rounds, of)}",
         figure="final_accuracy",
         ours="delta-sgd",
         rules={
@@ -229,7 +237,7 @@ def q_fedavg(figure: Figure) -> Setting:
     name = "average" if figure == "late_accuracy" else figure.replace("_", "-")
     return Setting(
         name=f"q-fedavg-{name}",
-        where=f"q-FedAvg on synthetic(1, 1): {KINDS[figure].name}",
+        where=f"q-FedAvg on synthetic(1, 1), {_rounds(300, 20_000)}: {KINDS[figure].name}",
         figure=figure,
         ours="q-fedavg",
         rules={
