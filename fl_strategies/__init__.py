@@ -24,7 +24,7 @@ from fl_strategies.core.vectors import Vector, weighted_mean
 from fl_strategies.server.callbacks import BestModel, ClientHistory, EarlyStop, History, RoundInfo
 from fl_strategies.server.checkpoints import Checkpoints
 from fl_strategies.server.options import Options
-from fl_strategies.server.replies import NothingUsable
+from fl_strategies.server.patience import NothingUsable
 from fl_strategies.server.strategy import FederatedStrategy
 
 if TYPE_CHECKING:

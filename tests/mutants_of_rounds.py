@@ -116,13 +116,20 @@ ROUNDS = [
     *of(
         "fl_strategies/server/replies.py",
         "tests/test_hostile_replies.py tests/test_odd_replies.py tests/test_replies.py"
-        " tests/test_giving_up.py tests/test_strategy.py",
+        " tests/test_strategy.py",
         {
             "elif client in came:": "elif False:",
             "if node not in asked.by_node:": "if False:",
             "if is_reply_to(message, request.about)]": "]",
-            "if used or not unusable:": "if used:",
             "c if c.isprintable() else": "c if c else",
+        },
+    ),
+    *of(
+        "fl_strategies/server/patience.py",
+        "tests/test_giving_up.py",
+        {
+            "if used or not unusable:": "if used:",
+            "diverged=all(": "diverged=not all(",
         },
     ),
     *of(

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from flwr.app import Error, Message
 from laws import START, TABLE, Row, local
-from problems import CLIENT_OF, grid, quadratics, to_record
+from problems import CLIENT_OF, grid, make_client_app, quadratics, to_record
 from tampering import Tamper, numbers, words
 
+from clients import InProcessGrid
 from fl_strategies import FedAvg, NothingUsable
 
 
@@ -93,6 +94,19 @@ def test_rounds_without_an_answer_neither_count_nor_start_anew() -> None:
         3,
         4,
     }  # the fifth was one too many
+
+
+@pytest.mark.parametrize("fold", ["off", "on"])
+@pytest.mark.parametrize("diverges", [True, False])
+def test_an_error_says_whether_the_run_diverged(diverges: bool, fold: str) -> None:
+    """Whoever finds it: the server, or a host that folds its clients' uploads."""
+    app = make_client_app(quadratics(3), hosts=lambda context: [0, 1, 2])
+    host = InProcessGrid(app, 1, fault=None if diverges else broken(always, never))
+    strategy = FedAvg(fraction_evaluate=0.0, local=local(lr=1e308), fold=fold)
+    with pytest.raises(NothingUsable) as error:
+        strategy.start(host, to_record(START), 9)
+    assert error.value.diverged == diverges
+    assert ("is not finite" in str(error.value)) == diverges
 
 
 FORGED: dict[str, Tamper] = {

@@ -18,6 +18,8 @@ LONGEST = 100_000
 """The most characters of a reason that are read: the text comes from a client."""
 SHOWN = 20
 """The most clients that a line names."""
+NOT_FINITE = "is not finite"
+"""What every reason says, a host's too, that a client's numbers overflowed."""
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _WRAPPED = re.compile(r"<class '([\w.]+)(?:\([\w.]*\))?'>:<'")

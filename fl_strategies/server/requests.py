@@ -40,9 +40,9 @@ from fl_strategies.server.hosting import pack_request, per_message
 from fl_strategies.server.identity import Identity
 from fl_strategies.server.nodes import ANY_HOST
 from fl_strategies.server.options import Options
+from fl_strategies.server.patience import Patience
 from fl_strategies.server.replies import (
     Asked,
-    Patience,
     Request,
 )
 from fl_strategies.server.wire import decode

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fl_strategies.core.reasons import NOT_FINITE
 from fl_strategies.core.records import NOTHING, BadReply, Reply
 from fl_strategies.core.vectors import finite
 
@@ -113,7 +114,7 @@ def decode_model(
     if not finite(arrays.values()):
         name, array = next((n, a.ravel()) for n, a in arrays.items() if not finite([a]))
         where = int(np.flatnonzero(~np.isfinite(array))[0])
-        raise BadReply(f"array {name!r} is not finite: element {where} is {array[where]}")
+        raise BadReply(f"array {name!r} {NOT_FINITE}: element {where} is {array[where]}")
     for copy, first in layout.copies.items():
         if not np.array_equal(arrays[copy], arrays[first]):
             raise BadReply(f"arrays {first!r} and {copy!r} are one tied parameter, and they differ")
@@ -187,7 +188,7 @@ def check_scalars(scalars: Mapping[str, Any], bounds: Mapping[str, tuple[float, 
     for name, value in scalars.items():
         values = value if isinstance(value, list) else [value]
         if not all(math.isfinite(number) for number in values):
-            raise BadReply(f"metric {name!r} is not finite: {value}")
+            raise BadReply(f"metric {name!r} {NOT_FINITE}: {value}")
     for name, (low, high) in bounds.items():
         value = scalars.get(name)
         if value is None or isinstance(value, list):
