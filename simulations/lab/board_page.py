@@ -127,7 +127,9 @@ def _range(setting: Setting, values: Sequence[float]) -> str:
 
 def _missed(setting: Setting, values: Sequence[float]) -> int:
     """Return how many runs did not reach the target, which makes their mean a lower bound."""
-    return sum(value > setting.horizon for value in values) * (setting.figure == "rounds_to_target")
+    if setting.figure != "rounds_to_target":
+        return 0
+    return sum(value > setting.horizon for value in values)
 
 
 def _any_missed(each: Judged) -> int:
