@@ -370,7 +370,7 @@ BOARD: dict[str, list[Setting]] = {
     "delta-sgd-inside": local_solvers.INSIDE,
     "q-fedavg": [Q_FEDAVG, *(q_fedavg(figure)._replace(runs_in=Q_FEDAVG) for figure in FAIRNESS)],
     "delta-sgd": [
-        delta_sgd_table_1("mnist", 0.01, 100, ("sgd", "sgdm", "adam", "delta-sgd")),
+        *(delta_sgd_table_1("mnist", a, 100, tuple(SOLVERS)) for a in (1, 0.1, 0.01)),
         *(
             delta_sgd_table_1("mnist", a, 500, ("sgdm", "adam", "delta-sgd"))
             for a in (1, 0.1, 0.01)
