@@ -29,7 +29,7 @@ from fl_strategies.core.oracle import Oracle, Solved, Step
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.records import MISSED
 from fl_strategies.core.schedules import check, require
-from fl_strategies.server.wire import checksum
+from fl_strategies.messages.wire import checksum
 
 MAX_STEPS = 1_000_000
 """The most local steps that a client takes for one request, unless it is given another bound."""

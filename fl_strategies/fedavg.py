@@ -26,8 +26,8 @@ from fl_strategies.core.oracle import Oracle, Step
 from fl_strategies.core.records import Upload, Uploads
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector, weighted_mean
+from fl_strategies.messages.identity import FREE
 from fl_strategies.server.algorithm import Card, State
-from fl_strategies.server.identity import FREE
 from fl_strategies.server.strategy import FederatedStrategy
 
 Weights: TypeAlias = Literal["samples", "uniform"]

@@ -95,7 +95,7 @@ ROUNDS = [
         },
     ),
     *of(
-        "fl_strategies/server/bounds.py",
+        "fl_strategies/messages/bounds.py",
         "tests/test_clipping.py",
         {
             "<= self.bound:\n                raise": "<= 10 * self.bound:\n                raise",
@@ -105,7 +105,7 @@ ROUNDS = [
         },
     ),
     *of(
-        "fl_strategies/server/identity.py",
+        "fl_strategies/messages/identity.py",
         "tests/test_replies.py tests/test_layouts.py",
         {
             "elif ran != self.algorithm:": "elif False:",
@@ -133,7 +133,7 @@ ROUNDS = [
         },
     ),
     *of(
-        "fl_strategies/server/folding.py",
+        "fl_strategies/messages/folding.py",
         "tests/test_folding.py",
         {
             "** float(power)": "",
@@ -167,7 +167,7 @@ ROUNDS = [
         {"min(self.clients_per_message, per_message(size))": "per_message(size)"},
     ),
     *of(
-        "fl_strategies/server/hosting.py",
+        "fl_strategies/messages/hosting.py",
         "tests/test_hosts.py tests/test_host_claims.py",
         {
             "MOST_BYTES // max(size, 1)": "MOST_CLIENTS",
@@ -187,7 +187,7 @@ ROUNDS = [
         },
     ),
     *of(
-        "fl_strategies/server/hosting.py",
+        "fl_strategies/messages/hosting.py",
         A_FEDPD,
         {
             "row[MISSED] = missed[row[MISSED]]": "row[MISSED] = missed[0]",

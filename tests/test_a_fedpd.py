@@ -38,7 +38,7 @@ from clients import FlatModel
 from clients.node.in_process import InProcessGrid
 from fl_strategies import AFedPD, FedDyn, RoundInfo, a_fedpd
 from fl_strategies.core.records import MISSED
-from fl_strategies.server.hosting import unpack_request
+from fl_strategies.messages.hosting import unpack_request
 from simulations import models
 
 RHO = {0: 0.5, 4: 1.5}

@@ -18,7 +18,7 @@ from problems import make_client_app, quadratics, to_record
 
 from clients.node.in_process import Fault, InProcessGrid
 from fl_strategies import FedAvg
-from fl_strategies.server import hosting
+from fl_strategies.messages import hosting
 
 # ---- who speaks for whom ------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from problems import make_client_app, quadratics, to_record, to_vector
 
 from clients import AnyAlgorithmClient, DirectoryStore, InProcessGrid, client_id
 from fl_strategies import Checkpoints, FedAvg, RoundInfo
-from fl_strategies.server import hosting
+from fl_strategies.messages import hosting
 
 # ---- however clients are spread -----------------------------------------------------------------
 

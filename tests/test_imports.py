@@ -111,12 +111,16 @@ def test_another_package_named_clients_is_named_with_the_one_it_hides(tmp_path: 
 # ---- floors -------------------------------------------------------------------------------------
 
 FLOORS = {
-    "fl_strategies/core": {"flwr", "torch", "clients", "simulations", "fl_strategies.server"},
+    "fl_strategies/core": {
+        *("flwr", "torch", "clients", "simulations", "fl_strategies.server"),
+        "fl_strategies.messages",
+    },
+    "fl_strategies/messages": {"torch", "clients", "simulations", "fl_strategies.server"},
     "fl_strategies/server": {"torch", "clients", "simulations", "fl_strategies.compat"},
     "fl_strategies/apps": {"simulations"},
     "fl_strategies": {"torch", "clients", "simulations", "flwr"},
     "clients/learning": {"flwr", "simulations", "clients.node", "clients.base"},
-    "clients": {"simulations"},
+    "clients": {"simulations", "fl_strategies.server"},
     "simulations": {"simulations.lab"},
 }
 """What modules of a folder (its subfolders have rows of their own) must not import when loaded."""

@@ -15,7 +15,7 @@ from tampering import Tamper, numbers, tampered, words
 from clients import FedAvgClient
 from clients.node.in_process import InProcessGrid
 from fl_strategies import STRATEGIES, FedAvg, NothingUsable
-from fl_strategies.server.wire import MAX_METRICS, MAX_NAME, MAX_NUMBERS, MAX_TEXT
+from fl_strategies.messages.wire import MAX_METRICS, MAX_NAME, MAX_NUMBERS, MAX_TEXT
 
 
 def vanilla(**words: str) -> ClientApp:

@@ -16,7 +16,7 @@ from problems import make_client_app, quadratics
 from clients import Hosted, InProcessGrid
 from fl_strategies import FedADMM, RoundInfo
 from fl_strategies.core.spread import expected_work, spread
-from fl_strategies.server.hosting import unpack_request
+from fl_strategies.messages.hosting import unpack_request
 
 works = st.lists(st.floats(0, 1e6), min_size=1, max_size=60)
 

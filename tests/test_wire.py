@@ -16,7 +16,7 @@ from tampering import Bomb, claims, headed, npy, npz
 
 from fl_strategies.core.layout import BufferMean, Layout
 from fl_strategies.core.records import BadReply
-from fl_strategies.server.wire import check_scalars, decode, decode_model
+from fl_strategies.messages.wire import check_scalars, decode, decode_model
 
 # ---- layout -------------------------------------------------------------------------------------
 

@@ -32,9 +32,9 @@ from clients.node.host import Host, Hosted, Hosts
 from clients.node.records import ClientFn, check_id, check_names, divided, make_client, tell
 from fl_strategies.core.reasons import of_exception
 from fl_strategies.core.schedules import require
-from fl_strategies.server.encoding import encoded
-from fl_strategies.server.hosting import is_hosted
-from fl_strategies.server.wire import decode
+from fl_strategies.messages.encoding import encoded
+from fl_strategies.messages.hosting import is_hosted
+from fl_strategies.messages.wire import decode
 
 ARRAYS, CONFIG, METRICS, CLIENT = "arrays", "config", "metrics", "client"
 

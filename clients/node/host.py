@@ -1,8 +1,8 @@
 """A node of several clients: one message is about all of them; each has its state and failures.
 
-``client_app(client_fn, hosts=...)`` makes a node a host; ``fl_strategies.server.hosting`` says what
-its messages hold. The same ``client_fn`` makes the clients: it gets a context with the client's
-``partition-id`` and the client's own ``state``.
+``client_app(client_fn, hosts=...)`` makes a node a host; ``fl_strategies.messages.hosting`` says
+what its messages hold. The same ``client_fn`` makes the clients: it gets a context with the
+client's ``partition-id`` and the client's own ``state``.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from clients.node.records import ClientFn, check_id, check_names, divided, make_
 from fl_strategies.core.reasons import by_reason, named, of_exception
 from fl_strategies.core.records import BadReply
 from fl_strategies.core.schedules import plain
-from fl_strategies.server.encoding import encoded, stacked
-from fl_strategies.server.folding import Folder, Terms
-from fl_strategies.server.hosting import Said, fold_of, pack_reply, unpack_request
-from fl_strategies.server.wire import decode
+from fl_strategies.messages.encoding import encoded, stacked
+from fl_strategies.messages.folding import Folder, Terms
+from fl_strategies.messages.hosting import Said, fold_of, pack_reply, unpack_request
+from fl_strategies.messages.wire import decode
 
 Arrays: TypeAlias = list[npt.NDArray[Any]]
 Config: TypeAlias = dict[str, Any]

@@ -21,8 +21,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Context
 
 from fl_strategies.core.files import DamagedFile, load_arrays, save_arrays, write_atomically
 from fl_strategies.core.schedules import check
-from fl_strategies.server.encoding import encoded
-from fl_strategies.server.wire import decode
+from fl_strategies.messages.encoding import encoded
+from fl_strategies.messages.wire import decode
 
 Fields: TypeAlias = Mapping[str, npt.NDArray[Any]]
 """A state as named arrays (a number is an array of shape ())."""

@@ -48,17 +48,17 @@ from fl_strategies.bcd.fedbcd import ServerState as BookedState
 from fl_strategies.core.hyperparameters import choice, flag, number
 from fl_strategies.core.records import BadReply, Uploads
 from fl_strategies.core.vectors import Vector
+from fl_strategies.messages.wire import decode
 from fl_strategies.server.algorithm import Card
 from fl_strategies.server.replies import content_as, contents, lost_request, sender
-from fl_strategies.server.wire import decode
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord, ConfigRecord, Message
     from flwr.serverapp import Grid
 
     from fl_strategies.core.layout import Arrays
+    from fl_strategies.messages.wire import Content
     from fl_strategies.server.replies import Asked, Request
-    from fl_strategies.server.wire import Content
 
 PAUSE = 0.5
 """Seconds between two looks for replies, while none come."""

@@ -53,9 +53,9 @@ from fl_strategies.compat.translation import (
 )
 from fl_strategies.core.records import Upload
 from fl_strategies.core.schedules import check
+from fl_strategies.messages.wire import decode
 from fl_strategies.server.replies import one_line
 from fl_strategies.server.strategy import EvaluateFn, FederatedStrategy
-from fl_strategies.server.wire import decode
 
 Failure: TypeAlias = tuple[ClientProxy, Any] | BaseException
 A_DAY = 86400

@@ -21,8 +21,8 @@ from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 
 from fl_strategies.core.records import BadReply
+from fl_strategies.messages.wire import decode
 from fl_strategies.server.replies import one_line
-from fl_strategies.server.wire import decode
 
 FAILED = 1
 """Error code of a result whose status is not OK, or which no message can hold."""

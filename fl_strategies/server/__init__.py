@@ -1,1 +1,1 @@
-"""The server half: the only part of the package that uses Flower."""
+"""The server half: Flower's ``Strategy`` and the run."""

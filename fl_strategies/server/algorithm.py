@@ -149,7 +149,7 @@ class Algorithm(Options):
         """:meth:`weight` as text, if the rule needs only sum_i weight_i v_i of the uploads v_i.
 
         "1", a number that clients report, a power "(n + c)^q" of one, or a quotient "... / a" of
-        these (:mod:`.folding`); "" if the rule needs more.
+        these (:mod:`fl_strategies.messages.folding`); "" if the rule needs more.
         """
         return ""
 

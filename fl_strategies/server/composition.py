@@ -18,7 +18,7 @@ from flwr.app import ConfigRecord
 from fl_strategies.core.layout import Layout
 from fl_strategies.core.records import BadReply, Reply, Upload
 from fl_strategies.core.vectors import Vector
-from fl_strategies.server.wire import checksum
+from fl_strategies.messages.wire import checksum
 
 Averages: TypeAlias = Literal["models", "changes", ""]
 KEY_CLIPPING_NORM = "clipping_norm"

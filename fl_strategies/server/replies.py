@@ -15,9 +15,9 @@ from flwr.common import log
 from fl_strategies.core.names import BUSY, is_taken
 from fl_strategies.core.reasons import by_reason, named, root_cause
 from fl_strategies.core.records import BadReply, Reply
-from fl_strategies.server.folding import Fold
-from fl_strategies.server.hosting import busy_seconds, unpack_reply
-from fl_strategies.server.wire import MAX_METRICS, Content, Failed
+from fl_strategies.messages.folding import Fold
+from fl_strategies.messages.hosting import busy_seconds, unpack_reply
+from fl_strategies.messages.wire import MAX_METRICS, Content, Failed
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ Naming: TypeAlias = Callable[[str], str]
 class Request:
     """One message: the node it goes to, the clients it is about, and its identity.
 
-    ``hosted`` says that it is packed for several clients (:mod:`fl_strategies.server.hosting`),
+    ``hosted`` says that it is packed for several clients (:mod:`fl_strategies.messages.hosting`),
     ``folds`` that it asks for one mean of their uploads.
     """
 

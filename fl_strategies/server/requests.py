@@ -31,13 +31,14 @@ from fl_strategies.core.records import MISSED, NOTHING, Reply, Upload
 from fl_strategies.core.schedules import at
 from fl_strategies.core.spread import expected_work, spread
 from fl_strategies.core.vectors import Vector
+from fl_strategies.messages.bounds import NormBound
+from fl_strategies.messages.encoding import encoded
+from fl_strategies.messages.folding import Terms
+from fl_strategies.messages.hosting import pack_request, per_message
+from fl_strategies.messages.identity import Identity
+from fl_strategies.messages.wire import decode
 from fl_strategies.server.algorithm import Algorithm
-from fl_strategies.server.bounds import NormBound
 from fl_strategies.server.composition import Composition
-from fl_strategies.server.encoding import encoded
-from fl_strategies.server.folding import Terms
-from fl_strategies.server.hosting import pack_request, per_message
-from fl_strategies.server.identity import Identity
 from fl_strategies.server.nodes import ANY_HOST
 from fl_strategies.server.options import Options
 from fl_strategies.server.patience import Patience
@@ -45,7 +46,6 @@ from fl_strategies.server.replies import (
     Asked,
     Request,
 )
-from fl_strategies.server.wire import decode
 
 
 class Part(Protocol):

@@ -36,10 +36,11 @@ from fl_strategies.core.layout import BufferMean
 from fl_strategies.core.names import in_evaluation, in_training
 from fl_strategies.core.records import BadReply, Reply, Upload, Uploads
 from fl_strategies.core.vectors import finite
+from fl_strategies.messages.bounds import NormBound
+from fl_strategies.messages.encoding import encoded
+from fl_strategies.messages.folding import DISTANCE, ROUNDING, Fold, decode_fold
+from fl_strategies.messages.wire import Content, decode_model, opened, upload_of
 from fl_strategies.server.algorithm import State
-from fl_strategies.server.bounds import NormBound
-from fl_strategies.server.encoding import encoded
-from fl_strategies.server.folding import DISTANCE, ROUNDING, Fold, decode_fold, upload_of
 from fl_strategies.server.options import MetricsAggregation
 from fl_strategies.server.replies import (
     Asked,
@@ -55,7 +56,6 @@ from fl_strategies.server.replies import (
     taken_names,
 )
 from fl_strategies.server.requests import Requests
-from fl_strategies.server.wire import Content, decode_model, opened
 
 
 class Round(Requests):

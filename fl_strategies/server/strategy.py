@@ -2,7 +2,7 @@
 
 An algorithm declares its hyperparameters and adds :meth:`FederatedStrategy.aggregate`, its server
 rule. The module ``algorithm`` holds the other hooks, ``round`` the steps between Flower and the
-rule. Only this package, ``fl_strategies.server``, and the legacy adapter use Flower.
+rule. This package, ``fl_strategies.messages`` and the legacy adapter use Flower.
 """
 
 from __future__ import annotations

@@ -6,15 +6,15 @@ import functools
 import io
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from fl_strategies.core.reasons import NOT_FINITE
-from fl_strategies.core.records import NOTHING, BadReply, Reply
-from fl_strategies.core.vectors import finite
+from fl_strategies.core.records import NOTHING, BadReply, Reply, Upload
+from fl_strategies.core.vectors import Pieces, finite
 
 if TYPE_CHECKING:
     from flwr.app import Array
@@ -119,6 +119,20 @@ def decode_model(
         if not np.array_equal(arrays[copy], arrays[first]):
             raise BadReply(f"arrays {first!r} and {copy!r} are one tied parameter, and they differ")
     return arrays
+
+
+def upload_of(reply: Reply, layout: Layout, beside: Sequence[str]) -> Upload:
+    """Return ``reply`` as an upload for the rule, its arrays in place."""
+    names, arrays = layout.trainable, reply.arrays
+    return Upload(
+        reply.client,
+        Pieces([arrays[name] for name in names]),
+        reply.num_examples,
+        reply.numbers,
+        {v: Pieces([arrays[f"{v}/{name}"] for name in names]) for v in beside},
+        {name: arrays[name] for name in layout.buffers},
+        round=reply.round,
+    )
 
 
 def checksum(array: npt.NDArray[Any]) -> str:

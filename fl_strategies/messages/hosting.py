@@ -4,13 +4,13 @@ A *host* is a node with several clients. A request to it holds
 
 - the model and what travels beside it, once (one ArrayRecord), and the config that all share;
 - ``hosted``: a ConfigRecord that gives, for each further record, the ids of its clients;
-- ``own-0``, ``own-1`` ...: tables (:mod:`fl_strategies.core.tables`) of each client's own settings;
+- ``own-0``, ``own-1`` ...: tables (:mod:`.tables`) of each client's own settings;
 - ``missed``: the vectors that clients missed, each once; a client's row tells which is its own.
 
 The reply also holds ``hosted``, which lists the clients that failed and their reasons; the arrays
 stacked ``[k, ...]``, with a slice for each client listed under ``arrays``; and tables of what each
 client reports, numbers in ``metrics-0`` ... and texts in ``config-0`` .... If a request has
-``fold`` in ``hosted`` (:mod:`fl_strategies.server.folding`), its reply has one mean instead of the
+``fold`` in ``hosted`` (:mod:`.folding`), its reply has one mean instead of the
 stacks, lists the mean's clients under ``folded``, and lists under ``refused`` the failed clients
 whose uploads the host rejected. :data:`MOST_CLIENTS` and :data:`MOST_BYTES` limit a message, so
 that a host may get several in a round.
@@ -26,9 +26,9 @@ import numpy.typing as npt
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fl_strategies.core.records import MISSED, BadReply
-from fl_strategies.core.tables import in_common, rows_of, tabulate
-from fl_strategies.server.folding import Fold
-from fl_strategies.server.wire import Content, Failed, decode
+from fl_strategies.messages.folding import Fold
+from fl_strategies.messages.tables import in_common, rows_of, tabulate
+from fl_strategies.messages.wire import Content, Failed, decode
 
 HOSTED = "hosted"
 """The record that marks a message about several clients."""

@@ -26,11 +26,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fl_strategies.core.layout import Arrays, BufferMean, Layout
-from fl_strategies.core.records import BadReply, Reply, Upload
-from fl_strategies.core.vectors import Pieces
-from fl_strategies.server.bounds import NormBound
-from fl_strategies.server.identity import Identity
-from fl_strategies.server.wire import Content, decode_model, opened
+from fl_strategies.core.records import BadReply, Reply
+from fl_strategies.messages.bounds import NormBound
+from fl_strategies.messages.identity import Identity
+from fl_strategies.messages.wire import Content, decode_model, opened, upload_of
 
 ROUNDING = 1e-9
 """The share of the bound by which rounding may put a mean of vectors beyond the bound."""
@@ -175,17 +174,3 @@ def decode_fold(fold: Fold, wire: Layout) -> dict[str, npt.NDArray[Any]]:
         for name, dtype in wire.dtypes.items()
     }
     return decode_model(fold.arrays, replace(wire, dtypes=exact))
-
-
-def upload_of(reply: Reply, layout: Layout, beside: Sequence[str]) -> Upload:
-    """Return ``reply`` as an upload for the rule, its arrays in place."""
-    names, arrays = layout.trainable, reply.arrays
-    return Upload(
-        reply.client,
-        Pieces([arrays[name] for name in names]),
-        reply.num_examples,
-        reply.numbers,
-        {v: Pieces([arrays[f"{v}/{name}"] for name in names]) for v in beside},
-        {name: arrays[name] for name in layout.buffers},
-        round=reply.round,
-    )
