@@ -33,6 +33,7 @@ from tampering import arrays_of, fresh, put, silence
 
 from fl_strategies import FedAvg, FederatedStrategy, Upload, Uploads
 from fl_strategies.core.clipping import clip, norm
+from fl_strategies.messages.wire import MAX_SAMPLES
 
 
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
@@ -83,7 +84,7 @@ def huge(content: RecordDict, **scalars: float) -> RecordDict:
     """The largest arrays and number of examples that the checks let pass, and ``scalars``."""
     for name, array in arrays_of(content).items():
         arrays_of(content)[name] = Array(np.full(array.numpy().shape, 1.7e308))
-    metrics = {**content["metrics"], "num-examples": 2**53}
+    metrics = {**content["metrics"], "num-examples": MAX_SAMPLES}
     content["metrics"] = MetricRecord({**metrics, **scalars})
     return content
 

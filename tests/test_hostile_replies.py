@@ -36,6 +36,7 @@ from tampering import Tamper, arrays_of, fresh, headed, measured, silence
 
 from fl_strategies import FederatedStrategy
 from fl_strategies.bcd import fedbcd_async
+from fl_strategies.messages.wire import MAX_SAMPLES
 
 HOW_OFTEN = pytest.mark.parametrize("rounds", [10, pytest.param(250, marks=pytest.mark.slow)])
 """Rounds of a property, with a malformed reply of each hostile client."""
@@ -175,7 +176,7 @@ def bad_counts(draw: st.DrawFn) -> Tamper:
     """Examples that are none, negative, countless, or no one number."""
     value = draw(
         st.integers(-(2**63), 0)
-        | st.integers(2**53 + 1, 2**63)
+        | st.integers(MAX_SAMPLES + 1, 2**63)
         | st.floats(max_value=0.99, allow_nan=False)
         | bad_numbers
         | st.none()

@@ -16,6 +16,9 @@ from fl_strategies.core.vectors import cast
 
 Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
+VARIANCE = "running_var"
+"""How the name of a buffer ends that holds variances, by PyTorch's convention."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -56,6 +59,8 @@ class Layout:
                 raise ValueError(f"array {name!r} of the initial model is not finite")
         if buffers >= arrays.keys():
             raise ValueError("the model has no trainable array")
+        if wrong := negative_variance(arrays, buffers):
+            raise ValueError(f"the initial model cannot be used: {wrong}")
         return cls(
             {name: array.shape for name, array in arrays.items()},
             {name: array.dtype for name, array in arrays.items()},
@@ -239,6 +244,19 @@ def _few(names: Sequence[object]) -> str:
     """Return the first ``names`` as text, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{list(names[:3])}{more}"
+
+
+def negative_variance(arrays: Arrays, buffers: Iterable[str]) -> str:
+    """Return which running variance among ``buffers`` is below 0, and where; "" if none is.
+
+    With it, evaluation takes the square root of a negative number.
+    """
+    for name in sorted(name for name in buffers if name.endswith(VARIANCE)):
+        values = np.ravel(arrays[name])
+        if (below := np.flatnonzero(values < 0)).size:
+            first = below[0]
+            return f"array {name!r} holds variances, and element {first} is {values[first]}, < 0"
+    return ""
 
 
 class BufferMean:

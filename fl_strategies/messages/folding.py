@@ -58,6 +58,7 @@ class Terms:
     beside: Sequence[str] = ()
     bounds: Mapping[str, Sequence[float]] | None = None
     clipping_norm: float | None = None
+    max_samples: int | None = None
     books_changes: bool = False
     nonces: Mapping[str, str] | None = None
     distances: bool = False
@@ -124,8 +125,16 @@ class Folder:
         """
         content = Content({"metrics": numbers}, {"config": words}, {})
         bounds = {name: (low, high) for name, (low, high) in (self.terms.bounds or {}).items()}
-        key, size = self.terms.weighted_by, len(self.wire.shapes)
-        reply = opened(client, 0, content, key, size, bounds=bounds, admit=self.identity.admit)
+        reply = opened(
+            client,
+            0,
+            content,
+            self.terms.weighted_by,
+            len(self.wire.shapes),
+            max_samples=self.terms.max_samples,
+            bounds=bounds,
+            admit=self.identity.admit,
+        )
         booked = (self.terms.nonces or {}).get(str(client), "")
         if booked and reply.words.get("state-nonce", booked) != booked:
             raise BadReply(LOST)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fl_strategies.core.layout import negative_variance
 from fl_strategies.core.reasons import NOT_FINITE
 from fl_strategies.core.records import NOTHING, BadReply, Reply, Upload
 from fl_strategies.core.vectors import Pieces, finite
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from fl_strategies.core.layout import Layout
 
+MAX_SAMPLES = 10**9
+"""The most samples of one client."""
 MAX_HEADER = 4096
 """The most bytes of a NumPy array header (a usual one has 128)."""
 MAX_METRICS = 1000
@@ -115,6 +118,8 @@ def decode_model(
         name, array = next((n, a.ravel()) for n, a in arrays.items() if not finite([a]))
         where = int(np.flatnonzero(~np.isfinite(array))[0])
         raise BadReply(f"array {name!r} {NOT_FINITE}: element {where} is {array[where]}")
+    if wrong := negative_variance(arrays, layout.buffers):
+        raise BadReply(wrong)
     for copy, first in layout.copies.items():
         if not np.array_equal(arrays[copy], arrays[first]):
             raise BadReply(f"arrays {first!r} and {copy!r} are one tied parameter, and they differ")
@@ -175,6 +180,7 @@ def opened(
     weighted_by: str,
     arrays: int,
     *,
+    max_samples: int | None = None,
     bounds: Mapping[str, tuple[float, float]] = NOTHING,
     admit: Callable[[int, Mapping[str, str]], None] = lambda client, words: None,
 ) -> Reply:
@@ -192,8 +198,12 @@ def opened(
     if len(records) != 1:
         raise BadReply(f"{len(records)} MetricRecords, expected one")
     numbers = dict(records[0])
-    check_scalars(numbers, {weighted_by: (1, 2**53), **bounds})
+    check_scalars(numbers, {weighted_by: (1, MAX_SAMPLES), **bounds})
     samples: Any = numbers.pop(weighted_by)
+    if max_samples is not None and samples > max_samples:
+        raise BadReply(
+            f"it reports {samples} samples, at most {max_samples} (max_samples) are taken"
+        )
     return Reply(client, server_round, samples, numbers, words, content=content)
 
 

@@ -10,6 +10,7 @@ from flwr.app import MetricRecord, RecordDict
 
 from fl_strategies.core.hyperparameters import Declared, Scalar, choice, flag, number, option
 from fl_strategies.core.ledger import LostState
+from fl_strategies.messages.wire import MAX_SAMPLES
 from fl_strategies.server.callbacks import Callback
 from fl_strategies.server.checkpoints import Checkpoints
 
@@ -205,6 +206,15 @@ class Options(Declared):
         accepts=lambda checkpoints: isinstance(checkpoints, Checkpoints),
         about="Where to write checkpoints, from which `start(resume=True)` continues; none by"
         " default.",
+    )
+    max_samples: int | None = number(
+        default=None,
+        about="The most samples of one client, if you know a bound: a reply that reports more is"
+        " left out. Without it a client that claims 1,000,000,000 outweighs all others wherever"
+        " weights are numbers of samples.",
+        integer=True,
+        low=1,
+        high=MAX_SAMPLES,
     )
     clipping_norm: float | None = number(
         default=None,

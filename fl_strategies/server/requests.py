@@ -252,6 +252,7 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
             beside=self.beside,
             bounds=dict(self.scalar_bounds),
             clipping_norm=self.clipping_norm,
+            max_samples=self.max_samples,
             books_changes=self.books_changes,
             distances=self.folds_distances,
         )

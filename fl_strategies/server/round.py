@@ -32,7 +32,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from fl_strategies.core.clipping import norm
-from fl_strategies.core.layout import BufferMean
+from fl_strategies.core.layout import Arrays, BufferMean, negative_variance
 from fl_strategies.core.names import in_evaluation, in_training
 from fl_strategies.core.records import BadReply, Reply, Upload, Uploads
 from fl_strategies.core.vectors import finite
@@ -138,12 +138,13 @@ class Round(Requests):
         uploads = Uploads(taken, number, self.population, self.asked)
         void, arrays, before = self._void_for(uploads), None, self.state
         if not void:
-            arrays, state = self._next_model(uploads)
-            void = "" if arrays else "the aggregated model is not finite"
+            model, state = self._next_model(uploads)
+            void = self._unusable(model)
         if void:
             self.say(server_round, f"is void: {void}; model and state unchanged")
         else:
             self.state = state
+            arrays = ArrayRecord({name: encoded(array) for name, array in model.items()})
             for part in self.parts:
                 part.settle(taken)
             self._tell_shares(server_round, uploads, metrics)
@@ -179,6 +180,7 @@ class Round(Requests):
             content,
             key,
             len(wire.shapes),
+            max_samples=self.max_samples,
             bounds=bounds,
             admit=self.identity.admit,
         )
@@ -248,18 +250,23 @@ class Round(Requests):
             )
         return ""
 
-    def _next_model(self, uploads: Uploads) -> tuple[ArrayRecord | None, State]:
-        """Return the next global model, None if it is not finite, and the next server state."""
+    def _next_model(self, uploads: Uploads) -> tuple[Arrays, State]:
+        """Return the next global model and server state."""
         assert self.layout is not None
         merged = BufferMean()
         with np.errstate(over="ignore", invalid="ignore"):  # an overflow is found just below
             for upload in uploads:
                 merged.add(upload.buffers, upload.num_examples)
             vector, state = self.aggregate(self.state, self.theta, uploads)
-            model = self.layout.unpack(np.asarray(vector), merged.value())
+            return self.layout.unpack(np.asarray(vector), merged.value()), state
+
+    def _unusable(self, model: Arrays) -> str:
+        """Return why nobody can use the aggregated ``model``, or "" if clients can."""
+        assert self.layout is not None
         if not finite(model.values()):
-            return None, self.state
-        return ArrayRecord({name: encoded(array) for name, array in model.items()}), state
+            return "the aggregated model is not finite"
+        wrong = negative_variance(model, self.layout.buffers)
+        return f"the aggregated model cannot be used: {wrong}" if wrong else ""
 
     def _tell_shares(self, server_round: int, uploads: Uploads, metrics: MetricRecord) -> None:
         """Note each client's share of the samples and of the next global model."""
@@ -306,7 +313,11 @@ class Round(Requests):
         key, arrays = self.weighted_by_key, len(self._wire.shapes)
         number = self.run.rounds_before + server_round
         sifted = sift(
-            replies, self._asked, lambda c, content: opened(c, number, content, key, arrays)
+            replies,
+            self._asked,
+            lambda c, content: opened(
+                c, number, content, key, arrays, max_samples=self.max_samples
+            ),
         )
         good = list(sifted.good.values())
         aggregation = self.evaluate_metrics_aggr_fn
