@@ -20,6 +20,7 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from fl_strategies.core.reasons import named, root_cause
+from fl_strategies.messages.wire import MAX_SAMPLES
 from fl_strategies.server.replies import is_reply_to, one_line
 
 ATTEMPTS = 2
@@ -212,7 +213,7 @@ class Nodes:
     def _introduce_any(self, node: int, about: Mapping[str, Any], partitions: int) -> None:
         """Accept a node that runs any client of the population, if it is the shared one."""
         population = about["any-of"]
-        if not self.population or population != self.population:
+        if not self.population or not _natural(population) or population != self.population:
             own = self.population or "no"
             self._refuse(
                 node,
@@ -231,10 +232,11 @@ class Nodes:
 
     def _note_samples(self, node: int, clients: Sequence[int], about: Mapping[str, Any]) -> None:
         """Note the sample numbers that a host reports; they are used only to spread work."""
-        samples = about.get("samples", [])
-        if not samples:
+        if "samples" not in about:
             return
-        if len(samples) != len(clients) or not all(map(_natural, samples)):
+        samples = about["samples"]
+        listed = isinstance(samples, list) and len(samples) == len(clients)
+        if not listed or not all(_natural(count) and count <= MAX_SAMPLES for count in samples):
             log(WARNING, "node %d gives no usable numbers of its clients' samples", node)
             return
         for client, count in zip(clients, samples, strict=True):
@@ -277,4 +279,5 @@ class Nodes:
 
 
 def _natural(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    """Return whether a node may mean this as an id or a number: 0, 1, ..., of 64 bits."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**64
