@@ -106,6 +106,7 @@ class PFedMe(Averaging):
         keeps="personalized model",
         paper="Dinh, Tran, Nguyen, NeurIPS 2020",
     )
+    averages = "models"
     authors_rule: ClassVar[Mapping[str, str]] = {"local_start": "global", "weights": "samples"}
 
     lam: Schedule = number(

@@ -11,6 +11,7 @@ import torch
 from federations import Strangers, lose
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord
 from flwr.clientapp.mod import LocalDpMod, arrays_size_mod, fixedclipping_mod, message_size_mod
+from flwr.server.workflow import SecAggPlusWorkflow
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 from flwr.supercore.privacy_accounting import NeighboringRelation, PrivacyConfig, SamplingMethod
 from laws import START, Row, local, train
@@ -34,7 +35,17 @@ from wrapped import (
 
 from clients import AnyAlgorithmClient, ContextStore, FlatModel, Problem, client_app, client_id
 from clients.node.in_process import InProcessGrid
-from fl_strategies import FedADMM, FedAvg, NothingUsable, PFedMe
+from fl_strategies import (
+    STRATEGIES,
+    FedADMM,
+    FedAvg,
+    FederatedStrategy,
+    NothingUsable,
+    PFedMe,
+    as_legacy,
+)
+from fl_strategies.fedavg import Averaging
+from fl_strategies.server.algorithm import GETS_UPLOADS
 
 # ---- what is refused -----------------------------------------------------------------------------
 
@@ -227,3 +238,39 @@ def test_accounting_of_privacy_is_refused_by_flower() -> None:
         DifferentialPrivacyServerSideFixedClipping(
             FedAvg(**QUIET), 1.0, 1.0, 3, accountant=accountant
         )
+
+
+# ---- classes of one's own -----------------------------------------------------------------------
+
+AVERAGING = {Averaging, *(one for one in STRATEGIES.values() if one.averages)}
+
+
+@pytest.mark.parametrize("hook", GETS_UPLOADS)
+@pytest.mark.parametrize("base", sorted(AVERAGING, key=lambda one: one.__name__))
+def test_a_class_with_another_rule_than_its_base_says_what_it_averages_or_cannot_be_defined(
+    base: type[FederatedStrategy], hook: str
+) -> None:
+    body = {hook: lambda self, *arguments: None}
+    mixin, same = type("Mixin", (), body), type("Same", (base,), {})
+    again = type("Again", (base,), {**body, "averages": base.averages})
+    for bases, own in [((base,), body), ((mixin, base), {}), ((same,), body), ((again,), body)]:
+        said = f'^Mine has its own {hook}, and must say by `averages` .*inherits "{base.averages}"'
+        with pytest.raises(TypeError, match=said):
+            type("Mine", bases, own)
+        for averages in ("models", "changes", ""):
+            mine = type("Mine", bases, {**own, "averages": averages})
+            assert type("Same", (mine,), {}).averages == averages
+
+
+def test_a_rule_with_momentum_meets_neither_noise_nor_masks() -> None:
+    class Momentum(FedAvg):
+        averages = ""
+
+        def aggregate(self, state: Any, theta: Any, uploads: Any) -> Any:
+            return super().aggregate(state, theta, uploads)
+
+    wrapper, _ = server_side(Momentum(**QUIET), 0.0, 1.0)
+    with pytest.raises(ValueError, match=r"^Momentum cannot be run by a wrapper"):
+        wrapper.start(grid(PROBLEMS), to_record(START), 1)
+    with pytest.raises(ValueError, match=r"^Momentum does not work with secure aggregation"):
+        as_legacy(Momentum(**QUIET), to_record(START), secure=SecAggPlusWorkflow(3, 2))

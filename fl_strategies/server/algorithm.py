@@ -31,6 +31,10 @@ NUM_CLIENTS: Any = number(
 """The hyperparameter ``num_clients`` of algorithms whose rule divides by :attr:`population`."""
 
 
+GETS_UPLOADS = ("accept", "aggregate", "aggregate_train", "end_round")
+"""The hooks that see uploads: a class that overrides one may have another rule than its base."""
+
+
 class Card(NamedTuple):
     """An algorithm's row in a table of algorithms."""
 
@@ -70,7 +74,8 @@ class Algorithm(Options):
     """Names of vectors [d] that travel beside the model, in training requests and replies."""
     averages: ClassVar[Averages] = ""
     """The uploads if the server rule depends only on their (weighted) mean: "models" trained from
-    the received one, or "changes", of models or states, which must add up. Else ""."""
+    the received one, or "changes", of models or states, which must add up. Else "". A class that
+    overrides one of :data:`GETS_UPLOADS` says it anew."""
     books_changes: ClassVar[bool] = False
     """Whether uploads are changes that the server and the client both add to their states."""
     folds_distances: ClassVar[bool] = False
@@ -79,6 +84,20 @@ class Algorithm(Options):
     """What a client may do that does not say which algorithm it ran; "" if it is refused."""
     num_clients = 0
     """The number of clients that the user declared, a lower bound."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for base in cls.__mro__:
+            if "averages" in vars(base) or not cls.averages:
+                break
+            if hook := next((name for name in GETS_UPLOADS if name in vars(base)), ""):
+                raise TypeError(
+                    f"{cls.__name__} has its own {hook}, and must say by `averages` what Flower's"
+                    ' privacy wrappers and secure aggregation may assume: averages = "models" if'
+                    " the next model is the mean of the uploaded models and the server keeps"
+                    ' nothing else of them, "changes" if the rule needs only the sum of changes,'
+                    f' else ""; it inherits "{cls.averages}"'
+                )
 
     def __post_init__(self) -> None:
         kept_rounds = self.checkpoints.kept_rounds if self.checkpoints else None
