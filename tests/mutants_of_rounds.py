@@ -318,14 +318,24 @@ ROUNDS = [
         },
     ),
     *of(
-        "clients/learning/streamed.py",
-        "tests/test_streams.py",
+        "clients/learning/samples.py",
+        "tests/test_streams.py tests/test_samples.py",
         {
             "self._inside = self._states()\n            self._restore(outside)": "pass",
             "generator.manual_seed(seed)": "pass",
             "        random.seed(seed)\n": "",
             "np.random.seed(seed % 2**32)": "pass",
-            "for g in generators if g is not None": "for g in generators[:0]",
+            "for generator in own if generator is not None": "for generator in own[:0]",
+            "if len(names) != 1:": "if not names:",
+            "if rest and parameters.keys() >= rest.keys():": "if False:",
+            "found.is_floating_point() or any(one is loss for one in OF_NUMBERS)": "False",
+            '["C", "W"]': '["C"]',
+        },
+    ),
+    *of(
+        "clients/learning/streamed.py",
+        "tests/test_streams.py",
+        {
             "if batch_size == 0 or (own is not None and batch_size != own):": "if False:",
             "self.samples / (self.data.batch_size or 1)": "self.samples",
             "rng.permutation(len(self)).tolist()": "range(len(self))",

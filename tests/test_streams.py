@@ -147,7 +147,7 @@ def test_a_stream_has_the_length_it_is_told_and_its_loader_makes_the_batches() -
     loader = DataLoader(Lines(), batch_size=3)
     with pytest.raises(ValueError, match="samples must be given: a Lines has no length"):
         streamed(loader)
-    with pytest.raises(ValueError, match="an IterableDataset needs a DataLoader"):
+    with pytest.raises(ValueError, match="data of the type Lines need a DataLoader"):
         streamed(Lines(), samples=7)
     problem = streamed(loader, samples=len(X))
     assert len(problem) == len(X)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from clients.learning.mistakes import in_inputs, in_targets
 from clients.learning.model import FlatModel
 from clients.learning.replay import without_trace
 from fl_strategies.core.local import LocalTraining
@@ -133,7 +134,12 @@ class Objective(abc.ABC):
                 outputs = called(self.model.module, inputs)
             if isinstance(outputs, Tensor):
                 outputs = outputs.to(self.model.vector.dtype)
-        loss = self.loss(outputs, targets)
+        try:
+            loss = self.loss(outputs, targets)
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            if mistake := in_targets(outputs, targets):
+                raise ValueError(mistake) from error
+            raise
         return loss, outputs if isinstance(outputs, Tensor) else loss.new_zeros(len(targets))
 
     def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -328,7 +334,12 @@ def right_of_each(outputs: Tensor, targets: Tensor) -> Tensor:
 def called(module: Callable[..., Any], inputs: Inputs) -> Any:
     """Return the outputs of ``module`` on ``inputs``; it gets integer inputs as int64."""
     if isinstance(inputs, Tensor):
-        outputs = module(inputs if inputs.is_floating_point() else inputs.long())
+        try:
+            outputs = module(inputs if inputs.is_floating_point() else inputs.long())
+        except RuntimeError as error:
+            if mistake := in_inputs(inputs, error):
+                raise ValueError(mistake) from error
+            raise
     elif isinstance(inputs, Mapping):
         outputs = module(**{name: _as_called(value) for name, value in inputs.items()})
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from clients.learning.model import FlatModel
 from clients.learning.objective import TESTED, Batch, Loss, Objective, Penalty
+from clients.learning.samples import all_samples, as_targets, as_tensor
 from fl_strategies.core.schedules import require
 
 BLOCK = 1 << 20
@@ -30,38 +32,47 @@ class Problem(Objective):
     ----------
     model, loss, penalty, autocast
         As of :class:`.Objective`.
-    inputs, targets : Tensor
-        Moved to the model's device; floating-point inputs get the model's type. Integer inputs
+    inputs, targets : Tensor, or array or list of numbers
+        Moved to the model's device; floating-point numbers get the model's type. Integer inputs
         (characters, tokens) are stored in their own type and reach the module as int64, which
         embeddings need. Images [n, channels, height, width] are stored channels-last, which makes
-        convolutions faster.
-    rows : Tensor, optional
-        Indices, in the tensors, of the client's samples; by default all. So many clients may share
-        the tensors: each mini-batch is gathered from them.
+        convolutions faster. Integer targets are classes, and stored as int64.
+
+        Without ``targets``, ``inputs`` are all data: a Dataset or DataLoader, of which one pass is
+        taken, or a tuple or mapping of arrays. The last item of a tuple is the targets.
+    rows : Tensor or array of integers, optional
+        Indices of the client's samples; by default all. So many clients may share the data, if
+        these are tensors of the types above: each mini-batch is gathered from them.
+    target : str, optional
+        Key of the targets, where data are mappings; by default the only one of ``label``,
+        ``labels``, ``target``, ``targets`` and ``y`` that there is.
 
     Raises
     ------
     ValueError
         For an argument of another kind, if there is no sample, if the numbers of inputs and targets
-        differ, or if ``rows`` are not indices of samples.
+        differ, if ``rows`` are not indices of samples, or if data do not say which of them are
+        inputs and targets.
     """
 
     def __init__(
         self,
         model: FlatModel,
         loss: Loss,
-        inputs: Tensor,
-        targets: Tensor,
+        inputs: Any,
+        targets: Any = None,
         *,
-        rows: Tensor | None = None,
+        rows: Any = None,
+        target: str | None = None,
         penalty: Penalty | None = None,
         autocast: torch.dtype | None = None,
     ) -> None:
         check_made_of(model, loss)
-        for name, given in (("inputs", inputs), ("targets", targets)):
-            require(isinstance(given, Tensor), name, "a Tensor: torch.as_tensor(...)", given)
+        if targets is None:
+            inputs, targets = all_samples(inputs, target, model.module)
+        inputs, targets = as_tensor("inputs", inputs), as_targets(targets, loss, model.vector)
         if rows is not None:
-            _check_rows(rows, len(inputs))
+            rows = _indices(rows, len(inputs))
         if len(inputs) == 0 or len(inputs) != len(targets) or (rows is not None and not len(rows)):
             chosen = "" if rows is None else f" with {len(rows)} rows"
             raise ValueError(
@@ -72,8 +83,8 @@ class Problem(Objective):
         device = model.vector.device
         dtype = model.vector.dtype if inputs.is_floating_point() else inputs.dtype
         self.inputs = laid_out(inputs.to(device=device, dtype=dtype))
-        self.targets = targets.to(device=device)
-        self.rows = None if rows is None else rows.to(device)
+        self.targets: Tensor = targets
+        self.rows: Tensor | None = None if rows is None else rows.to(device)
 
     def __len__(self) -> int:
         return len(self.inputs if self.rows is None else self.rows)
@@ -138,13 +149,14 @@ def check_made_of(model: object, loss: object) -> None:
     require(callable(loss), "loss", "a function loss(outputs, targets)", loss)
 
 
-def _check_rows(rows: Tensor, samples: int) -> None:
-    """Raise ``ValueError`` unless ``rows`` are indices of ``samples`` samples."""
-    integers = isinstance(rows, Tensor) and rows.dim() == 1 and rows.dtype in INDICES
-    wanted = "an int64 Tensor, the indices of samples (of a mask: mask.nonzero().flatten())"
-    require(integers, "rows", wanted, rows)
-    for extreme in rows.aminmax() if len(rows) else ():
+def _indices(rows: Any, samples: int) -> Tensor:
+    """Return ``rows`` as a tensor; raise ``ValueError`` unless they are indices of samples."""
+    wanted = "integers, the indices of samples (of a mask: mask.nonzero().flatten())"
+    found = as_tensor("rows", rows)
+    require(found.dim() == 1 and found.dtype in INDICES, "rows", wanted, rows)
+    for extreme in found.aminmax() if len(found) else ():
         require(0 <= int(extreme) < samples, "rows", f">= 0 and < {samples}", int(extreme))
+    return found
 
 
 def gathered(inputs: Tensor, rows: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -12,11 +11,21 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from clients.learning.model import FlatModel
-from clients.learning.objective import TESTED, Batch, Inputs, Loss, Objective, Penalty
+from clients.learning.objective import TESTED, Batch, Loss, Objective, Penalty
 from clients.learning.problem import check_made_of
+from clients.learning.samples import (
+    Randomness,
+    as_targets,
+    as_tensor,
+    fetching,
+    formatted,
+    items,
+    of_loader,
+    parted,
+)
 from fl_strategies.core.local import LocalTraining
 
 T = TypeVar("T")
@@ -25,10 +34,11 @@ T = TypeVar("T")
 class StreamedProblem(Objective):
     """f(w) = mean loss over samples that are fetched, and perhaps augmented, for each mini-batch.
 
-    A batch is either a tuple or list, or a mapping such as a tokenizer makes. The last item of a
-    tuple or list is the targets, and the module is called with the items before it. In a mapping,
-    ``target`` names the targets, and the module is called with the rest, by name. Tensors are moved
-    to the model's device; floating-point ones get the model's type.
+    A batch is either a tuple or list, or a mapping such as a Hugging Face Dataset or a tokenizer
+    makes. The last item of a tuple or list is the targets, and the module is called with the items
+    before it. In a mapping, ``target`` names the targets. The module is called with the rest by
+    name where its ``forward`` takes all of them by name; else it gets the only tensor among them by
+    position. Tensors are moved to the model's device; floating-point ones get the model's type.
 
     Fetching may draw from the global generators of torch, NumPy and Python's ``random``: for
     augmentation, shuffling, the seeds of a DataLoader's workers. These draws derive from the
@@ -44,37 +54,51 @@ class StreamedProblem(Objective):
         As of :class:`.Objective`.
     data : Dataset or DataLoader
         The local settings say how a map-style Dataset is cut into mini-batches. A DataLoader makes
-        them itself: ``batch-size`` must be the DataLoader's.
+        them itself: ``batch-size`` must be the DataLoader's. A Hugging Face Dataset without a
+        format gets that of tensors, unless ``collate`` is given.
     samples : int, optional
         The number of samples, which is the client's weight; needed where the data have no length.
-    target : str (default "labels")
-        Key of the targets, where a batch is a mapping.
+    target : str, optional
+        Key of the targets, where a batch is a mapping; by default the only one of ``label``,
+        ``labels``, ``target``, ``targets`` and ``y`` that it has.
     collate : callable, optional
         Makes a batch from a list of a Dataset's items; by default torch's ``default_collate``.
 
     Raises
     ------
     ValueError
-        For data without samples, or for an iterable Dataset without a DataLoader.
+        For data without samples, for data that are no Dataset, or for an iterable Dataset without a
+        DataLoader. When a batch is made: if it does not say which of it are inputs and targets.
     """
 
     def __init__(
         self,
         model: FlatModel,
         loss: Loss,
-        data: Dataset[Any] | DataLoader[Any],
+        data: Any,
         *,
         samples: int | None = None,
-        target: str = "labels",
+        target: str | None = None,
         collate: Callable[[list[Any]], Any] = default_collate,
         penalty: Penalty | None = None,
         autocast: torch.dtype | None = None,
     ) -> None:
         check_made_of(model, loss)
         super().__init__(model, loss, penalty=penalty, autocast=autocast)
-        if isinstance(data, IterableDataset):
-            raise ValueError("an IterableDataset needs a DataLoader, which makes its mini-batches")
-        self.data, self.target, self.collate = data, target, collate
+        if isinstance(data, Tensor | np.ndarray | tuple | Mapping):
+            raise ValueError(
+                f"data must be a Dataset or DataLoader, got {type(data).__name__}: of arrays make a"
+                " Problem(model, loss, inputs, targets)"
+            )
+        if not isinstance(data, DataLoader) and (
+            isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
+        ):
+            raise ValueError(
+                f"data of the type {type(data).__name__} need a DataLoader, which makes their"
+                " mini-batches"
+            )
+        self.data = formatted(data) if collate is default_collate else data
+        self.target, self.collate = target, collate
         of = data.dataset if isinstance(data, DataLoader) else data
         if samples is None:
             if not hasattr(of, "__len__"):
@@ -135,19 +159,14 @@ class StreamedProblem(Objective):
     def _fetched(self, seed: int, order: Sequence[int], batch_size: int) -> Iterator[Batch]:
         """Yield the batches of an epoch; a DataLoader has its own order."""
         if isinstance(self.data, DataLoader):
-            sampler = getattr(self.data, "sampler", None)
-            generators = (self.data.generator, getattr(sampler, "generator", None))
-            with_own = [g for g in generators if g is not None]
-            randomness, loader = Randomness(seed, with_own), self.data
+            randomness, loader = of_loader(seed, self.data), self.data
             found: Iterator[Any] = randomness.during(lambda: iter(loader))
         else:
             data, collate, randomness = self.data, self.collate, Randomness(seed)
             starts = range(0, len(order), batch_size)
-            found = (
-                collate([data[i] for i in order[start : start + batch_size]]) for start in starts
-            )
+            found = (collate(items(data, order[s : s + batch_size])) for s in starts)
         for number in itertools.count():
-            batch = randomness.during(lambda: next(found, None))
+            batch = fetching(lambda: randomness.during(lambda: next(found, None)))
             if batch is None:
                 if number == 0:
                     raise ValueError(f"the {type(self.data).__name__} has no samples")
@@ -155,59 +174,18 @@ class StreamedProblem(Objective):
             yield self._placed(batch)
 
     def _placed(self, batch: Any) -> Batch:
-        inputs: Inputs
-        if isinstance(batch, Mapping):
-            if self.target not in batch:
-                raise ValueError(f"a batch has no targets {self.target!r}, but {sorted(batch)}")
-            inputs = {n: self._moved(v) for n, v in batch.items() if n != self.target}
-            return inputs, self._moved(batch[self.target])
-        if not isinstance(batch, tuple | list) or len(batch) < 2:
-            raise ValueError(
-                "a batch must be a mapping, or a tuple or list of inputs and targets, got"
-                f" {type(batch).__name__}"
-            )
-        *inputs, targets = map(self._moved, batch)
-        return (inputs[0] if len(inputs) == 1 else tuple(inputs)), targets
+        inputs, targets = parted(batch, self.target, self.model.module)
+        if isinstance(inputs, Mapping):
+            inputs = {name: self._moved(value) for name, value in inputs.items()}
+        else:
+            several = isinstance(inputs, tuple)
+            inputs = tuple(map(self._moved, inputs)) if several else self._moved(inputs)
+        return inputs, as_targets(targets, self.loss, self.model.vector)
 
     def _moved(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            value = as_tensor("a batch", value)
         if not isinstance(value, Tensor):
             return value
         like = self.model.vector
         return value.to(like.device, like.dtype if value.is_floating_point() else value.dtype)
-
-
-class Randomness:
-    """States of the generators that fetching draws from, seeded by ``seed``.
-
-    These are the generators of torch on the CPU, NumPy, Python, and ``generators`` of torch.
-    """
-
-    def __init__(self, seed: int, generators: Sequence[torch.Generator] = ()) -> None:
-        self.generators = [torch.default_generator, *generators]
-        outside = self._states()
-        for generator in self.generators:
-            generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002 - it is what others' transforms draw from
-        self._inside = self._states()
-        self._restore(outside)
-
-    def during(self, action: Callable[[], T]) -> T:
-        """Return ``action()``, which draws from these states; each call continues from the last."""
-        outside = self._states()
-        self._restore(self._inside)
-        try:
-            return action()
-        finally:
-            self._inside = self._states()
-            self._restore(outside)
-
-    def _states(self) -> tuple[Any, ...]:
-        of_torch = [generator.get_state() for generator in self.generators]
-        return of_torch, random.getstate(), np.random.get_state()  # noqa: NPY002
-
-    def _restore(self, states: tuple[Any, ...]) -> None:
-        for generator, state in zip(self.generators, states[0], strict=True):
-            generator.set_state(state)
-        random.setstate(states[1])
-        np.random.set_state(states[2])  # noqa: NPY002

@@ -1,0 +1,62 @@
+"""The likeliest mistakes in data and models, each told in one sentence that names the remedy.
+
+PyTorch finds them deep in a layer or a loss, and names neither inputs nor targets.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+CHANNELS = (1, 3, 4)
+"""Of images: grey, red-green-blue, and with transparency."""
+
+
+def in_inputs(inputs: Any, error: Exception) -> str:
+    """Return the mistake in ``inputs`` that made a module raise ``error``; "" for another one."""
+    if not isinstance(inputs, Tensor):
+        return ""
+    shape, text = [*inputs.shape], str(error)
+    if not inputs.is_floating_point() and "long" in text.lower():
+        return (
+            f"inputs have type {_type(inputs)}, and the module takes floating-point numbers: give"
+            " it those, of images inputs / 255"
+        )
+    if "channels, but got" in text and len(shape) == 3:
+        return f"inputs have shape {shape}, and lack the dimension of channels: inputs[:, None]"
+    if "channels, but got" in text and len(shape) == 4 and shape[3] in CHANNELS:
+        return (
+            f"inputs have shape {shape}, and images [samples, channels, height, width]:"
+            " inputs.permute(0, 3, 1, 2), or transpose(0, 3, 1, 2) of a NumPy array"
+        )
+    return ""
+
+
+def in_targets(outputs: Any, targets: Tensor) -> str:
+    """Return the mistake in ``targets`` that made a loss fail; "" for another one."""
+    if not isinstance(outputs, Tensor):
+        return (
+            f"the model returns a {type(outputs).__name__}, which the loss does not take: a loss"
+            " such as lambda outputs, targets: ... reads it"
+        )
+    shapes = f"targets have shape {[*targets.shape]}, and the model's outputs {[*outputs.shape]}"
+    if outputs.dim() == 0 or len(outputs) != len(targets):
+        return f"{shapes}: they must be of as many samples"
+    classes = outputs.shape[1] if outputs.dim() > 1 else 0
+    if classes > 1 and outputs.dim() == 2 and targets.shape[1:] == (1,):
+        return f"{shapes}: classes have shape [{len(targets)}], by targets.reshape(-1)"
+    if classes == 0 or targets.dim() != outputs.dim() - 1:
+        return ""
+    if targets.is_floating_point():
+        return f"targets have type {_type(targets)}, and classes are integers: targets as int64"
+    if targets.device.type == "cpu" and not 0 <= int(targets.min()) <= int(targets.max()) < classes:
+        return (
+            f"targets are {int(targets.min())} to {int(targets.max())}, and the model has {classes}"
+            f" outputs, for the classes 0 to {classes - 1}"
+        )
+    return ""
+
+
+def _type(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
