@@ -5,7 +5,7 @@ READY := .venv/.installed-from-pyproject
 # A process per core, four at most, as each takes about a GB; tests of one xdist_group share one.
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadgroup
 
-.PHONY: demo deployment test test-all lint format wheel release-check docs clean
+.PHONY: demo deployment test test-all test-data lint format wheel release-check docs clean
 
 demo: $(READY)
 	$(BIN)/python -m simulations.lab.demo
@@ -19,6 +19,10 @@ test: $(READY)
 # Much of the slow tests' time is waits, so one process more than there are cores.
 test-all: test
 	$(PYTEST) --numprocesses $$($(BIN)/python -c 'import os; print(os.cpu_count() + 1)') -m slow --durations 25
+
+# The tests that read real data sets from FL_DATA, or from ../shared/datasets, or else run on stand-ins.
+test-data: $(READY)
+	$(PYTEST) -m data
 
 lint: $(READY)
 	$(BIN)/ruff check .

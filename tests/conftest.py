@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ |= {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -19,6 +21,13 @@ os.environ |= {
 }
 
 import pytest
+
+REAL = Path(os.environ.get("FL_DATA", Path(__file__).parents[2] / "shared/datasets")).absolute()
+"""The folder of real data sets; it need not exist."""
+ON_REAL_DATA = f"on real data ({REAL})"
+ON_STAND_INS = f"on stand-ins, as there is no {REAL}"
+LEFT_OUT = f"left out, as they need real data and there is no {REAL}"
+"""How a test's data are told at the end of a test run."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,24 +53,75 @@ def few_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return stand_in(tmp_path_factory.mktemp("datasets"))
 
 
+@pytest.fixture(scope="session")
+def many_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of ``few_images``, repeated until they are as many as MNIST's."""
+    return stand_in(tmp_path_factory.mktemp("datasets"), train=60_000, test=10_000)
+
+
 @pytest.fixture
-def datasets_folder(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, few_images: Path
-) -> Path:
+def datasets_folder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of data sets (``FL_DATA``, else the shared one) and set ``FL_DATA``.
 
-    It is the one of ``few_images`` where there is neither, and for the parameter ``"few"``.
+    It is the one of ``many_images`` where there is neither, and of ``few_images`` for the parameter
+    ``"few"``.
     """
-    default = Path(__file__).parents[2] / "shared/datasets"
-    folder = Path(os.environ.get("FL_DATA", default)).absolute()
-    if not folder.is_dir() or getattr(request, "param", "all") == "few":
-        folder = few_images
+    if getattr(request, "param", "all") == "few":
+        folder: Path = request.getfixturevalue("few_images")
+    elif REAL.is_dir():
+        folder = REAL
+        note(request, ON_REAL_DATA)
+    else:
+        folder = request.getfixturevalue("many_images")
+        note(request, ON_STAND_INS)
     monkeypatch.setenv("FL_DATA", str(folder))
     return folder
 
 
-def stand_in(folder: Path) -> Path:
-    """Write 400 training and 50 test images under the names of the real data sets."""
+@pytest.fixture
+def real_datasets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of real data sets and set ``FL_DATA``; skip the test if there is none."""
+    note(request, ON_REAL_DATA if REAL.is_dir() else LEFT_OUT)
+    if not REAL.is_dir():
+        pytest.skip(f"no data sets in {REAL}")
+    monkeypatch.setenv("FL_DATA", str(REAL))
+    return REAL
+
+
+def note(request: pytest.FixtureRequest, what: str) -> None:
+    """Have the end of the test run count this test."""
+    request.node.user_properties.append(("data", what))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that read real data sets where there are some."""
+    for item in items:
+        fixtures = {"datasets_folder", "real_datasets"} & set(getattr(item, "fixturenames", ()))
+        chosen = item.callspec.params if hasattr(item, "callspec") else {}
+        if fixtures and chosen.get("datasets_folder") != "few":
+            item.add_marker("data")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say which tests ran on real data sets and which did not."""
+    tests = {
+        (what, report.nodeid)
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        for name, what in getattr(report, "user_properties", ())
+        if name == "data"
+    }
+    for what in sorted({what for what, _ in tests}):
+        files = Counter(name.partition("::")[0] for told, name in tests if told == what)
+        counts = ", ".join(f"{count} of {file}" for file, count in sorted(files.items()))
+        terminalreporter.write_line(f"{what}: {counts}")
+
+
+def stand_in(folder: Path, *, train: int = 400, test: int = 50) -> Path:
+    """Write training and test images under the names of the real data sets.
+
+    400 and 50 images are different ones; more repeat them.
+    """
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet
@@ -74,8 +134,9 @@ def stand_in(folder: Path) -> Path:
         ("cifar10", "img", (32, 32, 3)),
     ):
         (folder / name).mkdir()
-        for split, count in (("train", 400), ("test", 50)):
-            images = rng.integers(0, 256, (count, *shape), dtype=np.uint8)
-            table = pa.table({column: encoded(images), "label": np.arange(count) % 10})
+        for split, different, count in (("train", 400, train), ("test", 50, test)):
+            images = rng.integers(0, 256, (different, *shape), dtype=np.uint8)
+            table = pa.table({column: encoded(images), "label": np.arange(different) % 10})
+            table = pa.concat_tables([table] * (count // different))
             pa.parquet.write_table(table, folder / name / f"{split}.parquet")
     return folder

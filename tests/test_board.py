@@ -228,8 +228,6 @@ def test_studies_leave_nothing_to_the_defaults_of_an_algorithm(
 def test_the_shrunk_board_runs_is_written_and_resumes(
     study: str, tmp_path: Path, datasets_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if study != "fedbc" and not (datasets_folder / "mnist/data").is_dir():
-        pytest.skip("the few images that stand in for MNIST do not go round 100 clients")
     only = BOARD[study][0].name
     command = [study, "--quick", "--only", only, "--quiet", "--output", str(tmp_path)]
 
@@ -262,7 +260,7 @@ def test_the_shrunk_board_runs_is_written_and_resumes(
     "study", ["fedpd-fig2", *(pytest.param(n, marks=pytest.mark.slow) for n in STUDIES)]
 )
 def test_a_shrunk_study_of_cells_runs_and_resumes(
-    study: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    study: str, tmp_path: Path, datasets_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = [study, "--quick", "--quiet", "--output", str(tmp_path)]
     main(command)

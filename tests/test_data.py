@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from simulations.config import RunConfig
 from simulations.experiment import prepare
 from simulations.generated import BUILT_IN
 
-SHARED = Path(os.environ.get("FL_DATA", Path(__file__).parents[2] / "shared/datasets"))
 RNG = np.random.default_rng(7)
 GREY = RNG.integers(0, 256, (12, 6, 5), dtype=np.uint8)
 COLOUR = RNG.integers(0, 256, (12, 6, 5, 3), dtype=np.uint8)
@@ -32,11 +30,8 @@ LABELS = [3, 1, 0, 2, 1, 3, 0, 0, 2, 1, 3, 2]
 
 
 @pytest.fixture
-def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def shared(real_datasets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the real data, where this machine has them, and nothing else."""
-    if not SHARED.is_dir():
-        pytest.skip(f"no data sets in {SHARED}")
-    monkeypatch.setenv("FL_DATA", str(SHARED))
     forbid_the_hub(monkeypatch)
 
 

@@ -12,7 +12,6 @@ refused (in a folder, on the Hub); each option passing where it means nothing.
 
 from __future__ import annotations
 
-import os
 import string
 from itertools import pairwise
 from pathlib import Path
@@ -27,12 +26,9 @@ from simulations import data
 from simulations.partitions import partition
 from simulations.text import CHARACTERS, characters
 
-SHARED = Path(os.environ.get("FL_DATA", Path(__file__).parents[2] / "shared/datasets"))
-real = pytest.mark.skipif(not SHARED.is_dir(), reason=f"no data sets in {SHARED}")
 
-
-def read(name: str, split: str, *columns: str) -> list[list[str]]:
-    (file,) = (SHARED / name / "data").glob(f"{split}-*.parquet")
+def read(folder: Path, split: str, *columns: str) -> list[list[str]]:
+    (file,) = (folder / "data").glob(f"{split}-*.parquet")
     table = pyarrow.parquet.read_table(file, columns=list(columns))
     return [table[column].to_pylist() for column in columns]
 
@@ -229,10 +225,12 @@ def test_owners_need_natural_clients_and_so_does_a_missing_test_split(tmp_path: 
         data.load(str(path))
 
 
-@real
-def test_the_writers_of_mnist_are_the_clients_of_its_natural_partition() -> None:
-    found = data.load(str(SHARED / "mnist_writers"))
-    ((writers,), (tests,)) = (read("mnist_writers", s, "writer_id") for s in ("train", "test"))
+def test_the_writers_of_mnist_are_the_clients_of_its_natural_partition(
+    real_datasets: Path,
+) -> None:
+    folder = real_datasets / "mnist_writers"
+    found = data.load(str(folder))
+    ((writers,), (tests,)) = (read(folder, split, "writer_id") for split in ("train", "test"))
     assert (found.x.shape, found.test_x.shape) == ((11_339, 1, 28, 28), (2_006, 1, 28, 28))
     assert found.num_classes == 10
     assert found.owner is not None
@@ -245,10 +243,12 @@ def test_the_writers_of_mnist_are_the_clients_of_its_natural_partition() -> None
     assert len(set(found.test_owner)) == len(set(tests)) == 55
 
 
-@real
-def test_the_roles_of_shakespeare_are_138_clients_in_a_byte_a_character() -> None:
-    found = data.load(str(SHARED / "shakespeare"))
-    roles, x, y = read("shakespeare", "train", "character_id", "x", "y")
+def test_the_roles_of_shakespeare_are_138_clients_in_a_byte_a_character(
+    real_datasets: Path,
+) -> None:
+    folder = real_datasets / "shakespeare"
+    found = data.load(str(folder))
+    roles, x, y = read(folder, "train", "character_id", "x", "y")
     assert (found.x.shape, found.test_x.shape) == ((466_014, 80), (114_486, 80))
     assert found.x.nbytes == 466_014 * 80
     rows = np.random.default_rng(0).integers(0, len(x), 50)
