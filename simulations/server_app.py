@@ -5,6 +5,7 @@ from contextlib import suppress
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
+from threadpoolctl import threadpool_limits
 
 from simulations.config import RunConfig
 from simulations.experiment import run
@@ -29,10 +30,20 @@ def return_memory() -> None:
         mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
+def multiply_in_one_thread() -> None:
+    """Have NumPy multiply matrices without threads from now on.
+
+    In a simulation the main thread starts Ray, by fork, while this one already makes data. OpenBLAS
+    ends its threads before a fork, and a product that waits for them would wait for ever.
+    """
+    threadpool_limits(1, user_api="blas")
+
+
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the configured algorithm; ``simulations.experiment.run`` describes the results."""
     return_memory()
     if hasattr(grid, "pull_interval"):  # the simulation's; the grid of a deployment has none
+        multiply_in_one_thread()
         grid.pull_interval = PULL_SECONDS
     run(RunConfig.parse(context.run_config), grid)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,36 @@ import pytest
 from simulations.config import RunConfig
 from simulations.experiment import run_in_process
 from simulations.lab.superlink import flwr_run
+
+FORKING = """
+import os
+import threading
+
+from flwr.app import Context, RecordDict
+
+from simulations import server_app
+from simulations.generated import synthetic
+
+
+class SimulationGrid:
+    pull_interval = 0.1
+
+
+def run(config, grid):
+    for _ in range(3):
+        synthetic(clients=100)
+
+
+server_app.run = run
+context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config={})
+thread = threading.Thread(target=server_app.app, args=(SimulationGrid(), context))
+thread.start()
+while thread.is_alive():
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+"""A ServerApp that makes data while the main thread starts processes by fork, as Ray does."""
 
 
 @pytest.mark.xdist_group("engine")  # one at a time: each takes all cores
@@ -42,3 +75,12 @@ def test_ray_and_in_process_give_the_same_model(
     assert any(line.endswith(f"results: {tmp_path / 'ray'}") for line in lines)
     assert on_ray["finished"]
     assert on_ray["model_sha256"] == run_in_process(config).model_sha256
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_serverapp_makes_its_data_while_processes_are_forked() -> None:
+    """With more than one thread of BLAS it waits for ever in every such run."""
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "4"}
+    command = [sys.executable, "-W", "ignore", "-c", FORKING]
+    subprocess.run(command, env=environment, timeout=180, check=True)
