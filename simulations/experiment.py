@@ -84,7 +84,7 @@ def run(
     ``summary.json`` and ``curve.png``, also after an interrupted run. A killed run leaves a model
     and a summary that are ``SAVE_SECONDS`` old or older. Async-cloud FedBCD adds
     ``cloud-N.safetensors``, the model of each cloud server; ``checkpoint-every`` adds the folder
-    ``checkpoints``. ``run.lock`` names the run, and is locked during the run.
+    ``checkpoints``. ``run.json`` names the run, and ``run.lock`` is locked during the run.
 
     Raises ``ValueError`` for a folder that another run is writing to, ``StateError`` for a state
     directory that holds another run's states, and ``RuntimeError`` if all rounds were void.

@@ -69,7 +69,7 @@ ROUNDS = [
             "            os.replace(temporary, path)\n    finally": (
                 "            path.write_bytes(content)\n    finally"
             ),
-            "fcntl.LOCK_EX | fcntl.LOCK_NB": "fcntl.LOCK_SH | fcntl.LOCK_NB",
+            "except Timeout:": "except ZeroDivisionError:",
         },
     ),
     *of(

@@ -56,7 +56,7 @@ def test_a_killed_run_leaves_the_folder_free_and_goes_on_under_its_id(tmp_path: 
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    signed = json.loads((tmp_path / "checkpoints/run.lock").read_text())
+    signed = json.loads((tmp_path / "checkpoints/run.json").read_text())
     assert signed["process"] == int((tmp_path / "pid").read_text())
     again = strategy(FEDADMM, tmp_path)
     found = run(again, tmp_path, 5)
@@ -71,7 +71,7 @@ def test_a_resumed_run_keeps_the_id_of_its_checkpoint(lock: bytes | None, tmp_pa
     """Whatever became of the lock's file."""
     one = strategy(FEDADMM, tmp_path)
     run(one, tmp_path, 4)
-    file = tmp_path / "checkpoints/run.lock"
+    file = tmp_path / "checkpoints/run.json"
     file.unlink() if lock is None else file.write_bytes(lock)
     again = strategy(FEDADMM, tmp_path)
     assert again.run.id != one.run.id

@@ -62,6 +62,32 @@ def test_images_of_a_folder_load_no_slow_package(tmp_path: Path) -> None:
     assert loaded_after("from simulations import data", read) & SLOW == set()
 
 
+def test_neither_half_needs_what_windows_lacks(tmp_path: Path) -> None:
+    """A folder is kept to one run there too, and folders are not fsynced."""
+    lacking = {"fcntl", "grp", "pwd", "resource", "termios"}
+    program = f"""
+import os, sys, warnings
+from pathlib import Path
+import flwr.serverapp.strategy, flwr.server.workflow, torch  # whose own imports are theirs
+sys.modules.update(dict.fromkeys({lacking}))
+for name in ("O_DIRECTORY", "fork", "getuid", "pread", "pwrite", "sched_getaffinity"):
+    delattr(os, name)
+warnings.simplefilter("ignore")  # filelock tells that no lock of the kernel's is there
+import fl_strategies, clients, simulations.server_app, simulations.client_app
+from fl_strategies.core.files import FolderLock
+folder = Path({str(tmp_path)!r})
+for _ in range(2):
+    with FolderLock(folder).held("first"):
+        try:
+            FolderLock(folder).take()
+        except ValueError as error:
+            print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"{tmp_path} is in use by run first (process ") == 2
+
+
 def test_the_server_half_needs_no_torch() -> None:
     assert "torch" not in loaded_after("import fl_strategies")
 

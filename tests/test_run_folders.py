@@ -52,7 +52,7 @@ def test_a_state_directory_is_one_runs(tmp_path: Path) -> None:
     first = small(tmp_path, **{"state-dir": str(tmp_path / "state")})
     summary = run_in_process(first)
     second = replace(first, output=str(tmp_path / "second"))
-    run_id = json.loads((tmp_path / "run/run.lock").read_text())["run"]
+    run_id = json.loads((tmp_path / "run/run.json").read_text())["run"]
     said = f"fedadmm holds the state of run '{run_id}': choose another state-dir, or delete"
     refused(StateError, said, second)
     refused(StateError, said, first)

@@ -15,7 +15,7 @@ from states import CLIENT, OWNER, assert_version, version
 
 from clients import DirectoryStore, Owner, StateError
 from clients.node.state import DamagedState, settle
-from fl_strategies.core.files import save_arrays
+from fl_strategies.core.files import save_arrays, write_atomically
 
 
 def the_file(directory: Path, server_round: int = 5) -> Path:
@@ -98,6 +98,22 @@ def test_an_interrupted_write_leaves_the_old_state_and_nothing_else(
                     store.save(OWNER, server_round, version(6))
     assert sorted(tmp_path.iterdir()) == files
     assert_version(store.load(OWNER, 5), 5)
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_durable_write_reaches_the_disk_with_its_name(
+    durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name is in the folder: without its fsync a crash of the machine may lose it."""
+    synced: list[Path] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda one: synced.append(Path(f"/proc/self/fd/{one}").resolve())
+    )
+    path = tmp_path / "file"
+    write_atomically(path, b"whole", durable=durable)
+    assert path.read_bytes() == b"whole"
+    assert [one.parent if one != tmp_path else one for one in synced] == [tmp_path] * 2 * durable
+    assert synced[-1:] == [tmp_path] * durable
 
 
 def test_a_file_of_another_owner_is_refused_even_without_manifest(tmp_path: Path) -> None:

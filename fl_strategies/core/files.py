@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -15,6 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from filelock import BaseFileLock, FileLock, Timeout
 from safetensors import safe_open
 from safetensors.numpy import save
 
@@ -22,8 +22,9 @@ Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
 ABOUT = "about"
 """The array that holds a file's text, in UTF-8: a header is limited to 100 MB, an array is not."""
-LOCK = "run.lock"
-"""The file in a run's folder that is locked during the run. It remains, and names that run."""
+LOCK, HOLDER = "run.lock", "run.json"
+"""The file in a run's folder that is locked during the run, and the file that names that run. They
+are two, as on Windows nobody can read a file that another process has locked."""
 
 
 class DamagedFile(ValueError):
@@ -36,7 +37,8 @@ def write_atomically(
     """Write ``content`` to ``path`` through a temporary name beside it, fsynced, then renamed.
 
     With ``new`` an existing file stays as it is: of several writers, the first one wins. Without
-    ``durable`` the file is not fsynced: it survives a crash of the process, not of the machine.
+    ``durable`` neither the file nor its folder is fsynced: the file survives a crash of the
+    process, not of the machine.
     """
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -52,6 +54,12 @@ def write_atomically(
     finally:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
+    if durable and hasattr(os, "O_DIRECTORY"):  # else folders cannot be opened
+        handle = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def _link(temporary: str, path: Path) -> None:
@@ -102,13 +110,13 @@ def _digest(arrays: Arrays) -> str:
 class FolderLock:
     """Keeps a folder to one run at a time, by the kernel's lock on its file ``run.lock``.
 
-    The kernel releases the lock when the process ends, in any way. The file remains and names the
-    run that held the lock last; this blocks nobody.
+    The kernel releases the lock when the process ends, in any way. The file ``run.json`` remains
+    and names the run that held the lock last; this blocks nobody.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._handle: int | None = None
+        self._lock: BaseFileLock | None = None
 
     @contextmanager
     def held(self, run: str) -> Iterator[None]:
@@ -129,46 +137,46 @@ class FolderLock:
         self.release()
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._handle = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            tempfile.TemporaryFile(dir=self.folder).close()
         except OSError as error:
             raise ValueError(f"the folder {self.folder} cannot be written: {error}") from None
-        run, process = self._signature()
+        path = self.folder / LOCK
+        lock = FileLock(path, mode=0o600, timeout=0, thread_local=False, fallback_to_soft=False)
         try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.release()
+            lock.acquire()
+            self._lock = lock
+        except Timeout:
+            run, process = self._signature()
             raise ValueError(
                 f"{self.folder} is in use by run {run} (process {process}): wait until it has"
                 " ended, or choose another folder"
             ) from None
+        except PermissionError as error:
+            raise ValueError(f"{path} cannot be locked: {error}") from None
         except OSError as error:  # some file systems have no locks
             logging.getLogger("flwr").warning(
                 "%s cannot be locked (%s): make sure that no second run writes there",
                 self.folder,
                 error,
             )
-        return run
+        return self._signature()[0]
 
     def sign(self, run: str) -> None:
         """Name the run that holds the folder."""
-        assert self._handle is not None
-        line = json.dumps({"run": run, "process": os.getpid()}).encode() + b"\n"
-        os.pwrite(self._handle, line, 0)
-        os.ftruncate(self._handle, len(line))
-        os.fsync(self._handle)
+        line = json.dumps({"run": run, "process": os.getpid()}) + "\n"
+        write_atomically(self.folder / HOLDER, line.encode())
 
     def release(self) -> None:
         """Release the folder for other runs."""
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def _signature(self) -> tuple[str, str]:
-        assert self._handle is not None
         try:
-            line = json.loads(os.pread(self._handle, 4096, 0).split(b"\n")[0])
-            return str(line["run"]), str(line["process"])
-        except (ValueError, TypeError, KeyError):  # not signed yet
+            holder = json.loads((self.folder / HOLDER).read_bytes())
+            return str(holder["run"]), str(holder["process"])
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):  # not signed yet
             return "", "unknown"
 
 
