@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 from flwr.client import NumPyClient
-from flwr.common import log
 from torch import Tensor
 
 from clients.evaluating import Rest, fine_tuned, measured, named
@@ -24,6 +23,7 @@ from clients.request import Arrays, Config, Received, generator, round_of, weigh
 from fl_strategies import STRATEGIES
 from fl_strategies.core.hyperparameters import check_request
 from fl_strategies.core.local import LocalTraining, default_training
+from fl_strategies.core.log import log
 from fl_strategies.core.near import misspelt
 from fl_strategies.core.oracle import Oracle, Solved, Step
 from fl_strategies.core.randomness import stream

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from flwr.common import log
 from torch import Tensor
 
 from clients.learning.arrays import to_numpy
 from clients.node.state import DamagedState, Fields, Owner, Store, fresh_nonce, peek, settle
 from clients.request import Config, round_of
+from fl_strategies.core.log import log
 
 State: TypeAlias = Any
 """A named tuple of tensors and numbers: what an algorithm's client keeps for the next round."""

@@ -33,13 +33,13 @@ Reference: see ``fl_strategies.fedbc``.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from fl_strategies.core.columns import clip, for_each, square_norm
 from fl_strategies.core.hyperparameters import Schedule, number
+from fl_strategies.core.log import LOGGER
 from fl_strategies.core.oracle import Solved, Step
 from fl_strategies.core.randomness import draw, stream
 from fl_strategies.core.records import Upload, Uploads
@@ -247,7 +247,7 @@ class ProximityStrategy(FederatedStrategy):
         z, total = server_rule((upload.vector, self.weight(upload)) for upload in uploads)
         if total == 0.0 and not self._warned:
             self._warned = True
-            logging.getLogger("flwr").warning(
+            LOGGER.warning(
                 "every lambda of round %d is 0: the models are averaged with equal weights",
                 uploads.round,
             )

@@ -34,6 +34,7 @@ from fl_strategies import (
     RoundInfo,
 )
 from fl_strategies.core.files import FolderLock, write_atomically
+from fl_strategies.core.log import LOGGER, quiet_log
 from fl_strategies.server.callbacks import Callback, Rows, model_bytes
 from simulations.config import RunConfig, Scalar
 from simulations.differences import differences
@@ -235,14 +236,13 @@ def _one_line_a_round() -> Iterator[None]:
     """Keep the strategy's line for each round out of the log: the progress line replaces it."""
 
     def keep(record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith("round=%d algorithm=")
+        return not hasattr(record, "round_line")
 
-    logger = logging.getLogger("flwr")
-    logger.addFilter(keep)
+    LOGGER.addFilter(keep)
     try:
         yield
     finally:
-        logger.removeFilter(keep)
+        LOGGER.removeFilter(keep)
 
 
 class _IfTested:
@@ -319,7 +319,11 @@ def metrics_of(**keys: Scalar) -> list[Mapping[str, float]]:
     """
     rows: list[Mapping[str, float]] = []
     config = {name.replace("_", "-"): value for name, value in keys.items()}
-    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        redirect_stdout(io.StringIO()),
+        quiet_log(True),
+    ):
         given = RunConfig.parse(config | {"output": folder})
         run_in_process(given, [lambda info: rows.append(info.metrics)])
     return rows

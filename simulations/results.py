@@ -16,7 +16,6 @@ from statistics import fmean
 
 import numpy as np
 from flwr.app import ArrayRecord
-from flwr.common import log
 
 from fl_strategies import (
     ClientHistory,
@@ -24,7 +23,9 @@ from fl_strategies import (
     RoundInfo,
 )
 from fl_strategies.core.files import write_atomically
+from fl_strategies.core.log import log
 from fl_strategies.server.callbacks import Rows, finite, model_bytes
+from fl_strategies.server.progress import round_line
 from simulations.config import RunConfig
 from simulations.interrupts import undivided
 
@@ -128,18 +129,10 @@ class Progress:
         self.arrays = info.arrays
         self.rows.append(dict(info.metrics))
         self.ends.append(time.monotonic())
-        said = [f"{self.label} round {info.server_round}/{info.num_rounds}"]
-        if "test-accuracy" in info.metrics:
-            said.append(
-                "accuracy {test-accuracy:.4f}  loss {test-loss:.4f}".format_map(info.metrics)
-            )
-        if lost := _lost(info.metrics):
-            said.append(f"{lost} of {info.metrics['clients-asked']:.0f} clients lost")
+        line = round_line(info.server_round, info.num_rounds, info.metrics)
         left = seconds_left(self.ends, info.num_rounds - info.server_round)
-        if left is not None:
-            said.append(f"{left:.0f} s left")
-        if lost or not self.quiet:
-            print("  ".join(said), flush=True)
+        if _lost(info.metrics) or not self.quiet:
+            print(self.label, line + (f", {left:.0f} s left" if left else ""), flush=True)
         if time.monotonic() - self.saved > SAVE_SECONDS:
             self.save(finished=False)
 

@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,10 @@ LEFT_OUT = f"left out, as they need real data and there is no {REAL}"
 
 
 @pytest.fixture(autouse=True)
-def flowers_log_level() -> Iterator[None]:
-    """Undo what a command did to the level of Flower's log."""
-    logger = logging.getLogger("flwr")
-    level = logger.level
-    yield
-    logger.setLevel(level)
+def log_levels() -> None:
+    """Log all, whatever level a command before has set."""
+    for name in ("flwr", "fl_strategies"):
+        logging.getLogger(name).setLevel(logging.DEBUG)
 
 
 @pytest.fixture(autouse=True)

@@ -158,6 +158,7 @@ PASSING = {
     "run",
     "underway",
     "_asked",
+    "_told",
     "_started",
     "_checks",
     "_phases",

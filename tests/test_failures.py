@@ -16,6 +16,7 @@ from problems import CLIENT_OF, NODES, make_client_app, quadratics, to_record
 from clients.node.in_process import InProcessGrid
 from fl_strategies import FedADMM, FedBCDAsync, FederatedStrategy, RoundInfo
 from fl_strategies.bcd import fedbcd_async
+from fl_strategies.core.reasons import brief
 from simulations.config import RunConfig
 from simulations.experiment import run
 from simulations.worker import app
@@ -38,7 +39,7 @@ def test_answers_after_the_timeout_count_as_lost_ones_to_the_bit(
 ) -> None:
     late = Troubled(late=half_for_five_rounds)
     found = late.run(row)
-    assert caplog.text.count("no reply from 2 clients: [1, 3]") == 5
+    assert caplog.text.count("no reply from 2 clients [1, 3]") == 5
     lost = Troubled(lost=half_for_five_rounds)
     np.testing.assert_array_equal(found, lost.run(row))
     assert late.acked == lost.acked
@@ -111,7 +112,7 @@ class StandsIn(InProcessGrid):
         return reply
 
 
-GONE = {"reply of client 1 left out: none came: Node Unavailable", "no reply from 1 clients: [1]"}
+GONE = {"reply of client 1 left out: none came: Node Unavailable", "no reply from client 1"}
 
 
 @pytest.mark.parametrize(
@@ -196,8 +197,8 @@ def test_a_node_that_was_replaced_serves_again_when_it_comes_back(
     assert asked() == sorted([NODES[0], NODES[2], spare])
     nodes[first] = nodes.pop(spare)
     assert asked() == usual
-    assert f"client 1 is now node {spare} and no longer node {first}" in caplog.text
-    assert f"client 1 is now node {first} and no longer node {spare}" in caplog.text
+    assert f"client 1 is now node {spare} and no longer node {brief(first)}" in caplog.text
+    assert f"client 1 is now node {brief(first)} and no longer node {spare}" in caplog.text
     assert set(strategy.ledger.acked.values()) == {4}
 
 

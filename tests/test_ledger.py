@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from problems import NODES
 
 from fl_strategies.core.ledger import Ledger
+from fl_strategies.core.reasons import brief
 from fl_strategies.core.records import BadReply, Reply, Upload
 
 CLIENTS = [3, NODES[0], NODES[1]]
@@ -69,7 +70,7 @@ def test_a_lost_state_is_known_by_its_nonce_until_a_reply_of_it_is_used(
     ledger.check(reply(client, "two"), upload(client, 3))  # and not used
     ledger.check(reply(client, "two"), upload(client, 4))
     assert [r.levelname for r in caplog.records] == ["WARNING", "WARNING"]
-    assert f"client {client} lost its state" in caplog.text
+    assert f"client {brief(client)} lost its state" in caplog.text
     assert not booked(ledger, client, 5, "two").newcomer
     booked(ledger, client, 6, "two")
     booked(ledger, client, 7)  # a client without a state

@@ -22,6 +22,7 @@ from problems import DIM, NODES, Linear, grid, make_client_app, quadratics, to_r
 from clients import FlatModel
 from clients.node.in_process import InProcessGrid
 from fl_strategies import EarlyStop, FedADMM, FedAvg, RoundInfo, as_legacy
+from fl_strategies.core.reasons import brief
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_a_client_that_answers_with_a_bad_status_is_left_out_by_name(
     )
     _, metrics = adapter.aggregate_fit(1, good, [*bad, TimeoutError("nobody knows whose")])
     assert (metrics["clients-used"], metrics["clients-rejected"]) == (1, 1)
-    assert f"client {NODES[1]} left out: error 1: out of disk" in caplog.text
+    assert f"client {brief(NODES[1])} left out: out of disk" in caplog.text
 
 
 def test_callbacks_and_evaluation_see_every_round_and_a_stop_asks_nobody_any_more() -> None:

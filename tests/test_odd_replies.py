@@ -64,7 +64,7 @@ def test_a_foreign_text_is_one_short_line_of_the_log(caplog: pytest.LogCaptureFi
     forged = "no\nWARNING: all is well\r\n" + "x" * 10_000
     outcome(before, [answered({NODES[0]: Error(2, forged)})])
     (line,) = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
-    assert line.startswith("reply of client 0 left out: error 2: no WARNING: all is well xxx")
+    assert line.startswith("reply of client 0 left out: no WARNING: all is well xxx")
     assert len(line.splitlines()) == 1
     assert len(line) < 600
 

@@ -23,6 +23,7 @@ from fl_strategies import (
     FedProx,
     RoundInfo,
 )
+from fl_strategies.core.reasons import brief
 from fl_strategies.server.nodes import Nodes
 
 
@@ -133,7 +134,7 @@ def test_an_error_reply_is_rejected_with_its_reason(caplog: pytest.LogCaptureFix
         return reply
 
     averaging().start(grid(quadratics(2), fault=fault), to_record(START), 1)
-    assert "reply of client 0 left out: error 2: out of memory" in caplog.text
+    assert "reply of client 0 left out: out of memory" in caplog.text
 
 
 def test_a_round_below_min_replies_is_void_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -207,7 +208,8 @@ def test_a_connected_clients_id_is_not_taken_over_before_its_node_is_gone(
     again = federation.contexts[9999] = federation.contexts[NODES[1]]
     for _ in range(3):
         assert nodes.connected(federation) == of_client
-    said = f"node 9999 calls itself client 1, which is node {NODES[1]} as long as that is connected"
+    node = brief(NODES[1])
+    said = f"node 9999 calls itself client 1, which is node {node} as long as that is connected"
     assert caplog.text.count(said) == 1
     del federation.contexts[9999]
     assert nodes.connected(federation) == of_client
@@ -351,15 +353,3 @@ def test_bad_options_are_refused_with_bound_and_value(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         FedAvg(**options)
-
-
-def test_each_round_is_one_line_of_names_and_values_in_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    averaging().start(grid(quadratics(3)), to_record(np.zeros(5)), 2)
-    lines = [line for line in caplog.messages if line.startswith("round=")]
-    rows = [dict(word.split("=") for word in line.split()) for line in lines]
-    assert [row["round"] for row in rows] == ["1", "2"]
-    assert all(row["algorithm"] == "fedavg" and row["clients-used"] == "3" for row in rows)
-    assert float(rows[1]["train-loss"]) < float(rows[0]["train-loss"])
-    assert not any(name.endswith(("-min", "-max")) for name in rows[0])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any, Literal, TypeAlias
@@ -20,6 +19,7 @@ import numpy.typing as npt
 from torch import nn
 
 from clients.learning.model import FlatModel
+from fl_strategies.core.log import LOGGER
 
 Setting: TypeAlias = Literal["auto", "off"] | int
 
@@ -30,7 +30,7 @@ GAIN = 1.05
 @functools.cache
 def say_once(text: str) -> None:
     """Log ``text`` once in a process."""
-    logging.getLogger("flwr").info(text)
+    LOGGER.info(text)
 
 
 def kind_of(module: nn.Module) -> str:

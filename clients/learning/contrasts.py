@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.nn.functional import logsigmoid
 from clients.learning.means import of_each
 from clients.learning.stack import NONE, Stack
 from fl_strategies import moon
+from fl_strategies.core.log import LOGGER
 
 
 class Contrasts(Stack):
@@ -120,6 +120,4 @@ def terms(z: Tensor, q: Tensor) -> Tensor:
 @functools.cache
 def warn_of_no_effect() -> None:
     """Warn that MOON equals FedAvg with this model."""
-    logging.getLogger("flwr").warning(
-        "the model's features do not depend on its parameters: with it MOON is FedAvg"
-    )
+    LOGGER.warning("the model's features do not depend on its parameters: with it MOON is FedAvg")

@@ -24,13 +24,13 @@ from flwr.clientapp.mod import (
     fixedclipping_mod,
 )
 from flwr.clientapp.typing import ClientAppCallable, Mod
-from flwr.common import log
 from flwr.common.constant import ErrorCode
 
 from clients.learning.choice import Setting, check_setting
 from clients.node.host import Host, Hosted, Hosts
 from clients.node.records import ClientFn, check_id, check_names, divided, make_client, tell
-from fl_strategies.core.reasons import of_exception
+from fl_strategies.core.log import log
+from fl_strategies.core.reasons import brief, of_exception
 from fl_strategies.core.schedules import require
 from fl_strategies.messages.encoding import encoded
 from fl_strategies.messages.hosting import is_hosted
@@ -45,8 +45,8 @@ def client_id(context: Context) -> int:
 
 
 def _named(context: Context) -> object:
-    """Return :func:`client_id`, or the ``partition-id`` that makes none."""
-    return context.node_config.get("partition-id", context.node_id)
+    """Return :func:`client_id` for a person, or the ``partition-id`` that makes none."""
+    return context.node_config.get("partition-id", brief(context.node_id))
 
 
 def client_app(

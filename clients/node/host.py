@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.client import NumPyClient
-from flwr.common import log
 
 from clients.cohort import fit_cohort
 from clients.learning.choice import Setting
 from clients.node.records import ClientFn, check_id, check_names, divided, make_client, tell
+from fl_strategies.core.log import log
 from fl_strategies.core.reasons import by_reason, named, of_exception
 from fl_strategies.core.records import BadReply
 from fl_strategies.core.schedules import plain

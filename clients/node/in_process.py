@@ -18,7 +18,6 @@ from typing import IO, Any
 import numpy as np
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common import log
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
 from flwr.serverapp import Grid
@@ -26,6 +25,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from clients.node.host import HostContext
 from fl_strategies.core.hyperparameters import Scalar
+from fl_strategies.core.log import log
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.reasons import of_exception
 from fl_strategies.core.schedules import check, require

@@ -10,8 +10,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from flwr.app import Context
 from flwr.client import NumPyClient
-from flwr.common import log
 
+from fl_strategies.core.log import log
+from fl_strategies.core.reasons import TRACEBACK
 from fl_strategies.core.schedules import require
 
 ClientFn: TypeAlias = Callable[[Context], NumPyClient]
@@ -70,4 +71,4 @@ def tell(whose: str, reason: str) -> None:
     """
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
-        log(ERROR, "%s failed: %s", whose, reason)
+        log(ERROR, "%s failed: %s%s", whose, reason, TRACEBACK)

@@ -7,7 +7,6 @@ random draw. The clock also tells how long the round would have lasted (``virtua
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import numpy as np
 
 from fl_strategies.bcd.latency import Clock
 from fl_strategies.core.hyperparameters import Schedule, choice, number, option
+from fl_strategies.core.log import LOGGER
 from fl_strategies.core.randomness import share
 from fl_strategies.core.records import Upload, Uploads
 from fl_strategies.core.schedules import at, check, values
@@ -203,9 +203,7 @@ class CloudStrategy(FederatedStrategy):
                     self.check_one_more(state, cloud, self.gamma_of(client))
                 except ValueError as error:  # no reason to end a run for the others
                     self._left_out.add(client)
-                    logging.getLogger("flwr").warning(
-                        "client %d does not take part: %s", client, error
-                    )
+                    LOGGER.warning("client %d does not take part: %s", client, error)
                     continue
                 sizes[cloud] += 1
                 state = replace(state, cloud_of={**state.cloud_of, client: cloud})

@@ -51,6 +51,7 @@ from fl_strategies.compat.translation import (
     trained,
     undecoded,
 )
+from fl_strategies.core.log import quiet_log
 from fl_strategies.core.records import Upload
 from fl_strategies.core.schedules import check
 from fl_strategies.messages.wire import decode
@@ -252,7 +253,8 @@ class _LegacyStrategy(Strategy):
         return cast("float | None", metrics.get("eval-loss")), metrics
 
     def _end(self, server_round: int) -> None:
-        self._stopped = self.strategy.close_round(server_round, self._arrays)
+        with quiet_log(self.strategy.quiet):
+            self._stopped = self.strategy.close_round(server_round, self._arrays)
 
     def _take(self, parameters: Parameters) -> None:
         """Continue with the server's model: a wrapper may have added noise to the strategy's."""

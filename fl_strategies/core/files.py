@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,8 @@ import numpy.typing as npt
 from filelock import BaseFileLock, FileLock, Timeout
 from safetensors import safe_open
 from safetensors.numpy import save
+
+from fl_strategies.core.log import LOGGER
 
 Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
@@ -154,7 +155,7 @@ class FolderLock:
         except PermissionError as error:
             raise ValueError(f"{path} cannot be locked: {error}") from None
         except OSError as error:  # some file systems have no locks
-            logging.getLogger("flwr").warning(
+            LOGGER.warning(
                 "%s cannot be locked (%s): make sure that no second run writes there",
                 self.folder,
                 error,

@@ -13,12 +13,13 @@ Replies get lost, come late or are rejected, and a client does not learn which. 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import INFO, WARNING
 from typing import Any, Literal
 
+from fl_strategies.core.log import LOGGER
+from fl_strategies.core.reasons import brief
 from fl_strategies.core.records import BadReply, Reply, Upload
 
 LostState = Literal["reset", "refuse", "warn"]
@@ -59,9 +60,7 @@ class Ledger:
         if self.lost_state == "refuse":
             raise BadReply("the state which the server booked for it is lost")
         level = WARNING if self.lost_state == "warn" else INFO
-        logging.getLogger("flwr").log(
-            level, "client %d lost its state and counts as a newcomer", client
-        )
+        LOGGER.log(level, "client %s lost its state and counts as a newcomer", brief(client))
         return upload
 
     def settle(self, used: Sequence[Upload]) -> None:

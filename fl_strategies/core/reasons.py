@@ -1,4 +1,4 @@
-"""Why a client failed, in one line: the innermost exception first.
+"""Why a client failed, in one line: the innermost exception first, and the user's line of code.
 
 The engine turns a client's exception into text: a SuperNode sends the message alone, Ray a long
 traceback that begins with the cause. ``of_exception`` is for the side where the exception is
@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import logging
 import re
+import sysconfig
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from logging import DEBUG, ERROR
 from pathlib import Path
+from traceback import walk_tb
+from typing import NamedTuple
+
+from fl_strategies.core.log import FLOWER, LOGGER
 
 LONGEST = 100_000
 """The most characters of a reason that are read: the text comes from a client."""
 SHOWN = 20
 """The most clients that a line names."""
+LARGEST_OWN = 10**9
+"""A larger id of a client is the random id of its node, which tells a person nothing."""
+TRACEBACK = "; FLWR_LOG_LEVEL=DEBUG shows the client's traceback"
+"""Ends the line of a client's error."""
 NOT_FINITE = "is not finite"
 """What every reason says, a host's too, that a client's numbers overflowed."""
 
@@ -38,19 +47,55 @@ _OTHERS_LINES = {
 """Loggers of a client's exception if it runs beside the server; Flower logs it three times."""
 
 
+class _Frame(NamedTuple):
+    """A line of a traceback."""
+
+    path: str
+    line: int
+    function: str
+
+    @property
+    def is_users(self) -> bool:
+        """Whether the line is neither this package's nor an installed package's nor Python's."""
+        path = self.path
+        installed = "site-packages" in path or "dist-packages" in path
+        return not installed and not path.startswith(_NOT_USERS)
+
+    def __str__(self) -> str:
+        return f" ({Path(self.path).name}:{self.line} in {self.function})"
+
+
+_PACKAGE = Path(__file__).parents[1]
+_NOT_USERS = (
+    "<frozen ",
+    *(f"{folder}/" for folder in (_PACKAGE, _PACKAGE.parent / "clients")),
+    f"{sysconfig.get_path('stdlib')}/",
+)
+
+
 def of_exception(error: BaseException) -> str:
-    """Return type, message and place of the first exception, then of those that it caused."""
+    """Return type and message of the first exception, the place, and those that it caused.
+
+    The place is the last line of the user's own code; without one, where it was raised.
+    """
     chain = [error]
     while (inner := _cause(chain[-1])) is not None and inner not in chain:
         chain.append(inner)
-    first, *later = reversed(chain)
-    place = ""
-    if (frame := first.__traceback__) is not None:
-        while frame.tb_next is not None:
-            frame = frame.tb_next
-        code = frame.tb_frame.f_code
-        place = _place(code.co_filename, frame.tb_lineno, code.co_name)
-    return "; hence ".join([f"{_said(first)}{place}", *map(_said, later)])
+    return _told((_said(e), _frames(e)) for e in reversed(chain))
+
+
+def _frames(error: BaseException) -> list[_Frame]:
+    codes = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
+    return [_Frame(code.co_filename, line, code.co_name) for code, line in codes]
+
+
+def _told(exceptions: Iterable[tuple[str, list[_Frame]]]) -> str:
+    """Return one line of messages and their frames, the first cause first."""
+    (first, raised), *later = exceptions
+    everywhere = [raised, *(frames for _, frames in later)]
+    users = [frame for frames in everywhere for frame in reversed(frames) if frame.is_users]
+    place = next((str(frame) for frame in [*users, *reversed(raised)]), "")
+    return "; hence ".join([first + place, *(message for message, _ in later)])
 
 
 def root_cause(reason: str | None) -> str:
@@ -70,22 +115,21 @@ def root_cause(reason: str | None) -> str:
             blocks.append([])
         else:
             blocks[-1].append(line)
-    ends = [_end_of(block) for block in blocks]
-    said = [message for message, _ in ends if message and not message.startswith(_WRAPPER)]
-    if not said:
-        return kind + text
-    return "; hence ".join([said[0] + ends[0][1], *said[1:]])
+    ends = [_read(block) for block in blocks]
+    said = [end for end in ends if end[0] and not end[0].startswith(_WRAPPER)]
+    return _told(said) if said else kind + text
 
 
-def _end_of(lines: list[str]) -> tuple[str, str]:
-    """Return a traceback's exception, and the place of its last frame; "" and "" for other text."""
+def _read(lines: list[str]) -> tuple[str, list[_Frame]]:
+    """Return a traceback's exception and frames; "" and none for other text."""
     frames = [(n, frame) for n, line in enumerate(lines) if (frame := _FRAME.match(line))]
     if not frames:
-        return "", ""
-    last, frame = frames[-1]
+        return "", []
+    last = frames[-1][0]
     # what follows a frame is indented up to the exception, whose message may have lines that are
     said = next((n for n in range(last + 1, len(lines)) if lines[n][:1].strip()), len(lines))
-    return " ".join(" ".join(lines[said:]).split()), _place(frame[1], int(frame[2]), frame[3])
+    message = " ".join(" ".join(lines[said:]).split())
+    return message, [_Frame(frame[1], int(frame[2]), frame[3]) for _, frame in frames]
 
 
 def by_reason(faults: Iterable[tuple[int | None, str]]) -> dict[str, list[int | None]]:
@@ -97,12 +141,28 @@ def by_reason(faults: Iterable[tuple[int | None, str]]) -> dict[str, list[int | 
 
 
 def named(ids: Iterable[int | None], what: str = "client") -> str:
-    """Return ``client 3`` or ``2 clients [1, 3]``; of many, only the first are named."""
+    """Return ``client 3`` or ``2 clients [1, 3]``; of many, only the first are named.
+
+    If they are known by their nodes' ids, they are counted: ``2 clients``.
+    """
     numbers = list(ids)
     if len(numbers) == 1:
-        return f"{what} {numbers[0]}"
+        return f"{what} {brief(numbers[0])}"
+    if any((number or 0) > LARGEST_OWN for number in numbers):
+        return f"{len(numbers)} {what}s"
     more = ", ..." if len(numbers) > SHOWN else ""
     return f"{len(numbers)} {what}s [{', '.join(map(str, numbers[:SHOWN]))}{more}]"
+
+
+def brief(number: int | None) -> str:
+    """Return an id for a person to read; of a node's random id, the last four digits.
+
+    Examples
+    --------
+    >>> brief(12), brief(17283940560123456789)
+    ('12', '…6789')
+    """
+    return str(number) if (number or 0) <= LARGEST_OWN else f"…{str(number)[-4:]}"
 
 
 @contextmanager
@@ -117,12 +177,13 @@ def said_once() -> Iterator[None]:
             record.levelno, record.levelname = DEBUG, logging.getLevelName(DEBUG)
         return True
 
-    logger = logging.getLogger("flwr")
-    logger.addFilter(lower)
+    for logger in (FLOWER, LOGGER):
+        logger.addFilter(lower)
     try:
         yield
     finally:
-        logger.removeFilter(lower)
+        for logger in (FLOWER, LOGGER):
+            logger.removeFilter(lower)
 
 
 def _cause(error: BaseException) -> BaseException | None:
@@ -133,7 +194,3 @@ def _cause(error: BaseException) -> BaseException | None:
 
 def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def _place(path: str, line: int, function: str) -> str:
-    return f" ({Path(path).name}:{line} in {function})"

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from logging import WARNING
 from typing import Any
 
-from flwr.common import log
-
 from fl_strategies.core.layout import Layout
+from fl_strategies.core.log import log
+from fl_strategies.core.reasons import brief
 from fl_strategies.core.records import BadReply, Reply, Upload
 
 FREE = "as with any client"
@@ -88,8 +88,8 @@ class Identity:
         ignored = f"; it may ignore the local settings {told}" * bool(told)
         log(
             WARNING,
-            "client %d does not say which algorithm it ran: %s trusts it %s%s",
-            unnamed[0],
+            "client %s does not say which algorithm it ran: %s trusts it %s%s",
+            brief(unnamed[0]),
             self.strategy,
             self.trust,
             ignored,

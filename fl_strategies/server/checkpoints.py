@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from flwr.common import log
 
 from fl_strategies.core.files import DamagedFile, FolderLock, load_arrays, save_arrays
+from fl_strategies.core.log import log
 from fl_strategies.core.near import unknown
 from fl_strategies.core.schedules import check
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from logging import ERROR, INFO, WARNING
+from logging import DEBUG, ERROR, INFO, WARNING
 from typing import Any
 
 from flwr.app import Message, MessageType, RecordDict
-from flwr.common import log
 from flwr.serverapp import Grid
 
-from fl_strategies.core.reasons import named, root_cause
+from fl_strategies.core.log import log
+from fl_strategies.core.reasons import brief, named, root_cause
 from fl_strategies.messages.wire import MAX_SAMPLES
 from fl_strategies.server.replies import is_reply_to, one_line
 
@@ -157,7 +157,15 @@ class Nodes:
                 if self._fail(node, reason):
                     nameless.setdefault(one_line(reason), []).append(node)
         for reason, mine in nameless.items():
-            log(WARNING, "%s, known by node id: %s", named(mine, "node"), reason)
+            if NO_QUERY in reason:
+                log(
+                    INFO,
+                    "%d clients answer no queries: their nodes' ids tell them apart",
+                    len(mine),
+                )
+            else:
+                log(WARNING, "%s, known by node id: %s", named(mine, "node"), reason)
+        log(DEBUG, "clients by node: %s", self._clients_of)
 
     def _fail(self, node: int, reason: str) -> bool:
         """Return whether the node's id serves as its client's id from now on.
@@ -186,8 +194,8 @@ class Nodes:
         if not _natural(client) or (client != node and 0 < partitions <= client):
             log(
                 ERROR,
-                "node %d calls itself client %s of %d; its node id is used",
-                node,
+                "node %s calls itself client %s of %d; its node id is used",
+                brief(node),
                 one_line(repr(client)),
                 partitions,
             )
@@ -237,13 +245,13 @@ class Nodes:
         samples = about["samples"]
         listed = isinstance(samples, list) and len(samples) == len(clients)
         if not listed or not all(_natural(count) and count <= MAX_SAMPLES for count in samples):
-            log(WARNING, "node %d gives no usable numbers of its clients' samples", node)
+            log(WARNING, "node %s gives no usable numbers of its clients' samples", brief(node))
             return
         for client, count in zip(clients, samples, strict=True):
             self.samples.setdefault(client, count)
 
     def _refuse(self, node: int, why: str) -> None:
-        log(ERROR, "node %d %s; it is not asked", node, why)
+        log(ERROR, "node %s %s; it is not asked", brief(node), why)
         self._refused.add(node)
 
     def _claim(self, node: int, clients: Iterable[int], verb: str) -> None:
@@ -253,17 +261,16 @@ class Nodes:
             return
         self._waiting[node] = waits
         if waits[0] < self.population:
-            log(
-                ERROR, "node %d %s %s, of the population that hosts share", node, verb, named(waits)
-            )
+            told = "node %s %s %s, of the population that hosts share"
+            log(ERROR, told, brief(node), verb, named(waits))
             return
         log(
             ERROR,
-            "node %d %s %s, which is node %d as long as that is connected",
-            node,
+            "node %s %s %s, which is node %s as long as that is connected",
+            brief(node),
             verb,
             named(waits),
-            self._node_of[waits[0]],
+            brief(self._node_of[waits[0]]),
         )
 
     def _take(self, client: int, node: int) -> bool:
@@ -272,7 +279,8 @@ class Nodes:
             return False
         before = self._last.get(client, node)
         if before != node:
-            log(INFO, "client %d is now node %d and no longer node %d", client, node, before)
+            told = "client %d is now node %s and no longer node %s"
+            log(INFO, told, client, brief(node), brief(before))
         self._node_of[client] = self._last[client] = node
         self.known.add(client)
         return True

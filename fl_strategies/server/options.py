@@ -158,6 +158,12 @@ class Options(Declared):
         " ends. If one raises, the run ends after all have seen the round and its checkpoint is"
         " written.",
     )
+    quiet: bool = flag(
+        default=False,
+        about="Whether `start` logs no rounds: only warnings and errors remain. The numbers are in"
+        " the result and in callbacks. (The level of the logger `fl_strategies` does this for all"
+        " strategies.)",
+    )
     acknowledge: bool = flag(
         default=True,
         about="Whether requests say which reply was used last. Without this, lost replies corrupt"

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from logging import WARNING
+from logging import DEBUG, WARNING
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import numpy as np
 from flwr.app import ConfigRecord, Message, Metadata, MetricRecord, RecordDict
-from flwr.common import log
 
+from fl_strategies.core.log import log
 from fl_strategies.core.names import BUSY, is_taken
-from fl_strategies.core.reasons import by_reason, named, root_cause
+from fl_strategies.core.reasons import TRACEBACK, brief, by_reason, named, root_cause
 from fl_strategies.core.records import BadReply, Reply
 from fl_strategies.messages.folding import Fold
 from fl_strategies.messages.hosting import busy_seconds, unpack_reply
@@ -83,14 +83,17 @@ def sift(
     asked: Asked,
     read: Callable[[int, Content], T],
     check_fold: Callable[[Sequence[T]], None] = lambda folded: None,
+    told: set[str] | None = None,
 ) -> Sifted[T]:
     """Tell usable replies from the rest.
 
     A usable reply answers a request of this phase, is the first from its client, and passes
     ``read``. ``check_fold`` raises :class:`BadReply` if replies that share one mean contradict it.
     Replies are read in the order of clients, not of arrival. The log has one line for
-    each distinct reason to leave replies out, and one for clients without a reply.
+    each distinct reason to leave replies out, and one for clients without a reply. The set ``told``
+    holds the errors of clients that the log has already: these are for debugging alone.
     """
+    told = set() if told is None else told
     good: dict[int, T] = {}
     came: dict[int, Content | BadReply] = {}
     again: list[int] = []
@@ -126,8 +129,8 @@ def sift(
                 left_out(
                     None,
                     BadReply(
-                        f"node {request.node} answers for client {client}, of which it was not"
-                        " asked"
+                        f"node {brief(request.node)} answers for client {client}, of which it"
+                        " was not asked"
                     ),
                 )
             elif client in came:
@@ -157,9 +160,14 @@ def sift(
         left_out(client, BadReply("it answered before in this round"))
     for reason, clients in by_reason(found).items():
         whose = f"repl{'y' if len(clients) == 1 else 'ies'} of {named(clients)}"
-        log(WARNING, "%s left out: %s", whose, reason, exc_info=unforeseen[reason])
+        hint = TRACEBACK if failed.issuperset(clients) and reason not in told else ""
+        level = DEBUG if reason in told else WARNING
+        log(level, "%s left out: %s%s", whose, reason, hint, exc_info=unforeseen[reason])
+        log(DEBUG, "ids: %s", clients)
+        told |= {reason} if failed.issuperset(clients) else set()
     if missing := sorted(set(asked.clients) - came.keys()):
-        log(WARNING, "no reply from %d clients: %s", len(missing), missing[:20])
+        log(WARNING, "no reply from %s", named(missing))
+        log(DEBUG, "ids: %s", missing)
     counts = {
         "clients-asked": len(asked.clients),
         "clients-used": len(good),
@@ -190,10 +198,10 @@ def sender(message: Message, asked: Asked) -> Request:
     node = message.metadata.src_node_id
     if node not in asked.by_node:
         reason = f": {root_cause(message.error.reason)}" if message.has_error() else ""
-        raise BadReply(f"node {node} was not asked{reason}")
+        raise BadReply(f"node {brief(node)} was not asked{reason}")
     found = [request for request in asked.by_node[node] if is_reply_to(message, request.about)]
     if not found:
-        raise BadReply(f"node {node} answers another request than this round's")
+        raise BadReply(f"node {brief(node)} answers another request than this round's")
     if len(found) == 1:
         return found[0]
     return replace(found[0], clients=tuple(c for request in found for c in request.clients))
@@ -216,7 +224,7 @@ def contents(message: Message, request: Request) -> Mapping[int, Content | BadRe
     """
     fault: BadReply | None = None
     if message.has_error():
-        fault = Failed(f"error {message.error.code}: {root_cause(message.error.reason)}")
+        fault = Failed(root_cause(message.error.reason))
     elif not message.has_content():
         fault = BadReply("it has no content")
     elif not request.hosted:

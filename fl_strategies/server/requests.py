@@ -20,12 +20,12 @@ from flwr.app import (
     MessageType,
     RecordDict,
 )
-from flwr.common import log
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fl_strategies.core.hyperparameters import Scalar, told
 from fl_strategies.core.layout import Arrays, Layout
 from fl_strategies.core.local import check_local
+from fl_strategies.core.log import log
 from fl_strategies.core.randomness import draw, share, stream
 from fl_strategies.core.records import MISSED, NOTHING, Reply, Upload
 from fl_strategies.core.schedules import at

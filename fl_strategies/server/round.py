@@ -27,12 +27,12 @@ from flwr.app import (
     MessageType,
     MetricRecord,
 )
-from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from fl_strategies.core.clipping import norm
 from fl_strategies.core.layout import Arrays, BufferMean, negative_variance
+from fl_strategies.core.log import log
 from fl_strategies.core.names import in_evaluation, in_training
 from fl_strategies.core.records import BadReply, Reply, Upload, Uploads
 from fl_strategies.core.vectors import finite
@@ -74,6 +74,7 @@ class Round(Requests):
         first = self.first_state(self.theta) if self.state is None else self.state
         self.state = self.begin(first, self.theta)
         self._said_taken = False
+        self._told: set[str] = set()
         self.composition.opened = True
 
     # ---- training -----------------------------------------------------------------------------
@@ -126,7 +127,7 @@ class Round(Requests):
         """Return the next global model and the round's metrics; None if the round is void."""
         run, number = self.run, self.run.rounds_before + server_round
         waited = time.monotonic() - self._asked.started
-        sifted = sift(replies, self._asked, self._taken, self.check_fold)
+        sifted = sift(replies, self._asked, self._taken, self.check_fold, self._told)
         self._folds.clear()
         good = [reply for reply, _ in sifted.good.values()]
         metrics = self._phase(sifted, good, self.train_metrics_aggr_fn, in_training)
@@ -318,6 +319,7 @@ class Round(Requests):
             lambda c, content: opened(
                 c, number, content, key, arrays, max_samples=self.max_samples
             ),
+            told=self._told,
         )
         good = list(sifted.good.values())
         aggregation = self.evaluate_metrics_aggr_fn

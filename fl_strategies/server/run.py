@@ -9,14 +9,15 @@ from logging import INFO, WARNING
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, MetricRecord
-from flwr.common import log
 from flwr.serverapp.strategy import Result
 
 from fl_strategies.core.ledger import Ledger
-from fl_strategies.core.names import FOREIGN, SERVER, SPREAD
+from fl_strategies.core.log import log
+from fl_strategies.core.names import FOREIGN, SERVER
 from fl_strategies.core.schedules import plain
 from fl_strategies.server.callbacks import Callback, RoundInfo
 from fl_strategies.server.checkpoints import Checkpoint, Checkpoints
+from fl_strategies.server.progress import round_line
 from fl_strategies.server.replies import one_line
 
 
@@ -62,17 +63,20 @@ class Run:
     # ---- a round's numbers --------------------------------------------------------------------
 
     def metrics(self, server_round: int) -> dict[str, float]:
-        """Return the round's numbers; clients' and server's numbers have different names."""
+        """Return the round's numbers; clients' and server's numbers have different names.
+
+        The server's tests come first, then clients' evaluation, then their training.
+        """
         tests = self.result.evaluate_metrics_serverapp
         self.tested |= tests.get(0, {}).keys() | tests.get(server_round, {}).keys()
         trained, evaluated, tested = (
             {n: v for n, v in phase.get(server_round, {}).items() if not isinstance(v, list)}
             for phase in self.phases
         )
-        clients = {**trained, **evaluated}
+        clients = {**evaluated, **trained}
         own = {name: clients.pop(name) for name in list(clients) if name in SERVER}
         theirs = {f"{FOREIGN}{n}" if n in self.tested else n: v for n, v in clients.items()}
-        return {**theirs, **tested, **own}
+        return {**tested, **theirs, **own}
 
     @property
     def phases(self) -> list[dict[int, MetricRecord]]:
@@ -89,10 +93,8 @@ class Run:
         """Log the round and call the callbacks; return whether one ends the run, and errors."""
         self.result.arrays = arrays
         metrics = self.metrics(server_round)
-        told = [
-            f"{one_line(n)}={value:.6g}" for n, value in metrics.items() if not n.endswith(SPREAD)
-        ]
-        log(INFO, "round=%d algorithm=%s %s", server_round, self.algorithm, " ".join(told))
+        line = round_line(server_round, self.num_rounds, metrics)
+        log(INFO, line, extra={"round_line": True})
         info = RoundInfo(server_round, self.num_rounds, arrays, metrics, self.clients)
         stopped, errors = False, list[Exception]()
         for callback in callbacks:

@@ -7,10 +7,11 @@ rule. This package, ``fl_strategies.messages`` and the legacy adapter use Flower
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from logging import INFO, WARNING
-from typing import TypeAlias
+from typing import ParamSpec, TypeAlias, cast
 
 from flwr.app import (
     ArrayRecord,
@@ -18,12 +19,12 @@ from flwr.app import (
     MetricRecord,
 )
 from flwr.clientapp import ClientApp
-from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from fl_strategies.core.hyperparameters import Scalar
 from fl_strategies.core.local import default_training
+from fl_strategies.core.log import log, quiet_log
 from fl_strategies.core.near import misspelt
 from fl_strategies.core.reasons import said_once
 from fl_strategies.core.records import MISSED
@@ -31,7 +32,20 @@ from fl_strategies.core.schedules import check, require
 from fl_strategies.server.round import Round
 from fl_strategies.server.run import restored
 
+P = ParamSpec("P")
 EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+def _in_one_log(start: Callable[P, Result]) -> Callable[P, Result]:
+    """Have ``start`` tell each error once, and no rounds if the strategy is ``quiet``."""
+
+    @functools.wraps(start)
+    def started(*args: P.args, **kwargs: P.kwargs) -> Result:
+        strategy = cast(FederatedStrategy, args[0])
+        with said_once(), quiet_log(strategy.quiet):
+            return start(*args, **kwargs)
+
+    return started
 
 
 class FederatedStrategy(Round):
@@ -39,7 +53,7 @@ class FederatedStrategy(Round):
     outside its range, and ``TypeError`` for one that the strategy does not have.
     """
 
-    @said_once()
+    @_in_one_log
     def start(
         self,
         grid: Grid,

@@ -29,6 +29,7 @@ from torch.nn.functional import cross_entropy
 
 from clients import LocalTraining, solve
 from clients.learning.problem import laid_out
+from fl_strategies.core.log import mute_below
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.subproblem import Subproblem
 from simulations import data, models
@@ -345,7 +346,7 @@ def main() -> None:
     parser = Command("benchmark", __doc__)
     parser.add_argument("benchmark", choices=BENCHMARKS, help="the benchmark")
     args = parser.read()
-    logging.getLogger("flwr").setLevel(logging.ERROR)
+    mute_below(logging.ERROR)
     benchmark = BENCHMARKS[args.benchmark]
     with parser.explained(), tempfile.TemporaryDirectory() as folder:
         rows = benchmark(Path(folder))

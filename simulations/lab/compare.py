@@ -37,6 +37,7 @@ from typing import Any
 from clients import DirectoryStore
 from fl_strategies import STRATEGIES
 from fl_strategies.core.files import FolderLock, write_atomically
+from fl_strategies.core.log import mute_below
 from simulations.config import RunConfig, configs_for
 from simulations.experiment import prepare, run_in_process
 from simulations.figures import draw_curves
@@ -229,7 +230,7 @@ def run_cell(
 ) -> None:
     """Run one cell on ``engine``."""
     if not verbose:
-        logging.getLogger("flwr").setLevel(logging.WARNING)
+        mute_below(logging.WARNING)
     if not config.resume:
         _drop_states(config)
     with diverging_allowed(config):

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 from fl_strategies import EarlyStop, RoundInfo
 from fl_strategies.core.files import FolderLock, write_atomically
+from fl_strategies.core.log import mute_below
 from simulations.experiment import run_in_process
 from simulations.figures import read_history
 from simulations.lab import board, board_page
@@ -47,7 +48,7 @@ def diverged(info: RoundInfo) -> bool:
 
 def run_cell(cell: Cell, folder: Path, *, quiet: bool = False) -> None:
     """Run one cell."""
-    logging.getLogger("flwr").setLevel(logging.ERROR)
+    mute_below(logging.ERROR)
     patience = [EarlyStop(patience=cell.patience)] if cell.patience else []
     config = cell.settings(folder)
     with diverging_allowed(config):
@@ -224,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     args = parser.read(arguments)
     folder: Path = args.output.expanduser().absolute() / ("quick" * args.quick)
-    logging.getLogger("flwr").setLevel(logging.ERROR)
+    mute_below(logging.ERROR)
     with parser.explained():
         writable(folder, "results folder")
         try:

@@ -1,0 +1,61 @@
+"""The logger ``fl_strategies``, which prints wherever Flower's prints, and has a level of its own.
+
+``logging.getLogger("fl_strategies").setLevel("WARNING")`` mutes this package and not Flower.
+Records go to the handlers of Flower's logger: in a terminal, in a notebook and in ``flwr run`` they
+look like Flower's, and ``FLWR_LOG_LEVEL`` acts on them. Handlers of the root logger get them too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+FLOWER = logging.getLogger("flwr")
+LOGGER = logging.getLogger("fl_strategies")
+log = LOGGER.log
+
+_quiet = ContextVar("quiet", default=False)
+
+
+class _FlowersHandlers(logging.Handler):
+    """Gives records to Flower's handlers; to its console only if the root logger has none."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        printed = any(map(_is_console, logging.getLogger().handlers))
+        for handler in FLOWER.handlers:
+            if record.levelno >= handler.level and not (printed and _is_console(handler)):
+                handler.handle(record)
+
+
+def _is_console(handler: logging.Handler) -> bool:
+    consoles = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    return isinstance(handler, logging.StreamHandler) and handler.stream in consoles
+
+
+def _is_wanted(record: logging.LogRecord) -> bool:
+    return not (_quiet.get() and record.levelno == logging.INFO)
+
+
+LOGGER.setLevel("DEBUG" if os.getenv("FLWR_LOG_LEVEL", "").upper() == "DEBUG" else "INFO")
+LOGGER.addHandler(_FlowersHandlers())
+LOGGER.addFilter(_is_wanted)
+
+
+def mute_below(level: int) -> None:
+    """Leave out what is below ``level``, of Flower too: for a command, never for the library."""
+    for logger in (FLOWER, LOGGER):
+        logger.setLevel(level)
+
+
+@contextmanager
+def quiet_log(quiet: bool) -> Iterator[None]:
+    """Leave out what is only informative, in this thread, if ``quiet``."""
+    before = _quiet.set(quiet or _quiet.get())
+    try:
+        yield
+    finally:
+        _quiet.reset(before)
