@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from logging import WARNING
 from typing import Any, TypeAlias
 
 import numpy as np
+from flwr.common import log
 from numpy.typing import DTypeLike, NDArray
 
 from fl_strategies.core.randomness import stream
@@ -21,6 +23,9 @@ from fl_strategies.core.schedules import check, one_of
 from simulations.images import Images, Scale, scaled
 from simulations.partitions import power_law
 from simulations.text import Symbols
+
+WARN_BYTES = 10**9
+"""The log warns of drawn data that take more memory than this while they are made."""
 
 Floats: TypeAlias = NDArray[np.floating[Any]]
 Ints: TypeAlias = NDArray[np.int64]
@@ -95,6 +100,7 @@ def synthetic(
         counts = 50 + extra
     else:
         counts = stream(seed, "synthetic-sizes").integers(20, 60, clients, endpoint=True)
+    _announce("synthetic", clients, _peak_bytes(int(counts.sum()), 60, dtype, copies=2))
     train, test = [], []
     for i, n in enumerate(counts.tolist()):
         rng = stream(seed, "synthetic", i)
@@ -129,7 +135,8 @@ def two_classes(
     Reference: Zhang et al., "FedPD", IEEE Transactions on Signal Processing 2021, Section V.
     """
     _check_counts(clients=clients, samples=samples, test_samples=test_samples, seed=seed)
-    n = samples + test_samples
+    name, n = "fedpd-strong" if strong else "fedpd-weak", samples + test_samples
+    _announce(name, clients, _peak_bytes(clients * n, 20, np.float32, copies=3))
     inputs, labels = [], []
     for i in range(clients):
         rng = stream(seed, "two-classes", i)
@@ -139,7 +146,7 @@ def two_classes(
         labels.append((score > 0).astype(np.int64))
     x, y, owner = np.stack(inputs), np.stack(labels), np.repeat(np.arange(clients)[:, None], n, 1)
     return Dataset(
-        "fedpd-strong" if strong else "fedpd-weak",
+        name,
         x[:, :samples].reshape(-1, 20),
         y[:, :samples].ravel(),
         x[:, samples:].reshape(-1, 20),
@@ -154,6 +161,18 @@ def _check_counts(*, seed: int, **counts: int) -> None:
     check("seed", seed, low=0, integer=True)
     for name, count in counts.items():
         check(name, count, low=1, integer=True)
+
+
+def _peak_bytes(samples: int, features: int, dtype: DTypeLike, *, copies: int) -> int:
+    """Return the memory for features, labels and owners, of which so many copies live at once."""
+    return copies * samples * (features * np.dtype(dtype).itemsize + 8 + 8)
+
+
+def _announce(name: str, clients: int, peak: int) -> None:
+    """Warn, before data are made, of those that take more than ``WARN_BYTES`` of memory."""
+    if peak > WARN_BYTES:
+        told = "the data of %d clients of %r take %.1f GB of memory in each process that makes them"
+        log(WARNING, told, clients, name, peak / 1e9)
 
 
 def digits() -> Dataset:

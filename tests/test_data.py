@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,30 @@ def test_a_synthetic_device_keeps_a_fifth_for_testing(sizes: str) -> None:
     assert (train + test).max() > 5 * (train + test).min()
     if sizes == "power-law":
         assert (train + test).sum() == 30 * 250
+
+
+@pytest.mark.parametrize("name", generated.GENERATED)
+def test_the_log_tells_the_memory_of_large_drawn_data_before_they_are_made(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[float] = []
+
+    def log(level: int, text: str, clients: int, drawn: str, gigabytes: float) -> None:
+        assert (clients, drawn) == (60, name)
+        assert tracemalloc.get_traced_memory()[1] < 1e6
+        told.append(gigabytes * 1e9)
+
+    monkeypatch.setattr(generated, "log", log)
+    generated.GENERATED[name](clients=60)
+    assert told == []
+    monkeypatch.setattr(generated, "WARN_BYTES", 0)
+    tracemalloc.start()
+    try:
+        generated.GENERATED[name](clients=60)
+        measured = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert told == [pytest.approx(measured, rel=0.2)]
 
 
 def test_the_seed_decides_the_synthetic_data_and_the_type_only_rounds_them() -> None:
