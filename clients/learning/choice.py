@@ -12,14 +12,16 @@ import functools
 import json
 from collections.abc import Sequence
 from importlib.resources import files
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from torch import nn
 
-from clients.learning.model import FlatModel
 from fl_strategies.core.log import LOGGER
+
+if TYPE_CHECKING:
+    from clients.learning.model import FlatModel
 
 Setting: TypeAlias = Literal["auto", "off"] | int
 

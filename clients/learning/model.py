@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from clients.learning.arrays import copy_into, numpy_type, to_host, to_numpy
+from clients.learning.contiguous import contiguous_where_needed
 from clients.learning.parts import Patterns, digests, split
 from fl_strategies.core.layout import Layout
 from fl_strategies.core.schedules import require
@@ -57,7 +58,8 @@ class FlatModel:
     ----------
     vector, gradient : Tensor [d]
         All trained parameters that travel, and their gradients (zero for a parameter that the loss
-        does not reach). Convolution filters lie channels-last, which is faster.
+        does not reach). Convolution filters lie channels-last, which is faster; where a forward
+        pass needs contiguous ones, it gets copies (``clients.learning.contiguous``).
     trained, trained_gradient : Tensor [d + l]
         The same, followed by the trained parameters that do not travel.
     names : list of str
@@ -133,6 +135,7 @@ class FlatModel:
             view.copy_(parameter.data)
             parameter.data = view
         self._attach_gradients()
+        contiguous_where_needed(self.module)
         tensors = self.module.state_dict(keep_vars=True)
         self.names = [name for name in tensors if name in parts.travelling]
         self.buffers, self.kept = parts.buffers, parts.kept
