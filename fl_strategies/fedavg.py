@@ -71,7 +71,7 @@ class FedAvg(Averaging):
 
     Unlike Flower's class of this name: one client is enough (``min_train_nodes`` ... are 1,
     there 2), a seed fixes who is sampled, sums are in float64, replies are checked, and a round in
-    which none can be used is void. Any client will do, Flower's own ``@app.train`` included.
+    which none can be used is skipped. Any client will do, Flower's own ``@app.train`` included.
     """
 
     algorithm = "fedavg"

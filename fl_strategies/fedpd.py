@@ -203,13 +203,14 @@ class FedPD(FederatedStrategy):
 
     Notes
     -----
-    ``num_rounds`` of :meth:`start` counts algorithm rounds; Flower's rounds, in which metrics are
-    kept and schedules are read, are the about (1 - p) ``num_rounds`` communication rounds. Rounds
-    after the last of them are not run, because nobody would receive their result; another
-    ``start`` runs them. Each communication round reports ``algorithm-round`` (how many are done),
-    ``exchanges`` (how many communication rounds so far) and ``bytes-saved`` (by the rounds skipped
-    before it). A void communication round takes one of Flower's rounds, and the run gets as many
-    algorithm rounds shorter.
+    ``num_rounds`` of :meth:`start` counts algorithm rounds; the rounds that the log prints, in
+    which metrics are kept and schedules are read, are the about (1 - p) ``num_rounds``
+    communication rounds. Algorithm rounds after the last of them are not run, because nobody would
+    receive their result; another ``start`` runs them. Each communication round reports
+    ``algorithm-round`` (how many are done), ``exchanges`` (how many communication rounds so far)
+    and ``bytes-saved`` (by the algorithm rounds without communication before it). If a
+    communication round changes nothing (``skipped``), the run gets as many algorithm rounds
+    shorter.
     """
 
     algorithm = "fedpd"
@@ -275,7 +276,7 @@ class FedPD(FederatedStrategy):
     missing: Literal["void", "proceed"] = choice(
         default="void",
         choices=("void", "proceed"),
-        about="What happens to a round in which a known client is missing: it is void, and no"
+        about="What happens to a round in which a known client is missing: it is skipped, and no"
         " client's state changes; or it takes the mean over the clients present, and only their"
         " states change.",
     )

@@ -55,7 +55,7 @@ class RunConfig:
     """
 
     algorithm: str = key("fedadmm", "one of `fl_strategies.STRATEGIES`")
-    params: str = key("", "hyperparameters of the algorithm: `rho=0.01 eta=0:1.0;60:0.5`")
+    params: str = key("", "hyperparameters of the algorithm: `rho=0.01 eta=1:1.0;60:0.5`")
     dataset: str = key("digits", "short name, folder or Hub name, see `simulations.data`")
     dataset_params: str = key("", "options of the data set: `alpha=1 beta=1`")
     normalise: str = key("own", "image normalisation: `own`, `authors`, `none`")
@@ -96,7 +96,7 @@ class RunConfig:
     evaluate_every: int = key(1, "rounds from one test to the next; the last is always tested")
     target: float = key(-1.0, "test accuracy; the first round that reaches it is reported")
     stop_at_target: bool = key(False, "end the run at `target`")
-    min_replies: int = key(1, "a round with fewer usable replies is void")
+    min_replies: int = key(1, "a round with fewer usable replies is skipped")
     clipping_norm: float = key(0.0, "bound on the norm of an upload's change; 0: none")
     timeout: float = key(3600.0, "seconds that a round waits for replies")
     lost_state: str = key("", "what to do with clients that lost their state: `reset refuse warn`")

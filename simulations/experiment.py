@@ -225,7 +225,7 @@ def _run(
     summary = save(finished=not void)
     if void:
         raise RuntimeError(
-            f"every round was void ({summary.rounds} of {summary.rounds}): the model is still the"
+            f"every round was skipped ({summary.rounds} of {summary.rounds}): the model is the"
             " initial one; the log says what was wrong with the replies"
         )
     return summary

@@ -41,7 +41,7 @@ from fl_strategies.core.records import MISSED
 from fl_strategies.messages.hosting import unpack_request
 from simulations import models
 
-RHO = {0: 0.5, 4: 1.5}
+RHO = {1: 0.5, 4: 1.5}
 strategy = partial(quiet, AFedPD, rho=0.5)
 
 
@@ -73,7 +73,7 @@ class Papers:
 
     def play(self, present: set[int]) -> None:
         self.number += 1
-        rho = self.rho if isinstance(self.rho, float) else self.rho[4 if self.number >= 4 else 0]
+        rho = self.rho if isinstance(self.rho, float) else self.rho[4 if self.number >= 4 else 1]
         if not present:
             return
         models = {client: self.local_steps(client, rho) for client in present}
@@ -197,7 +197,7 @@ def test_its_bytes_are_counted() -> None:
     usual = one.result.train_metrics_clientapp[1]["bytes-down"] / 2
     one.fraction_train = 1.0
     one.start(federation, to_record(theta), 1)
-    assert one.result.train_metrics_clientapp[1]["bytes-down"] == 3 * usual + 5 * 8
+    assert one.result.train_metrics_clientapp[2]["bytes-down"] == 3 * usual + 5 * 8
 
 
 def test_a_host_gets_what_several_clients_missed_once() -> None:
@@ -222,7 +222,7 @@ def test_a_host_gets_what_several_clients_missed_once() -> None:
     assert {client for client in configs if MISSED not in configs[client]} == old
     assert len({*range(CLIENTS)} - old) == 3
     size = sum(len(array.data) for array in to_record(START).values())
-    assert one.result.train_metrics_clientapp[1]["bytes-down"] == size + 5 * 8
+    assert one.result.train_metrics_clientapp[2]["bytes-down"] == size + 5 * 8
 
 
 def test_the_server_keeps_v_of_those_rounds_that_are_some_clients_last() -> None:

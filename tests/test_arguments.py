@@ -137,8 +137,8 @@ def test_numpys_numbers_are_numbers() -> None:
         fraction_train=np.float32(1.0),
         fraction_evaluate=np.float64(0.0),
         acknowledge=np.True_,
-        rho={np.int64(0): np.float32(0.5)},
-        local={"epochs": np.int64(2), "lr": {np.int64(0): np.float64(0.1)}},
+        rho={np.int64(1): np.float32(0.5)},
+        local={"epochs": np.int64(2), "lr": {np.int64(1): np.float64(0.1)}},
     )
     same = FedADMM(seed=3, fraction_evaluate=0.0, rho=0.5, local={"epochs": 2, "lr": 0.1})
     models = [
@@ -233,7 +233,7 @@ TOLD = {
     " (did you mean 'lr'?)",
     without_test: "replies of 3 clients [0, 1, 2] left out: ValueError: the client has no"
     " test samples: give it some by test=...",
-    void_rounds: "every round was void (2): the model is as it was",
+    void_rounds: "every round was skipped (2): the model is as it was",
 }
 
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from problems import to_record, to_vector
+from flwr.app import ArrayRecord, Message, MetricRecord
+from laws import START, local, quiet
+from problems import grid, quadratics, to_record, to_vector
 from safetensors.numpy import load_file
 
-from fl_strategies import BestModel, EarlyStop, History, RoundInfo
+from fl_strategies import BestModel, EarlyStop, FedAvg, History, RoundInfo
 
 
-def rounds(values: list[float], metric: str = "test-accuracy") -> list[RoundInfo]:
+def rounds(values: list[float], *, smaller: bool = False) -> list[RoundInfo]:
     """A run whose model in round t is t everywhere."""
+    metric = "test-loss" if smaller else "test-accuracy"
     return [
         RoundInfo(t, len(values), to_record(np.full(5, float(t))), {metric: value, "seconds": 0.5})
         for t, value in enumerate(values, start=1)
@@ -51,7 +56,7 @@ def test_the_best_rounds_model_is_on_disk(
     tmp_path: Path, values: list[float], smaller: bool, best_round: int
 ) -> None:
     best = BestModel(tmp_path / "best.safetensors", smaller=smaller)
-    for info in rounds(values):
+    for info in rounds(values, smaller=smaller):
         assert best(info) is None
     assert (best.best_round, best.best) == (best_round, values[best_round - 1])
     kept = load_file(tmp_path / "best.safetensors")
@@ -76,7 +81,7 @@ def test_training_stops_at_the_target_or_out_of_patience(
     values: list[float], settings: dict[str, Any], stops: int | None
 ) -> None:
     stop = EarlyStop(**settings)
-    said = [stop(info) for info in rounds(values)]
+    said = [stop(info) for info in rounds(values, smaller=settings.get("smaller", False))]
     expected = None if True not in said else said.index(True) + 1
     assert expected == stops
 
@@ -88,8 +93,76 @@ def test_a_stop_without_a_reason_is_refused() -> None:
         EarlyStop(patience=0)
 
 
-def test_a_metric_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    (info,) = rounds([0.5], metric="eval-loss")
-    for callback in (BestModel(tmp_path / "best"), EarlyStop(target=1.0)):
-        with pytest.raises(KeyError, match="test-accuracy"):
+# ---- which metric -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("server", "clients", "watched"),
+    [
+        (["accuracy"], ["eval_acc"], "accuracy"),  # Flower's quickstart
+        ([], ["eval_acc"], "eval_acc"),
+        (["test-accuracy"], ["accuracy"], "test-accuracy"),
+        (["test_acc", "accuracy"], ["accuracy"], "test_acc"),
+        ([], ["accuracy"], "eval-accuracy"),
+        (["val_accuracy", "loss"], [], "val_accuracy"),
+        (["centralized_accuracy"], ["accuracy"], "eval-accuracy"),
+        (["loss"], [], "finds no metric that is the accuracy in this run: give metric=...; there"),
+        (["a_acc", "b_acc"], [], "that is the one accuracy among ['a_acc', 'b_acc']: give metric"),
+        (["acc", "accuracy"], [], "that is the one accuracy among ['acc', 'accuracy']: give"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("callback", [BestModel, EarlyStop])
+def test_a_callback_finds_the_runs_accuracy_or_says_in_round_one_what_there_is(
+    callback: Any, server: list[str], clients: list[str], watched: str, tmp_path: Path
+) -> None:
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        return MetricRecord(dict.fromkeys(server, 0.5))
+
+    def rename(request: Message, reply: Message) -> Message:
+        if request.metadata.message_type == "evaluate":
+            count = reply.content.metric_records["metrics"]["num-examples"]
+            found = {**dict.fromkeys(clients, 0.5), "num-examples": count}
+            reply.content.metric_records["metrics"] = MetricRecord(found)
+        return reply
+
+    one = callback(tmp_path / "best") if callback is BestModel else callback(patience=9)
+    strategy = FedAvg(local=local(), callbacks=[one], fraction_evaluate=float(bool(clients)))
+    federation = grid(quadratics(2), fault=rename)
+    start = functools.partial(strategy.start, federation, to_record(START), 3)
+    if " " not in watched:
+        start(evaluate_fn=evaluate)
+        assert one.watched.metric == watched
+        return
+    with pytest.raises(ValueError, match=re.escape(watched)) as error:
+        start(evaluate_fn=evaluate)
+    assert [*strategy.result.train_metrics_clientapp] == [1]
+    assert all(name in str(error.value) for name in (callback.__name__, "train-loss", *server))
+    assert "clients-used" not in str(error.value)
+
+
+@pytest.mark.parametrize("metric", [None, "accuracy"])
+def test_rounds_that_the_server_does_not_test_are_passed_over(
+    metric: str | None, tmp_path: Path
+) -> None:
+    accuracies = {0: 0.1, 4: 0.5, 8: 0.4, 12: 0.3}
+
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        found = accuracies.get(server_round)
+        return None if found is None else MetricRecord({"accuracy": found})
+
+    best, stop = BestModel(tmp_path / "best", metric), EarlyStop(metric, patience=2)
+    strategy = quiet(FedAvg, callbacks=[best, stop])
+    result = strategy.start(grid(quadratics(2)), to_record(START), 20, evaluate_fn=evaluate)
+    assert [*result.train_metrics_clientapp] == [*range(1, 13)]
+    assert (best.best_round, best.best) == (4, 0.5)
+
+
+def test_a_metric_that_is_not_there_is_refused_with_the_similar_one(tmp_path: Path) -> None:
+    (info,) = rounds([0.5])
+    for callback in (
+        BestModel(tmp_path / "best", "test-acuracy"),
+        EarlyStop("test-acuracy", target=1),
+    ):
+        with pytest.raises(ValueError, match=r"'test-acuracy' \(did you mean 'test-accuracy'\?\)"):
             callback(info)

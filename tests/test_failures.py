@@ -167,7 +167,7 @@ def test_where_all_nodes_are_gone_for_a_round_it_is_void_and_the_run_goes_on(
     for context in gone.contexts.values():
         context.run_config = config.to_run_config()
     assert run(config, gone).rounds == 3
-    assert "round 2 is void: 0 usable replies" in caplog.text
+    assert "round 2 is skipped: 0 usable replies" in caplog.text
 
 
 def test_a_node_that_was_replaced_serves_again_when_it_comes_back(

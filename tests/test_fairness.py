@@ -115,7 +115,7 @@ def test_a_run_whose_rounds_were_all_void_has_no_fairness(
 
     config = RunConfig.parse(SYNTHETIC | {"output": str(tmp_path / "run"), "lost-rounds": 0})
     federation = InProcessGrid(app, 6, run_config=config.to_run_config(), fault=fault)
-    with pytest.raises(RuntimeError, match="every round was void"):
+    with pytest.raises(RuntimeError, match="every round was skipped"):
         run_on(config, federation)
     with pytest.raises(ValueError, match=said):
         fairness({"mine": tmp_path / "run"}, tmp_path)

@@ -78,7 +78,7 @@ def full_first(**hyperparameters: Any) -> FullFirst:
     )
 
 
-@pytest.mark.parametrize("rho", [0.5, {0: 0.5, 4: 1.5, 9: 0.2}], ids=["fixed", "scheduled"])
+@pytest.mark.parametrize("rho", [0.5, {1: 0.5, 4: 1.5, 9: 0.2}], ids=["fixed", "scheduled"])
 @pytest.mark.parametrize("rounds", [1, 2, 3, 17])
 def test_theta_is_the_mean_of_w_plus_y_over_rho(rounds: int, rho: Any) -> None:
     federation = grid(quadratics(10))
@@ -151,7 +151,7 @@ def test_refuse_leaves_out_a_client_whose_state_is_lost(caplog: pytest.LogCaptur
     theta, _ = run(one, federation, 3)
     forget(federation, 2)
     result = one.start(federation, to_record(theta), 1)
-    assert result.train_metrics_clientapp[1]["clients-rejected"] == 1
+    assert result.train_metrics_clientapp[4]["clients-rejected"] == 1
     assert (
         "reply of client 2 left out: the state which the server booked for it is lost"
         in caplog.text
@@ -257,8 +257,8 @@ def test_the_clients_own_model_is_measured_beside_the_global_one() -> None:
     ("hyperparameters", "message"),
     [
         ({"rho": 0.0}, r"rho must be > 0, got 0.0"),
-        ({"rho": {0: 0.1, 5: -1.0}}, r"rho must be > 0, got -1.0"),
-        ({"rho": {5: 0.1}}, r"rho: a schedule starts at round 0"),
+        ({"rho": {1: 0.1, 5: -1.0}}, r"rho must be > 0, got -1.0"),
+        ({"rho": {5: 0.1}}, r"rho: a schedule starts at round 1"),
         ({"eta": 2.5}, r"eta must be > 0 and <= 2, or one of \['fraction'\], got 2.5"),
         ({"eta": 0.0}, r"eta must be > 0 and <= 2, or one of \['fraction'\], got 0.0"),
         (
@@ -278,11 +278,11 @@ def test_bad_hyperparameters_are_refused_with_bound_and_value(
 
 def test_eta_follows_its_schedule() -> None:
     problems = quadratics(3)
-    scheduled = train(strategy(eta={0: 1.0, 3: 0.25}), grid(problems), 2)
+    scheduled = train(strategy(eta={1: 1.0, 3: 0.25}), grid(problems), 2)
     np.testing.assert_array_equal(scheduled, train(strategy(eta=1.0), grid(problems), 2))
     assert (
         np.abs(
-            train(strategy(eta={0: 1.0, 3: 0.25}), grid(problems), 3)
+            train(strategy(eta={1: 1.0, 3: 0.25}), grid(problems), 3)
             - train(strategy(eta=1.0), grid(problems), 3)
         ).max()
         > 1e-3

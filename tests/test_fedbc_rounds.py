@@ -104,7 +104,7 @@ def test_a_lambda_out_of_range_is_left_out_with_one_line(
     ("hyperparameters", "message"),
     [
         ({"alpha": -0.1}, r"alpha must be >= 0, got -0.1"),
-        ({"alpha": {0: 0.1, 5: -1.0}}, r"alpha must be >= 0, got -1.0"),
+        ({"alpha": {1: 0.1, 5: -1.0}}, r"alpha must be >= 0, got -1.0"),
         ({"alpha_gamma": math.nan}, r"alpha_gamma must be a finite number >= 0.*, got nan"),
         ({"gamma": -1.0}, r"gamma must be >= 0, or one of \['heuristic'\], got -1.0"),
         (
@@ -117,7 +117,7 @@ def test_a_lambda_out_of_range_is_left_out_with_one_line(
             {"lambda_min": 2.0, "lambda_max": 1.0},
             r"lambda_min must be <= lambda_max \(1.0\), got 2",
         ),
-        ({"dual_momentum": 0.5, "alpha": {0: 0.1}}, r"must be 0 if alpha .* got 0.5"),
+        ({"dual_momentum": 0.5, "alpha": {1: 0.1}}, r"must be 0 if alpha .* got 0.5"),
         ({"dual_momentum": 1.0}, r"dual_momentum must be >= 0 and < 1, got 1.0"),
         ({"dual_momentum": -0.5}, r"dual_momentum must be >= 0 and < 1, got -0.5"),
     ],

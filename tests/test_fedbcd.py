@@ -210,7 +210,7 @@ def test_refuse_leaves_out_a_device_whose_state_is_lost() -> None:
     kept = devices(federation, one.ledger.acked)[2]["x"]
     forget(federation, 2)
     result = one.start(federation, to_record(z), 1)
-    assert result.train_metrics_clientapp[1]["clients-rejected"] == 1
+    assert result.train_metrics_clientapp[4]["clients-rejected"] == 1
     others = [f["x"] for i, f in devices(federation, one.ledger.acked).items() if i != 2]
     np.testing.assert_allclose(
         one.state.books[0].total, np.sum([*others, kept], axis=0), rtol=1e-12

@@ -25,7 +25,7 @@ def duals(one: FedDyn, federation: InProcessGrid) -> list[np.ndarray]:
     return [fields["y"] for fields in kept(federation, one.ledger.acked)]
 
 
-@pytest.mark.parametrize("alpha", [0.5, {0: 0.5, 4: 1.5}], ids=["fixed", "scheduled"])
+@pytest.mark.parametrize("alpha", [0.5, {1: 0.5, 4: 1.5}], ids=["fixed", "scheduled"])
 def test_h_is_minus_the_mean_of_the_duals_also_when_replies_are_lost(alpha: Any) -> None:
     federation = grid(quadratics(6), fault=drop(0.3))
     one = strategy(alpha=alpha, fraction_train=0.5)

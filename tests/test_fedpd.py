@@ -115,7 +115,7 @@ def test_void_rounds_leave_states_equal_to_those_of_an_uninterrupted_run(
     one = strategy(p=0.4, **hyperparameters)
     federation = grid(problems, fault=lose((1, 0), (3, 1), (4, 1), (4, 2)))
     model = train(one, federation, 14)
-    assert "round 3 is void: 2 usable replies, at least 3 needed" in caplog.text
+    assert "round 3 is skipped: 2 usable replies, at least 3 needed" in caplog.text
     plain, calm = strategy(p=0.4, **hyperparameters), grid(problems)
     np.testing.assert_array_equal(train(plain, calm, one.state.done), model)
     assert one.state.exchanges == plain.state.exchanges > 2
@@ -163,7 +163,7 @@ def test_more_replies_can_be_asked_for_than_proceed_needs(
     one = strategy(missing="proceed", min_replies=2)
     train(one, grid(quadratics(3), fault=lose((1, 0), (2, 0), (2, 1))), 2)
     assert "round 1 continues with 2 of 3 clients" in caplog.text
-    assert "round 2 is void: 1 usable replies, at least 2 needed" in caplog.text
+    assert "round 2 is skipped: 1 usable replies, at least 2 needed" in caplog.text
 
 
 # ---- the client --------------------------------------------------------------------------------

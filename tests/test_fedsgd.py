@@ -88,7 +88,7 @@ def test_the_rate_follows_its_schedule_and_weight_decay_is_a_term_of_the_loss() 
     for lr in (0.2, 0.2, 0.05):
         gradient = sizes @ np.array([q.gradient(theta) for q in problems])
         theta = theta - lr * (gradient + decay * theta)
-    settings = {"lr": {0: 0.2, 3: 0.05}, "weight-decay": decay}
+    settings = {"lr": {1: 0.2, 3: 0.05}, "weight-decay": decay}
     found = to_vector(one(local=settings).start(grid(problems), to_record(START), 3).arrays)
     np.testing.assert_allclose(found, theta, rtol=1e-12)
     assert found.shape == (DIM,)
@@ -99,7 +99,7 @@ def test_the_rate_follows_its_schedule_and_weight_decay_is_a_term_of_the_loss() 
     [
         ({"solver": "sgd"}, r"solver must be one of \['gd'\], got 'sgd'"),
         ({"epochs": 5}, r"epochs must be one of \[1\], got 5"),
-        ({"epochs": {0: 1, 9: 2}}, r"epochs must be one of \[1\], got {0: 1, 9: 2}"),
+        ({"epochs": {1: 1, 9: 2}}, r"epochs must be one of \[1\], got {1: 1, 9: 2}"),
         ({"steps": 2}, r"steps must be one of \[0, 1\], got 2"),
         ({"momentum": 0.9}, r"momentum must be one of \[0.0\], got 0.9"),
         ({"nesterov": True}, "nesterov must be one of"),

@@ -127,7 +127,7 @@ class Own(AnyAlgorithmClient):
 def test_q_fedavg_folds_whatever_its_clients_rates_and_losses_and_by_a_schedule(
     bound: float | None,
 ) -> None:
-    options: dict[str, Any] = {"q": {0: 0.5, 2: 2.0, 3: 0.0}, "clipping_norm": bound}
+    options: dict[str, Any] = {"q": {1: 0.5, 2: 2.0, 3: 0.0}, "clipping_norm": bound}
     (model, rows), (folded, others) = (
         told(QFedAvg(local=local(), fold=fold, **options), federation(client=Own), 4)
         for fold in ("off", "on")

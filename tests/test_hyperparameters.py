@@ -19,10 +19,10 @@ from fl_strategies.core.vectors import weighted_mean
 
 
 def test_a_schedule_holds_from_each_first_round_on() -> None:
-    schedule = {7: 0.3, 0: 2.0, 4: 1.1}  # in any order
-    values = [2.0] * 4 + [1.1] * 3 + [0.3] * 5
-    assert [at(schedule, t) for t in range(12)] == values
-    assert {at(0.4, t) for t in range(12)} == {0.4}
+    schedule = {7: 0.3, 1: 2.0, 4: 1.1}  # in any order
+    values = [2.0] * 3 + [1.1] * 3 + [0.3] * 5
+    assert [at(schedule, t) for t in range(1, 12)] == values
+    assert {at(0.4, t) for t in range(1, 12)} == {0.4}
 
 
 def test_rates_fall_tenfold_at_half_and_at_three_quarters() -> None:
@@ -47,9 +47,10 @@ def test_rates_fall_tenfold_at_half_and_at_three_quarters() -> None:
         (True, {}, "rho must be a finite number, or a schedule .*, got True"),
         ("1", {}, "rho must be a finite number, or a schedule .*, got '1'"),
         (1.0, {"low": 0.0, "below": 1.0}, r"rho must be >= 0 and < 1, got 1\.0"),
-        ({0: 1.0, 5: -1.0}, {"low": 0.0}, r"rho must be >= 0, got -1\.0"),
-        ({1: 1.0}, {}, r"rho: a schedule starts at round 0, got rounds \[1\]"),
-        ({0: 1.0, -1: 1.0}, {}, r"got rounds \[-1, 0\]"),
+        ({1: 1.0, 5: -1.0}, {"low": 0.0}, r"rho must be >= 0, got -1\.0"),
+        ({2: 1.0}, {}, r"rho: a schedule starts at round 1, got rounds \[2\]"),
+        ({0: 1.0, 5: 0.1}, {}, r"rho: a schedule starts at round 1, got rounds \[0, 5\]"),
+        ({1: 1.0, -1: 1.0}, {}, r"got rounds \[-1, 1\]"),
         ({}, {}, r"got rounds \[\]"),
     ],
 )
@@ -61,7 +62,7 @@ def test_a_hyperparameter_outside_its_range_is_named_with_bound_and_value(
 
 
 def test_a_hyperparameter_on_its_closed_bounds_passes() -> None:
-    for hyperparameter in (0, 2, 0.5, {0: 0.0, 3: 2.0}, np.float64(1.0)):
+    for hyperparameter in (0, 2, 0.5, {1: 0.0, 3: 2.0}, np.float64(1.0)):
         check("rho", hyperparameter, low=0.0, high=2.0, scheduled=True)
 
 

@@ -76,7 +76,7 @@ def test_a_scheduled_hyperparameter_has_its_next_value_from_that_round_on(
 ) -> None:
     beside = row.beside.get(name, {})
     usual = {**hyperparameter_defaults(row.name), **row.hyperparameters, **beside}[name]
-    hyperparameters = beside | {name: {0: usual, 3: row.others[name]}}
+    hyperparameters = beside | {name: {1: usual, 3: row.others[name]}}
     for rounds, same in ((2, True), (6, False)):
         constant = model_after(rounds, row.name, **beside)
         changed = train(row.strategy(local=local(), **hyperparameters), grid(quadratics(4)), rounds)
@@ -94,7 +94,7 @@ def test_a_scheduled_hyperparameter_has_its_next_value_from_that_round_on(
     ids=str,
 )
 def test_every_other_number_refuses_to_be_scheduled(row: Row, name: str) -> None:
-    hyperparameters = row.beside.get(name, {}) | {name: {0: row.others[name]}}
+    hyperparameters = row.beside.get(name, {}) | {name: {1: row.others[name]}}
     with pytest.raises(ValueError, match=f"{name} must be"):
         row.strategy(local=local(), **hyperparameters)
 

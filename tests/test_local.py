@@ -96,7 +96,7 @@ GOOD: list[dict[str, Any]] = [
     {"solver": "sgd", "solver-params": "dampening=0.5"},
     {"solver": "lbfgs", "solver-params": "max-iter=3"},
     {"momentum": 0.9, "nesterov": True, "steps": 3, "random-steps": True},
-    {"lr": {0: 0.1, 4: 0.01}, "epochs": {0: 5, 9: 1}, "batch-size": 0},
+    {"lr": {1: 0.1, 4: 0.01}, "epochs": {1: 5, 9: 1}, "batch-size": 0},
     {"solver-params": "eps=1e-3"},  # of the client's own solver
 ]
 
@@ -111,11 +111,11 @@ def test_what_clients_take_a_strategy_takes(settings: dict[str, Any]) -> None:
 
 def test_settings_of_every_round_of_a_schedule_are_checked() -> None:
     assert "epochs must be int, got 2.5" in refused(
-        lambda: FedAvg(local={"epochs": {0: 1, 8: 2.5}})
+        lambda: FedAvg(local={"epochs": {1: 1, 8: 2.5}})
     )
-    together = {"steps": {0: 4, 6: 0}, "random-steps": True}
+    together = {"steps": {1: 4, 6: 0}, "random-steps": True}
     assert "random_steps needs steps" in refused(lambda: FedAvg(local=together))
-    assert "rounds are integers" in refused(lambda: FedAvg(local={"lr": {0: 0.1, 0.5: 0.2}}))
+    assert "rounds are integers" in refused(lambda: FedAvg(local={"lr": {1: 0.1, 0.5: 0.2}}))
 
 
 def test_a_function_cannot_be_sent_as_a_solver() -> None:
@@ -186,7 +186,7 @@ def test_an_argument_without_a_name_is_refused_by_its_value(algorithm: str) -> N
 
 def test_fedproxs_mu_has_flowers_name_as_well() -> None:
     assert FedProx(proximal_mu=0.3).request(1, 0)["proximal-mu"] == 0.3
-    assert FedProx(proximal_mu={0: 0.3, 2: 0.1}).request(2, 0)["proximal-mu"] == 0.1
+    assert FedProx(proximal_mu={1: 0.3, 2: 0.1}).request(2, 0)["proximal-mu"] == 0.1
     assert FedProx(mu=0.3, proximal_mu=0.3).mu == FedProx(mu=0.3).mu == 0.3
     with pytest.raises(ValueError, match=r"mu and proximal_mu are one, got 0.2 and 0.3"):
         FedProx(mu=0.2, proximal_mu=0.3)
@@ -254,7 +254,7 @@ def test_oracle_one_refuses_the_hyperparameters_of_oracle_two(name: str) -> None
         ({"steps": 5, "epochs": 3}, "epochs"),
         ({"steps": 5, "random-epochs": True}, "random-epochs"),
         ({"solver": "gd", "batch-size": 8}, "batch-size"),
-        ({"solver": "lbfgs", "batch-size": {0: 8, 4: 16}}, "batch-size"),
+        ({"solver": "lbfgs", "batch-size": {1: 8, 4: 16}}, "batch-size"),
     ],
 )
 def test_a_setting_without_effect_beside_the_others_is_refused(
@@ -266,7 +266,7 @@ def test_a_setting_without_effect_beside_the_others_is_refused(
     run = {"algorithm": "fedavg", **numbers, "batch-size": 8}
     run = {name: str(value).lower() if value is True else value for name, value in run.items()}
     assert f"has no use for {{'{idle}'" in refused(lambda: RunConfig.parse(run))
-    FedAvg(local={"steps": {0: 5, 3: 0}, "epochs": 3})  # epochs count from round 3 on
+    FedAvg(local={"steps": {1: 5, 3: 0}, "epochs": 3})  # epochs count from round 3 on
     kept = RunConfig.parse({"algorithm": "fedavg", "dataset": "mnist", "steps": 5})
     assert "epochs" not in kept.local()  # a default of the data set
 

@@ -179,7 +179,7 @@ def test_a_tuned_compare_shows_the_rounds_of_what_is_compared_and_quiet_none(
         ("fedavg round 3/9: 4 of 6 clients (2 lost), 0.1 s", True, True),
         ("WARNING :   replies of 2 clients [1, 4] left out: no", True, True),
         ("WARNING :   no reply from client 1", True, True),
-        ("WARNING :   round 3 is void: 0 usable replies", True, True),
+        ("WARNING :   round 3 is skipped: 0 usable replies", True, True),
         ("INFO :      Starting Flower Simulation", False, False),
     ],
 )

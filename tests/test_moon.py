@@ -278,7 +278,7 @@ def test_state_in_a_directory_gives_the_same_model_as_in_the_context(tmp_path: A
 
 
 def test_mu_and_tau_follow_their_schedules() -> None:
-    one = strategy(mu={0: 5.0, 3: 0.0}, tau={0: 0.5, 2: 1.0})
+    one = strategy(mu={1: 5.0, 3: 0.0}, tau={1: 0.5, 2: 1.0})
     assert [{k: one.request(r, 0)[k] for k in ("mu", "tau")} for r in (1, 2, 3)] == [
         {"mu": 5.0, "tau": 0.5},
         {"mu": 5.0, "tau": 1.0},
@@ -292,7 +292,7 @@ def test_mu_and_tau_follow_their_schedules() -> None:
         ({"mu": -0.1}, r"mu must be >= 0, got -0.1"),
         ({"mu": "much"}, r"mu must be a finite number >= 0, .*, got 'much'"),
         ({"tau": 0.0}, r"tau must be > 0, got 0.0"),
-        ({"tau": {0: 0.5, 4: -1.0}}, r"tau must be > 0, got -1.0"),
+        ({"tau": {1: 0.5, 4: -1.0}}, r"tau must be > 0, got -1.0"),
         ({"weights": "size"}, r"weights must be one of \['samples', 'uniform'\], got 'size'"),
     ],
 )

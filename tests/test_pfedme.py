@@ -223,7 +223,7 @@ def test_the_training_loss_is_thetas_before_its_last_step() -> None:
         ({"lam": 0.0}, r"lam must be > 0, got 0.0"),
         ({"eta": -1.0}, r"eta must be > 0, got -1.0"),
         ({"beta": 0.0}, r"beta must be > 0, got 0.0"),
-        ({"beta": {0: 1.0, 3: 0.0}}, r"beta must be > 0, got 0.0"),
+        ({"beta": {1: 1.0, 3: 0.0}}, r"beta must be > 0, got 0.0"),
         ({"inner_steps": 0}, r"inner_steps must be an integer >= 1, got 0"),
         ({"inner_steps": 1.5}, r"inner_steps must be an integer >= 1, got 1.5"),
         ({"local_start": "w"}, r"local_start must be one of \['client', 'global'\], got 'w'"),

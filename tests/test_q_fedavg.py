@@ -41,8 +41,8 @@ def by_hand(
     return theta
 
 
-@pytest.mark.parametrize("q", [0.0, 0.3, 1.0, 2.5, {0: 1.0, 3: 2.0}], ids=str)
-@pytest.mark.parametrize("lr", [RATE, {0: 0.2, 3: 0.05}], ids=["fixed", "scheduled"])
+@pytest.mark.parametrize("q", [0.0, 0.3, 1.0, 2.5, {1: 1.0, 3: 2.0}], ids=str)
+@pytest.mark.parametrize("lr", [RATE, {1: 0.2, 3: 0.05}], ids=["fixed", "scheduled"])
 def test_rounds_are_the_papers_algorithm(q: Any, lr: Any) -> None:
     problems = quadratics(3)
     found = train(one(q=q, local=local(lr=lr)), grid(problems), 4)
@@ -119,7 +119,7 @@ def test_the_loss_is_the_received_models_on_all_examples_and_weighs_its_client()
 
 def test_the_history_weighs_clients_by_the_rounds_own_q() -> None:
     rows: dict[int, dict[str, float]] = {}
-    strategy = one(q={0: 0.0, 2: 2.0}, callbacks=[lambda info: rows.update(info.clients)])
+    strategy = one(q={1: 0.0, 2: 2.0}, callbacks=[lambda info: rows.update(info.clients)])
     strategy.start(grid(quadratics(3)), to_record(START), 2)
     losses = np.array([rows[i]["global-loss"] for i in range(3)])
     found = [rows[i]["weight-share"] for i in range(3)]
@@ -188,7 +188,7 @@ def test_the_steepest_weight_of_any_loss_is_a_number(loss: float) -> None:
     assert (found != theta).any()
 
 
-@pytest.mark.parametrize("q", [-0.1, {0: 1.0, 4: -1.0}, float("nan"), 30.5])
+@pytest.mark.parametrize("q", [-0.1, {1: 1.0, 4: -1.0}, float("nan"), 30.5])
 def test_a_bad_q_is_refused_with_bound_and_value(q: Any) -> None:
     with pytest.raises(ValueError, match=r"q must be .*>= 0 and <= 30.*, got (-0.1|-1.0|nan|30.5)"):
         QFedAvg(q=q)

@@ -79,7 +79,7 @@ def test_a_run_whose_rounds_were_all_void_fails_and_is_not_finished(tmp_path: Pa
 
     config = small(tmp_path, **{"lost-rounds": 0})
     federation = InProcessGrid(app, 20, run_config=config.to_run_config(), fault=lost)
-    with pytest.raises(RuntimeError, match=r"every round was void \(3 of 3\): the model is still"):
+    with pytest.raises(RuntimeError, match=r"every round was skipped \(3 of 3\): the model is"):
         run(config, federation)
     assert not json.loads((tmp_path / "run/summary.json").read_text())["finished"]
     assert len(read_history(tmp_path / "run/history.jsonl")) == 3

@@ -179,7 +179,7 @@ def test_momentum_would_make_c_too_large() -> None:
     ("hyperparameters", "message"),
     [
         ({"eta_g": 0.0}, r"eta_g must be > 0, got 0.0"),
-        ({"eta_g": {0: 1.0, 5: -1.0}}, r"eta_g must be > 0, got -1.0"),
+        ({"eta_g": {1: 1.0, 5: -1.0}}, r"eta_g must be > 0, got -1.0"),
         ({"option": "III"}, r"option must be one of \['I', 'II'\], got 'III'"),
     ],
 )

@@ -221,7 +221,7 @@ def test_every_default_is_a_setting_that_runs(
 
 
 def test_params_survive_the_way_to_the_apps_and_back() -> None:
-    params = {"rho": {0: 0.01, 40: 0.1}, "eta": "fraction", "tracking": "global"}
+    params = {"rho": {1: 0.01, 40: 0.1}, "eta": "fraction", "tracking": "global"}
     assert parse_params(format_params(params)) == params
 
 

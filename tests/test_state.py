@@ -265,7 +265,7 @@ def test_a_directory_of_clients_states_belongs_to_one_run(
     assert other.result.train_metrics_clientapp[1]["clients-used"] == 0
     assert other.result.evaluate_metrics_clientapp[1]["eval-clients-used"] == 0
     assert started(one, federation, 2) == started(twin, alone, 2)
-    assert one.result.evaluate_metrics_clientapp[2]["eval-clients-used"] == 3
+    assert one.result.evaluate_metrics_clientapp[4]["eval-clients-used"] == 3
 
 
 def test_an_algorithm_with_state_needs_a_store() -> None:

@@ -142,7 +142,7 @@ def test_a_round_below_min_replies_is_void_and_says_so(caplog: pytest.LogCapture
     one = averaging(min_replies=3)
     result = one.start(tampered(problems, 1, put("tail", np.array([np.nan]))), to_record(START), 2)
     np.testing.assert_array_equal(to_vector(result.arrays), START)
-    assert "round 1 is void: 2 usable replies, at least 3 needed" in caplog.text
+    assert "round 1 is skipped: 2 usable replies, at least 3 needed" in caplog.text
     assert one.ledger.acked == {}
 
 
@@ -293,7 +293,7 @@ def test_callbacks_see_every_round_and_may_end_the_run() -> None:
 
 def test_local_settings_may_follow_a_schedule() -> None:
     problems = quadratics(2)
-    scheduled = averaging(local=local(lr={0: 0.1, 2: 0.02}))
+    scheduled = averaging(local=local(lr={1: 0.1, 2: 0.02}))
     by_hand = train(averaging(local=local(lr=0.1)), grid(problems), 1)
     by_hand = to_vector(
         averaging(local=local(lr=0.02)).start(grid(problems), to_record(by_hand), 1).arrays
@@ -334,14 +334,14 @@ def test_a_config_may_not_set_what_the_strategy_sends(one: FederatedStrategy, na
         ({"fraction_train": 1.5}, "fraction_train must be > 0 and <= 1, got 1.5"),
         ({"fraction_evaluate": -0.1}, "fraction_evaluate must be >= 0 and <= 1, got -0.1"),
         ({"min_replies": 0}, "min_replies must be an integer >= 1, got 0"),
-        ({"min_replies": {0: 3}}, "min_replies must be an integer >= 1, got"),
+        ({"min_replies": {1: 3}}, "min_replies must be an integer >= 1, got"),
         ({"min_train_nodes": 2.5}, "min_train_nodes must be an integer >= 1, got 2.5"),
-        ({"fraction_train": {0: 0.5}}, "fraction_train must be a finite number > 0 and <= 1, got"),
+        ({"fraction_train": {1: 0.5}}, "fraction_train must be a finite number > 0 and <= 1, got"),
         (
             {"local": {"epoch": 3}},
             r"unknown local settings 'epoch' \(did you mean 'epochs'\?\); known: \['batch-size', ",
         ),
-        ({"local": {"lr": {0: 0.1, 50: 0.0}}}, "lr must be > 0, got 0.0"),
+        ({"local": {"lr": {1: 0.1, 50: 0.0}}}, "lr must be > 0, got 0.0"),
         ({"seed": -1}, r"seed must be an integer >= 0 and <= 9.22337e\+18, got -1"),
         ({"seed": 1.5}, r"seed must be an integer >= 0 and <= 9.22337e\+18, got 1.5"),
         ({"lost_state": "ignore"}, "lost_state must be one of"),

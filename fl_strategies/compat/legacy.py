@@ -89,7 +89,7 @@ def as_legacy(
     secure : SecAggPlusWorkflow, optional
         The workflow that runs the rounds; its clients have ``secaggplus_mod``. Clients refuse to
         send numbers that the workflow's ranges would cut off, and have equal weights if the rule
-        has. A round with an unusable reply is void: the reply cannot be taken out of the sum.
+        has. A round with an unusable reply is skipped: the reply cannot be taken out of the sum.
 
     Raises
     ------
@@ -234,7 +234,7 @@ class _LegacyStrategy(Strategy):
         )
         instructions = self._instructions(messages, client_manager, EvaluateIns)
         if not instructions:  # then the server does not call aggregate_evaluate
-            self._end(server_round)
+            self._end()
         return instructions
 
     def aggregate_evaluate(
@@ -249,12 +249,12 @@ class _LegacyStrategy(Strategy):
             )
             or {}
         )
-        self._end(server_round)
+        self._end()
         return cast("float | None", metrics.get("eval-loss")), metrics
 
-    def _end(self, server_round: int) -> None:
+    def _end(self) -> None:
         with quiet_log(self.strategy.quiet):
-            self._stopped = self.strategy.close_round(server_round, self._arrays)
+            self._stopped = self.strategy.close_round(self._arrays)
 
     def _take(self, parameters: Parameters) -> None:
         """Continue with the server's model: a wrapper may have added noise to the strategy's."""

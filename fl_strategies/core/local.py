@@ -271,7 +271,7 @@ def check_local(local: Mapping[str, Any]) -> None:
     known = sorted(_names())
     if wrong := sorted(local.keys() - set(known)):
         raise ValueError(f"unknown local settings {unknown(wrong, known)}; known: {known}")
-    firsts, without_effect = {0}, {*local}
+    firsts, without_effect = {1}, {*local}
     for name, setting in local.items():
         if isinstance(setting, Mapping):
             check(name, setting, scheduled=True)

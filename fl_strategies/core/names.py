@@ -4,8 +4,8 @@ Metrics of a round come from three sources, and each source has its own names:
 
 - the server: ``SERVER``, names that begin with "test-" or "busy-share", and every name that
   ``evaluate_fn`` has reported in the run (it should report before the first round, or use "test-");
-- clients in evaluation: names that begin with "eval-", "own-" or "tuned-"; any other name that a
-  client reports there gets the prefix "eval-";
+- clients in evaluation: names that begin with "eval-", "eval_", "own-" or "tuned-"; any other name
+  that a client reports there gets the prefix "eval-";
 - clients in training: all other names.
 
 A client's metric whose name belongs to another source gets the prefix "client-". So no client's
@@ -31,8 +31,12 @@ SHARES = ("data-share", "weight-share")
 SPREAD = ("-mean", "-variance", "-min", "-max", "-smallest", "-largest")
 """Suffixes of numbers that summarize all clients' metrics of one name."""
 
+SKIPPED = "skipped"
+"""1 in the metrics of a round after which the model was as before."""
+
 SERVER = frozenset(
     {
+        SKIPPED,
         "round",
         "client",
         "seconds",
@@ -50,7 +54,7 @@ SERVER = frozenset(
 TESTED = "test-"
 BUSY = "busy-share"
 """The share of a training phase in which hosts worked."""
-EVALUATED = ("eval-", "own-", "tuned-")
+EVALUATED = ("eval-", "eval_", "own-", "tuned-")
 FOREIGN = "client-"
 
 
@@ -72,8 +76,8 @@ def in_evaluation(name: str) -> str:
 
     Examples
     --------
-    >>> [in_evaluation(name) for name in ("own-loss", "accuracy", "train-loss", "clients-used")]
-    ['own-loss', 'eval-accuracy', 'eval-train-loss', 'eval-client-clients-used']
+    >>> [in_evaluation(name) for name in ("own-loss", "accuracy", "eval_acc", "clients-used")]
+    ['own-loss', 'eval-accuracy', 'eval_acc', 'eval-client-clients-used']
     """
     called = name if name.startswith(EVALUATED) else f"eval-{name}"
     taken = called in SERVER or called.startswith(f"eval-{FOREIGN}")

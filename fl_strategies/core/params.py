@@ -7,15 +7,15 @@ from typing import Any
 
 
 def parse_params(text: str) -> dict[str, Any]:
-    """Return ``{"rho": 0.01, "eta": {0: 1.0, 60: 0.5}}`` from ``"rho=0.01 eta=0:1.0;60:0.5"``.
+    """Return ``{"rho": 0.01, "eta": {1: 1.0, 60: 0.5}}`` from ``"rho=0.01 eta=1:1.0;60:0.5"``.
 
     Raises ``ValueError`` for an item that is not ``name=value``, a name that is given twice, or an
     invalid schedule.
 
     Examples
     --------
-    >>> parse_params("rho=0.01 eta=0:1.0;60:0.5 weights=uniform")
-    {'rho': 0.01, 'eta': {0: 1.0, 60: 0.5}, 'weights': 'uniform'}
+    >>> parse_params("rho=0.01 eta=1:1.0;60:0.5 weights=uniform")
+    {'rho': 0.01, 'eta': {1: 1.0, 60: 0.5}, 'weights': 'uniform'}
     """
     params: dict[str, Any] = {}
     for item in text.split():
@@ -45,7 +45,7 @@ def _value(name: str, text: str) -> Any:
             pairs = [part.partition(":") for part in text.split(";")]
             schedule = {int(first): float(number) for first, _, number in pairs}
         except ValueError:
-            raise ValueError(f"a schedule is given as 0:1.0;60:0.5, got {name}={text}") from None
+            raise ValueError(f"a schedule is given as 1:1.0;60:0.5, got {name}={text}") from None
         if len(schedule) < len(pairs):
             raise ValueError(f"a schedule has each round once, got {name}={text}")
         return schedule

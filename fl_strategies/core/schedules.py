@@ -1,4 +1,8 @@
-"""Hyperparameters that may change from round to round: a number, or ``{first round: number}``."""
+"""Hyperparameters that may change from round to round: a number, or ``{first round: number}``.
+
+Rounds are those that the log prints: 1 is the first, a second ``start`` counts on, and FedPD counts
+its communication rounds.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +13,20 @@ from typing import Any, TypeAlias
 import numpy as np
 
 Schedule: TypeAlias = float | Mapping[int, float]
-"""A number, or ``{first round: number}``."""
+"""A number, or ``{first round: number}``, rounds as the log prints them: 1, 2, ..."""
 
 
 def at(value: Schedule, server_round: int) -> float:
-    """Return the value in ``server_round`` (1, 2, ...).
+    """Return the value in ``server_round`` (1, 2, ...; before round 1, that of round 1).
 
     Examples
     --------
-    >>> at({0: 1.0, 60: 0.5}, 59), at({0: 1.0, 60: 0.5}, 60), at(0.1, 7)
+    >>> at({1: 1.0, 60: 0.5}, 59), at({1: 1.0, 60: 0.5}, 60), at(0.1, 7)
     (1.0, 0.5, 0.1)
     """
     if not isinstance(value, Mapping):
         return value
-    return value[max(first for first in value if first <= server_round)]
+    return value[max((first for first in value if first <= server_round), default=1)]
 
 
 def values(value: Schedule) -> list[float]:
@@ -51,8 +55,8 @@ def check(
     if isinstance(value, Mapping) and scheduled:
         if strange := [first for first in value if type(first) is not int]:
             raise ValueError(f"{name}: a schedule's rounds are integers, got {strange}")
-        if 0 not in value or min(value) < 0:
-            raise ValueError(f"{name}: a schedule starts at round 0, got rounds {sorted(value)}")
+        if min(value, default=0) != 1:
+            raise ValueError(f"{name}: a schedule starts at round 1, got rounds {sorted(value)}")
     bounds = [
         f"{sign} {bound:g}"
         for sign, bound in ((">", above), (">=", low), ("<=", high), ("<", below))
@@ -65,7 +69,7 @@ def check(
         if not (number and above < one < below and low <= one <= high):
             what = ["an integer"] if integer else [] if number else ["a finite number"]
             what += [" and ".join(bounds)] if bounds else []
-            or_schedule = ", or a schedule {0: number, ...}" if scheduled and not number else ""
+            or_schedule = ", or a schedule {1: number, ...}" if scheduled and not number else ""
             raise ValueError(f"{name} must be {' '.join(what)}{or_schedule}, got {shown(one)}")
 
 
@@ -74,8 +78,8 @@ def plain(value: Any) -> Any:
 
     Examples
     --------
-    >>> plain({np.int64(0): np.float64(0.5)}), plain(np.int64(3)), plain("adam")
-    ({0: 0.5}, 3, 'adam')
+    >>> plain({np.int64(1): np.float64(0.5)}), plain(np.int64(3)), plain("adam")
+    ({1: 0.5}, 3, 'adam')
     """
     if isinstance(value, Mapping):
         return {plain(key): plain(item) for key, item in value.items()}
@@ -110,12 +114,12 @@ def step_decay(value: float, rounds: int) -> dict[int, float]:
     Examples
     --------
     >>> step_decay(1.0, rounds=100)
-    {0: 1.0, 51: 0.1, 76: 0.01}
+    {1: 1.0, 51: 0.1, 76: 0.01}
     """
     check("value", value, low=0.0)
     check("rounds", rounds, low=1, integer=True)
     half, three_quarters = -(-rounds // 2), -(-3 * rounds // 4)
-    return {0: value, half + 1: value / 10, three_quarters + 1: value / 100}
+    return {1: value, half + 1: value / 10, three_quarters + 1: value / 100}
 
 
 def check_flag(name: str, value: object) -> None:

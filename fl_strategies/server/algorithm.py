@@ -194,7 +194,7 @@ class Algorithm(Options):
         """Raise ``ValueError`` if the algorithm cannot run with this number of clients."""
 
     def replies_needed(self) -> int:
-        """Return the number of usable replies below which the round is void."""
+        """Return the number of usable replies below which the round is skipped."""
         return self.min_replies
 
     def exchanges_in(self, num_rounds: int) -> int:

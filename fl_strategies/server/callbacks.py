@@ -19,6 +19,7 @@ from safetensors.numpy import save
 
 from fl_strategies.core.files import DamagedFile, read_lines, write_atomically
 from fl_strategies.core.schedules import check
+from fl_strategies.server.watched import Watched
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord
@@ -33,7 +34,8 @@ class RoundInfo:
     A client's metric under a name that is not the client's is called ``client-...`` (``names``).
     ``clients`` holds, by client id, the numbers of each used reply: ``samples``, ``data-share``
     (of the round's samples) and ``weight-share`` (of the next global model) of clients that
-    trained, and what they measured.
+    trained, and what they measured. ``tested`` holds the names of the metrics that the server's
+    tests have reported in the run so far, also if they reported none in this round.
     """
 
     server_round: int
@@ -41,6 +43,7 @@ class RoundInfo:
     arrays: ArrayRecord
     metrics: Mapping[str, float]
     clients: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    tested: frozenset[str] = frozenset()
 
 
 Callback: TypeAlias = Callable[[RoundInfo], bool | None]
@@ -98,27 +101,29 @@ class ClientHistory(_Lines):
 class BestModel:
     """Keeps the global model of the best round, by ``metric``, in ``path`` (safetensors).
 
-    ``best`` and ``best_round`` are its metric and round; NaN is never the best. Raises ``KeyError``
-    when a round lacks ``metric``.
+    By default the metric is the run's accuracy, or with ``smaller`` its loss (:class:`Watched`).
+    ``best`` and ``best_round`` are its metric and round; NaN is never the best. Raises
+    ``ValueError`` in the first round if the run has no such metric.
     """
 
-    def __init__(self, path: Path, metric: str = "test-accuracy", *, smaller: bool = False) -> None:
-        self.path, self.metric, self.smaller = Path(path), metric, smaller
+    def __init__(self, path: Path, metric: str | None = None, *, smaller: bool = False) -> None:
+        self.path, self.smaller = Path(path), smaller
+        self.watched = Watched(type(self).__name__, metric, "loss" if smaller else "accuracy")
         self.best: float | None = None
         self.best_round = 0
 
     def __call__(self, info: RoundInfo) -> None:
-        if self._better(info.server_round, info.metrics):
+        if self._better(info.server_round, self.watched.value(info.metrics, info.tested)):
             write_atomically(self.path, model_bytes(info.arrays))
 
     def recall(self, rows: Rows) -> None:
         """Note the best of the earlier rounds; the file already holds its model."""
-        for server_round, metrics in rows.items():
-            self._better(server_round, metrics)
+        for server_round, value in self.watched.values(rows):
+            self._better(server_round, value)
 
-    def _better(self, server_round: int, metrics: Mapping[str, float]) -> bool:
-        value, best = metrics[self.metric], self.best
-        if math.isnan(value):
+    def _better(self, server_round: int, value: float | None) -> bool:
+        best = self.best
+        if value is None or math.isnan(value):
             return False
         better = best is None or (value < best if self.smaller else value > best)
         if better:
@@ -129,13 +134,15 @@ class BestModel:
 class EarlyStop:
     """Stops at ``target``, or after ``patience`` rounds without an improvement of ``metric``.
 
-    Raises ``ValueError`` for a ``target`` that is no finite number and for a ``patience`` that is
-    no integer >= 1, and ``KeyError`` when a round lacks ``metric``.
+    By default the metric is the run's accuracy, or with ``smaller`` its loss (:class:`Watched`).
+    Rounds that do not report it, because the server does not test in each, are not counted. Raises
+    ``ValueError`` for a ``target`` that is no finite number, for a ``patience`` that is no integer
+    >= 1, and in the first round if the run has no such metric.
     """
 
     def __init__(
         self,
-        metric: str = "test-accuracy",
+        metric: str | None = None,
         *,
         target: float | None = None,
         patience: int | None = None,
@@ -147,21 +154,24 @@ class EarlyStop:
             check("target", target)
         if patience is not None:
             check("patience", patience, low=1, integer=True)
-        self.metric, self.patience, self.sign = metric, patience, -1.0 if smaller else 1.0
+        self.watched = Watched(type(self).__name__, metric, "loss" if smaller else "accuracy")
+        self.patience, self.sign = patience, -1.0 if smaller else 1.0
         self.target = target
         self._best = -float("inf")
         self._stale = 0
 
     def __call__(self, info: RoundInfo) -> bool:
-        return self._ends(info.metrics)
+        return self._ends(self.watched.value(info.metrics, info.tested))
 
     def recall(self, rows: Rows) -> None:
         """Count the earlier rounds; a run that ended there does not continue."""
-        for metrics in rows.values():
-            self._ends(metrics)
+        for _, value in self.watched.values(rows):
+            self._ends(value)
 
-    def _ends(self, metrics: Mapping[str, float]) -> bool:
-        value = self.sign * metrics[self.metric]
+    def _ends(self, value: float | None) -> bool:
+        if value is None:
+            return False
+        value *= self.sign
         self._stale = 0 if value > self._best else self._stale + 1
         self._best = max(self._best, value)
         reached = self.target is not None and value >= self.sign * self.target

@@ -92,7 +92,7 @@ class Options(Declared):
         high=2**63 - 1,  # more does not fit into a message
     )
     min_replies: int = number(
-        default=1, about="A round with fewer usable replies is void.", integer=True, low=1
+        default=1, about="A round with fewer usable replies is skipped.", integer=True, low=1
     )
     buffers: Iterable[str] = option(
         default=(),
@@ -136,8 +136,9 @@ class Options(Declared):
         type_name="mapping",
         accepts=lambda local: isinstance(local, Mapping),
         about="How clients train, sent in every request (`clients.LocalTraining`):"
-        " `solver`, `lr`, `epochs`, `batch-size` ...; a number may be a schedule {first"
-        " round: number}. Use `train_config` to tell your own client anything else.",
+        " `solver`, `lr`, `epochs`, `batch-size` ...; a number may be a schedule {1: 0.1, 51:"
+        " 0.01}, by the rounds that the log prints. Use `train_config` to tell your own client"
+        " anything else.",
     )
     lost_state: LostState | None = choice(
         default=None,

@@ -28,12 +28,11 @@ from flwr.app import (
     MetricRecord,
 )
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result
 
 from fl_strategies.core.clipping import norm
 from fl_strategies.core.layout import Arrays, BufferMean, negative_variance
 from fl_strategies.core.log import log
-from fl_strategies.core.names import in_evaluation, in_training
+from fl_strategies.core.names import SKIPPED, in_evaluation, in_training
 from fl_strategies.core.records import BadReply, Reply, Upload, Uploads
 from fl_strategies.core.vectors import finite
 from fl_strategies.messages.bounds import NormBound
@@ -56,6 +55,7 @@ from fl_strategies.server.replies import (
     taken_names,
 )
 from fl_strategies.server.requests import Requests
+from fl_strategies.server.run import Result
 
 
 class Round(Requests):
@@ -63,7 +63,7 @@ class Round(Requests):
 
     @property
     def result(self) -> Result:
-        """Flower's record of the run."""
+        """The record of the current or last call of ``start``."""
         return self.run.result
 
     def open(self, initial_arrays: ArrayRecord, num_rounds: int) -> None:
@@ -105,7 +105,7 @@ class Round(Requests):
     def check_enough(self, clients: int, how: str) -> None:
         """Raise ``ValueError`` if a call's first round has too few clients for ``min_replies``.
 
-        In later rounds clients may have left for a while: then the round is void.
+        In later rounds clients may have left for a while: then the round is skipped.
         """
         if self.run.round == self.run.first:
             self._check_replies(clients, how)
@@ -124,7 +124,7 @@ class Round(Requests):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Return the next global model and the round's metrics; None if the round is void."""
+        """Return the next global model and the round's metrics; None if the round is skipped."""
         run, number = self.run, self.run.rounds_before + server_round
         waited = time.monotonic() - self._asked.started
         sifted = sift(replies, self._asked, self._taken, self.check_fold, self._told)
@@ -142,18 +142,19 @@ class Round(Requests):
             model, state = self._next_model(uploads)
             void = self._unusable(model)
         if void:
-            self.say(server_round, f"is void: {void}; model and state unchanged")
+            self.say(number, f"is skipped: {void}; model and state unchanged")
+            metrics[SKIPPED] = 1
         else:
             self.state = state
             arrays = ArrayRecord({name: encoded(array) for name, array in model.items()})
             for part in self.parts:
                 part.settle(taken)
-            self._tell_shares(server_round, uploads, metrics)
+            self._tell_shares(uploads, metrics)
         self.state, further = self.end_round(before, self.state, uploads, metrics)
         seconds = time.monotonic() - self._asked.started
         hosts = busy_shares(sifted.busy, self.nodes.hosts, waited)
         metrics.update({**hosts, **further, "seconds": seconds})
-        self.result.train_metrics_clientapp[server_round] = metrics
+        self.result.train_metrics_clientapp[number] = metrics
         return arrays, metrics
 
     def _taken(self, client: int, content: Content) -> tuple[Reply, Upload]:
@@ -241,7 +242,7 @@ class Round(Requests):
             )
 
     def _void_for(self, uploads: Uploads) -> str:
-        """Return why the round is void, or "" if it is not."""
+        """Return why the round is skipped, or "" if it is not."""
         if len(uploads) < (needed := self.replies_needed()):
             return f"{len(uploads)} usable replies, at least {needed} needed"
         if self.faults and self.composition.exact:
@@ -269,7 +270,7 @@ class Round(Requests):
         wrong = negative_variance(model, self.layout.buffers)
         return f"the aggregated model cannot be used: {wrong}" if wrong else ""
 
-    def _tell_shares(self, server_round: int, uploads: Uploads, metrics: MetricRecord) -> None:
+    def _tell_shares(self, uploads: Uploads, metrics: MetricRecord) -> None:
         """Note each client's share of the samples and of the next global model."""
         weights = {upload.client: self.weight(upload) for upload in uploads}
         rows = self.run.clients
@@ -279,7 +280,7 @@ class Round(Requests):
             row["data-share"] = row["samples"] / samples
         by_size = sorted(rows.values(), key=lambda row: row["samples"])
         if unequal := self.composition.unequal([row["weight-share"] for row in by_size]):
-            self.say(server_round, unequal)
+            self.say(uploads.round, unequal)
         for name in ("weight-share", "data-share"):
             metrics[f"{name}-smallest"] = by_size[0][name]
             metrics[f"{name}-largest"] = by_size[-1][name]
@@ -325,7 +326,7 @@ class Round(Requests):
         aggregation = self.evaluate_metrics_aggr_fn
         metrics = self._phase(sifted, good, aggregation, in_evaluation, "eval-")
         self.run.clients = by_client(good, "eval-samples", in_evaluation, self.run.clients)
-        self.result.evaluate_metrics_clientapp[server_round] = metrics
+        self.result.evaluate_metrics_clientapp[number] = metrics
         return metrics
 
     # ---- both ---------------------------------------------------------------------------------

@@ -9,16 +9,39 @@ from logging import INFO, WARNING
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, MetricRecord
-from flwr.serverapp.strategy import Result
+from flwr.serverapp.strategy import Result as FlowerResult
 
 from fl_strategies.core.ledger import Ledger
 from fl_strategies.core.log import log
-from fl_strategies.core.names import FOREIGN, SERVER
+from fl_strategies.core.names import FOREIGN, SERVER, SKIPPED
+from fl_strategies.core.reasons import named
 from fl_strategies.core.schedules import plain
 from fl_strategies.server.callbacks import Callback, RoundInfo
 from fl_strategies.server.checkpoints import Checkpoint, Checkpoints
 from fl_strategies.server.progress import round_line
 from fl_strategies.server.replies import one_line
+
+
+class Result(FlowerResult):
+    """Flower's ``Result``, which also says which rounds changed nothing.
+
+    The keys of its mappings are the rounds that the log prints, and ``print`` shows the skipped
+    rounds first.
+    """
+
+    @property
+    def skipped(self) -> list[int]:
+        """The rounds after which the model was as before: too few replies could be used."""
+        rounds = self.train_metrics_clientapp.items()
+        return [number for number, metrics in rounds if SKIPPED in metrics]
+
+    def __repr__(self) -> str:
+        """Return Flower's text, after a line about skipped rounds if there are any."""
+        rounds, skipped, text = self.train_metrics_clientapp, self.skipped, super().__repr__()
+        if not skipped:
+            return text
+        end = ": the model is as it was" if len(skipped) == len(rounds) else ""
+        return f"Skipped: {named(skipped, 'round')} of {len(rounds)}{end}\n\n{text}"
 
 
 @dataclass
@@ -48,8 +71,21 @@ class Run:
 
     @property
     def number(self) -> int:
-        """The number 1, 2, ... of the current communication round, over all calls."""
+        """The number 1, 2, ... of the current communication round, over all calls.
+
+        Log, callbacks, results, requests, schedules and random streams have this one number.
+        """
         return self.rounds_before + self.round
+
+    @property
+    def last(self) -> int:
+        """The number of the current call's last round."""
+        return self.rounds_before + self.num_rounds
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of the current call's rounds so far."""
+        return range(self.rounds_before + 1, self.number + 1)
 
     def open(self, arrays: ArrayRecord, num_rounds: int) -> None:
         """Begin a call: forget the result of the last."""
@@ -68,7 +104,8 @@ class Run:
         The server's tests come first, then clients' evaluation, then their training.
         """
         tests = self.result.evaluate_metrics_serverapp
-        self.tested |= tests.get(0, {}).keys() | tests.get(server_round, {}).keys()
+        for number in (self.rounds_before, server_round):
+            self.tested |= tests.get(number, {}).keys()
         trained, evaluated, tested = (
             {n: v for n, v in phase.get(server_round, {}).items() if not isinstance(v, list)}
             for phase in self.phases
@@ -88,14 +125,16 @@ class Run:
         ]
 
     def tell(
-        self, server_round: int, arrays: ArrayRecord, callbacks: Sequence[Callback]
+        self, arrays: ArrayRecord, callbacks: Sequence[Callback]
     ) -> tuple[bool, list[Exception]]:
         """Log the round and call the callbacks; return whether one ends the run, and errors."""
         self.result.arrays = arrays
-        metrics = self.metrics(server_round)
-        line = round_line(server_round, self.num_rounds, metrics)
+        metrics = self.metrics(self.number)
+        line = round_line(self.number, self.last, metrics)
         log(INFO, line, extra={"round_line": True})
-        info = RoundInfo(server_round, self.num_rounds, arrays, metrics, self.clients)
+        info = RoundInfo(
+            self.number, self.last, arrays, metrics, self.clients, frozenset(self.tested)
+        )
         stopped, errors = False, list[Exception]()
         for callback in callbacks:
             try:
@@ -110,7 +149,6 @@ class Run:
 
     def checkpoint(
         self,
-        server_round: int,
         identity: Mapping[str, Any],
         state: Any,
         ledger: Ledger,
@@ -118,16 +156,16 @@ class Run:
         *,
         stopped: bool,
     ) -> Checkpoint:
-        """Return the checkpoint after ``server_round``."""
+        """Return the checkpoint after the current round."""
         run = {
             **identity,
             "rounds-before": self.rounds_before,
-            "round": server_round,
+            "round": self.round,
             "run-id": self.id,
             "stopped": stopped,
             "clients": sorted(known),
             "devices": sorted(self.devices.items()),
-            "metrics": self.metrics(server_round),
+            "metrics": self.metrics(self.number),
             "history": [
                 [[number, dict(record)] for number, record in phase.items()]
                 for phase in self.phases

@@ -20,7 +20,6 @@ from flwr.app import (
 )
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result
 
 from fl_strategies.core.hyperparameters import Scalar
 from fl_strategies.core.local import default_training
@@ -30,7 +29,7 @@ from fl_strategies.core.reasons import said_once
 from fl_strategies.core.records import MISSED
 from fl_strategies.core.schedules import check, require
 from fl_strategies.server.round import Round
-from fl_strategies.server.run import restored
+from fl_strategies.server.run import Result, restored
 
 P = ParamSpec("P")
 EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -68,8 +67,12 @@ class FederatedStrategy(Round):
     ) -> Result:
         """Run ``num_rounds`` rounds, as Flower's ``Strategy.start``, with callbacks.
 
-        A second call continues: clients keep their states, and rounds are counted on for schedules,
-        random streams and acknowledgement (callbacks and results count from 1 in each call).
+        A second call continues: clients keep their states, and rounds are counted on. After three
+        rounds, the first of the second call is round 4 in the log, for callbacks, ``evaluate_fn``,
+        schedules and random streams, and in the result, which holds the rounds of its call.
+
+        ``result.skipped`` names the rounds after which the model was as before, because too few
+        replies could be used; their metrics have ``skipped`` = 1.
 
         With ``resume`` the run continues from the last of ``checkpoints``, in a new process after
         the old one was killed, and reaches the result of an uninterrupted run. Without a checkpoint
@@ -99,28 +102,27 @@ class FederatedStrategy(Round):
             stopped = self._take_checkpoints(resume=resume)
             run.num_rounds = self.exchanges_in(num_rounds)
             arrays = run.result.arrays
-            said = f"{self.algorithm}: {run.num_rounds} rounds, from round {run.round + 1}"
+            said = f"{self.algorithm}: {run.num_rounds} rounds, from round {run.number + 1}"
             log(INFO, "%s; run %s", said, run.id)
             if run.round == 0:
-                self._evaluate(0, arrays, evaluate_fn)
-            run.first, void = run.round + 1, 0
+                self._evaluate(arrays, evaluate_fn)
+            run.first = run.round + 1
             while run.round < run.num_rounds and not stopped:
-                number = run.round = run.round + 1
+                run.round += 1
                 new = self.train_round(
-                    number, arrays, grid, timeout, train_config or ConfigRecord()
+                    run.round, arrays, grid, timeout, train_config or ConfigRecord()
                 )
-                void += new is None
                 arrays = arrays if new is None else new
                 asked = self.configure_evaluate(
-                    number, arrays, evaluate_config or ConfigRecord(), grid
+                    run.round, arrays, evaluate_config or ConfigRecord(), grid
                 )
-                self.aggregate_evaluate(number, grid.send_and_receive(asked, timeout=timeout))
-                self._evaluate(number, arrays, evaluate_fn)
-                stopped = self.close_round(number, arrays)
-            if void and void == run.round - run.first + 1:
-                log(WARNING, "every round was void (%d): the model is as it was", void)
+                self.aggregate_evaluate(run.round, grid.send_and_receive(asked, timeout=timeout))
+                self._evaluate(arrays, evaluate_fn)
+                stopped = self.close_round(arrays)
+            if (skipped := run.result.skipped) and skipped == [*run.numbers]:
+                log(WARNING, "every round was skipped (%d): the model is as it was", len(skipped))
             if stopped:
-                log(INFO, "a callback ended the run after round %d", run.round)
+                log(INFO, "a callback ended the run after round %d", run.number)
         finally:
             if self.checkpoints:
                 self.checkpoints.release()
@@ -136,34 +138,33 @@ class FederatedStrategy(Round):
         timeout: float,
         config: ConfigRecord,
     ) -> ArrayRecord | None:
-        """Have clients train, and return the next global model; None if the round is void."""
+        """Have clients train, and return the next global model; None if the round is skipped."""
         requests = self.configure_train(server_round, arrays, config, grid)
         replies = grid.send_and_receive(requests, timeout=timeout)
         return self.aggregate_train(server_round, replies)[0]
 
-    def _evaluate(self, number: int, arrays: ArrayRecord, evaluate_fn: EvaluateFn | None) -> None:
-        metrics = evaluate_fn(number, arrays) if evaluate_fn else None
+    def _evaluate(self, arrays: ArrayRecord, evaluate_fn: EvaluateFn | None) -> None:
+        metrics = evaluate_fn(self.run.number, arrays) if evaluate_fn else None
         if metrics is not None:
-            self.result.evaluate_metrics_serverapp[number] = metrics
+            self.result.evaluate_metrics_serverapp[self.run.number] = metrics
 
-    def close_round(self, server_round: int, arrays: ArrayRecord) -> bool:
-        """End a round: callbacks, checkpoint; return whether a callback ends the run.
+    def close_round(self, arrays: ArrayRecord) -> bool:
+        """End the current round: callbacks, checkpoint; return whether a callback ends the run.
 
         An exception of a callback is raised after all callbacks have seen the round and the
         checkpoint is written: a resumed run continues after this round.
         """
-        stopped, errors = self.run.tell(server_round, arrays, self.callbacks)
-        last = stopped or errors or server_round == self.run.num_rounds
-        if self.checkpoints and (last or server_round % self.checkpoints.every == 0):
+        stopped, errors = self.run.tell(arrays, self.callbacks)
+        last = stopped or errors or self.run.number == self.run.last
+        if self.checkpoints and (last or self.run.number % self.checkpoints.every == 0):
             found = self.run.checkpoint(
-                server_round,
                 self._named,
                 self.state,
                 self.ledger,
                 self.nodes.known,
                 stopped=stopped,
             )
-            self.checkpoints.save(self.run.rounds_before + server_round, found)
+            self.checkpoints.save(self.run.number, found)
         if errors:
             raise errors[0]
         return stopped
@@ -199,7 +200,7 @@ class FederatedStrategy(Round):
         self.run.restore(saved, found.model)
         self.nodes.known |= set(saved["clients"])
         self.checkpoints.sign(self.run.id)
-        rows = {number: self.run.metrics(number) for number in range(1, self.run.round + 1)}
+        rows = {number: self.run.metrics(number) for number in self.run.numbers}
         for callback in self.callbacks:
             if recall := getattr(callback, "recall", None):
                 recall(rows)

@@ -50,7 +50,7 @@ rm -rf "$0"; kill -s KILL 0"""
 """When this process has ended, ends all processes with its Flower home, then the group."""
 
 _ROUND = re.compile(r" round \d+/\d+")
-_TROUBLE = (" clients (", " left out: ", "no reply from ", " is void: ", ", known by node id: ")
+_TROUBLE = (" clients (", " left out: ", "no reply from ", " is skipped: ", ", known by node id")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 

@@ -19,4 +19,4 @@ def main(grid: Grid, context: Context) -> None:
         train_config=ConfigRecord({"lr": context.run_config["lr"]}),
         num_rounds=context.run_config["num-server-rounds"],
     )
-    print("accuracy:", [m["eval-eval_acc"] for m in result.evaluate_metrics_clientapp.values()])
+    print("accuracy:", [m["eval_acc"] for m in result.evaluate_metrics_clientapp.values()])
