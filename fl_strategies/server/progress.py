@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 
 from fl_strategies.core.names import SPREAD
+from fl_strategies.server.watched import KINDS
 
 LONGEST = 160
 """Of a longer line, the clients and seconds remain: a million clients with every fault."""
@@ -13,7 +14,6 @@ LONGEST_NAME = 20
 """Metrics with longer names are not shown."""
 
 _PLAIN = re.compile(r"[A-Za-z][\w.-]*", re.ASCII)
-_WORDS = {"loss": ("loss",), "accuracy": ("accuracy", "acc")}
 
 
 def round_line(number: int, of: int, metrics: Mapping[str, float]) -> str:
@@ -47,7 +47,7 @@ def _loss_and_accuracy(metrics: Mapping[str, float]) -> list[str]:
     ]
     found = [
         next((name for name in plain if {*re.split("[-_.]", name.lower())} & {*words}), "")
-        for words in _WORDS.values()
+        for words in KINDS.values()
     ]
     return [name for name in found if name]
 

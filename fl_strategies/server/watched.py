@@ -11,8 +11,8 @@ from fl_strategies.core.names import SERVER, SPREAD
 from fl_strategies.core.near import unknown
 from fl_strategies.core.schedules import require
 
-KINDS = {"accuracy": ("accuracy", "acc"), "loss": ("loss",)}
-"""The last words of the names of each kind of metric."""
+KINDS = {"loss": ("loss",), "accuracy": ("accuracy", "acc")}
+"""The words in the names of each kind of metric."""
 ORDER = ("test", "", "eval")
 """What comes before that word, the first choice first: the server's tests, then the clients'."""
 TRAINING = ("train", "client")
@@ -35,9 +35,9 @@ def choose(kind: str, names: Collection[str]) -> list[str]:
     """
     found: dict[str, list[str]] = {}
     for name in sorted(names):
-        *before, last = re.split("[-_]", name.lower())
-        if last in KINDS[kind] and before[:1] not in ([word] for word in TRAINING):
-            found.setdefault("-".join(before), []).append(name)
+        *first, last = re.split("[-_]", name.lower())
+        if last in KINDS[kind] and not {*first[:1]} & {*TRAINING}:
+            found.setdefault("-".join(first), []).append(name)
     for before in ORDER:
         if before in found:
             return found[before]
