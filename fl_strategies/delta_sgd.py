@@ -24,9 +24,10 @@ Both gradients of (1) are on the current mini-batch, so a step costs two gradien
 
 Options, off by default. With ``same_batch=False`` each gradient of (1) is on the mini-batch of its
 own step, which costs one gradient a step and a vector of memory; the paper names this form and does
-not use it. ``AUTHORS_RULE`` is the authors' published code: its first step has x_{-1} = x_0, so
-that (2) grows eta_0 before the first step (``amplify_first``); it adds 1e-8 to every step size
-(``epsilon``); and it has delta = 0.02.
+not use it. ``Options.authors_rule`` is the authors' published code: its first step has x_{-1} =
+x_0, so that (2) grows eta_0 before the first step (``amplify_first``); it adds 1e-8 to every step
+size (``epsilon``); and it has delta = 0.02. ``Options.paper_rule`` are the options as printed, and
+the defaults.
 
 Reference: Kim, Toghani, Uribe, Kyrillidis, "Adaptive Federated Learning with Auto-Tuned Clients",
 ICLR 2024, Algorithm 1.
@@ -37,23 +38,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from fl_strategies.core.schedules import check, check_flag
 from fl_strategies.core.vectors import Vector
-
-AUTHORS_RULE: Mapping[str, Any] = MappingProxyType(
-    {"delta": 0.02, "amplify_first": True, "epsilon": 1e-8}
-)
-"""Options by which :func:`step` and ``clients.DeltaSGD`` follow the authors' code."""
 
 
 @dataclass(frozen=True)
 class Options:
     """The options of ``clients.DeltaSGD``, by default the paper's.
 
-    Raises ``ValueError`` for an option outside its range.
+    ``paper_rule`` and ``authors_rule`` are those of the paper and of its authors' code, for
+    ``clients.DeltaSGD`` and, as text, for ``solver-params``. Raises ``ValueError`` for an option
+    outside its range.
     """
+
+    paper_rule: ClassVar[Mapping[str, Any]] = MappingProxyType({"gamma": 2.0, "delta": 0.1})
+    authors_rule: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {**paper_rule, "delta": 0.02, "amplify_first": True, "epsilon": 1e-8}
+    )
 
     lr: float = 0.2
     gamma: float = 2.0

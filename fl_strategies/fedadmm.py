@@ -45,7 +45,8 @@ With y frozen at 0 and Delta = w+ - theta this is FedProx; with rho = 0 as well,
 
 Deviations of the authors' published code, each an option: local training starts from theta
 (``local_start="global"``); Delta is taken against theta, so that it is 2 (w+ - theta)
-(``tracking="global"``). Both together are ``FedADMM.authors_rule``.
+(``tracking="global"``); eta falls from 1 to 0.5 at round 60: ``FedADMM.authors_rule``. The paper
+and the code have rho = 0.01, which is small for few clients and samples: the default is 0.1.
 
 Reference: Gong, Li, Freris, "FedADMM: A Robust Federated Deep Learning Framework with Adaptivity to
 System Heterogeneity", ICDE 2022, Algorithm 1.
@@ -54,11 +55,11 @@ System Heterogeneity", ICDE 2022, Algorithm 1.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from fl_strategies.core.hyperparameters import Schedule, choice, number
+from fl_strategies.core.hyperparameters import Scalar, Schedule, choice, number
 from fl_strategies.core.oracle import Oracle, Step
 from fl_strategies.core.records import Upload, Uploads
 from fl_strategies.core.schedules import at
@@ -142,11 +143,24 @@ class FedADMM(FederatedStrategy):
     averages = "changes"
     books_changes = True
     folds_by = "1"
-    authors_rule: ClassVar[Mapping[str, Side]] = {"local_start": "global", "tracking": "global"}
+    paper_rule: ClassVar[Mapping[str, Any]] = {
+        "rho": 0.01,
+        "eta": 1.0,
+        "local_start": "client",
+        "tracking": "client",
+    }
+    paper_local: ClassVar[Mapping[str, Scalar]] = {"epochs": 5, "random-epochs": True}
+    authors_rule: ClassVar[Mapping[str, Any]] = {
+        "rho": 0.01,
+        "eta": {0: 1.0, 60: 0.5},
+        "local_start": "global",
+        "tracking": "global",
+    }
+    authors_local: ClassVar[Mapping[str, Scalar]] = {**paper_local, "momentum": 0.5}
 
     rho: Schedule = number(
-        default=0.01,
-        about="Penalty; the paper's by default.",
+        default=0.1,
+        about="Penalty; the paper's is 0.01.",
         above=0.0,
         scheduled=True,
         sent="rho",

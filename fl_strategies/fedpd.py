@@ -37,7 +37,7 @@ Fixed points have x_i = x0 and lam_i = -grad f_i(x0) with sum lam_i = 0 over all
 points of the mean of all f_i, whatever the duals summed to before.
 
 Deviation of the authors' published code, an option: (3) is x0+ = x0 + eta lam+
-(``x0_rule="authors"``).
+(``x0_rule="authors"``, in ``FedPD.authors_rule``).
 
 Reference: Zhang, Hong, Dhople, Yin, Liu, "FedPD: A Federated Learning Framework with Adaptivity to
 Non-IID Data", IEEE Transactions on Signal Processing 2021, Algorithms 2-4.
@@ -47,10 +47,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from fl_strategies.core.columns import choose, repeated, square_norm
-from fl_strategies.core.hyperparameters import Schedule, choice, number
+from fl_strategies.core.hyperparameters import Scalar, Schedule, choice, number
 from fl_strategies.core.local import default_training
 from fl_strategies.core.oracle import Oracle, Solved, Step, Tally
 from fl_strategies.core.randomness import stream
@@ -223,6 +223,10 @@ class FedPD(FederatedStrategy):
     )
     averages = "models"
     folds_by = "1"
+    paper_rule: ClassVar[Mapping[str, Any]] = {"eta": 1.0, "oracle": "I", "x0_rule": "paper"}
+    paper_local: ClassVar[Mapping[str, Scalar]] = {"lr": 0.01, "steps": 300, "batch-size": 2}
+    authors_rule: ClassVar[Mapping[str, Any]] = {"oracle": "I", "x0_rule": "authors"}
+    authors_local: ClassVar[Mapping[str, Scalar]] = {"solver": "gd", "epochs": 8}
 
     eta: Schedule = number(
         default=1.0,

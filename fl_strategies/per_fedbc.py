@@ -19,7 +19,8 @@ Kept by the client: x, lambda, gamma, as in FedBC. (2) has neither the penalty n
 derivatives: with inner rate 0 and lambda fixed Per-FedBC is FedAvg with uniform weights.
 
 Deviations of the authors' published code. The code accepts b but never uses it, and (2) steps by a:
-for its numbers set ``lr`` to ``inner_rate``. It has ``dual_momentum=0.5``, as for FedBC. It
+for its numbers set ``lr`` to ``inner_rate``, as ``authors_local`` does. It has
+``dual_momentum=0.5``, as for FedBC (``PerFedBC.authors_rule``). It
 measures z after one inner step on the client's TEST data, which is ``tuned-accuracy`` with
 ``fine-tune="test-batch"`` in ``local``; ``"train"`` does the same without test data.
 
@@ -28,8 +29,11 @@ Reference: see ``fl_strategies.fedbc``; Algorithm 3, appendix E.4.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 from fl_strategies.core.columns import repeated
-from fl_strategies.core.hyperparameters import Schedule, number
+from fl_strategies.core.hyperparameters import Scalar, Schedule, number
 from fl_strategies.core.oracle import Oracle, Step, Tally
 from fl_strategies.core.plain import check_own_steps, tuned_at
 from fl_strategies.core.vectors import Vector
@@ -108,6 +112,14 @@ class PerFedBC(ProximityStrategy):
         keeps="model, five numbers",
         paper="Bedi et al., 2022",
     )
+    paper_rule: ClassVar[Mapping[str, Any]] = {
+        "inner_rate": 0.01,
+        "inner_steps": 1,
+        "dual_momentum": 0.0,
+    }
+    paper_local: ClassVar[Mapping[str, Scalar]] = {"lr": 0.001}
+    authors_rule: ClassVar[Mapping[str, Any]] = {**paper_rule, "dual_momentum": 0.5}
+    authors_local: ClassVar[Mapping[str, Scalar]] = {"lr": 0.01}
     inner_rate: Schedule = number(
         default=0.01, about="a; the paper's by default.", low=0.0, scheduled=True, sent="inner-rate"
     )

@@ -110,7 +110,25 @@ class Hyperparameters(FromCode):
     def lines(self) -> list[str]:
         strategy = STRATEGIES[self.arguments[0]]
         own = {name: strategy.declarations[name] for name in strategy.hyperparameters()}
-        return declared(own) if own else [f"{strategy.card.title} has none of its own."]
+        found = declared(own) if own else [f"{strategy.card.title} has none of its own."]
+        return [*found, *printed(strategy)]
+
+
+def printed(strategy: type[FederatedStrategy]) -> list[str]:
+    """Return the rules that differ from the defaults: the paper's and its authors' code's."""
+    lines = []
+    for whose, form in (("The paper", "paper"), ("The authors' code", "authors")):
+        if rule := getattr(strategy, f"{form}_rule", None):
+            said = [f"`{strategy.__name__}.{form}_rule`: {settings(rule)}"]
+            if local := getattr(strategy, f"{form}_local", None):
+                said.append(f"`{form}_local`: {settings(local)}")
+            lines += ["", f"{whose}: {'; '.join(said)}."]
+    return lines
+
+
+def settings(found: Mapping[str, object]) -> str:
+    """Return the settings as code."""
+    return ", ".join(f"`{name} = {value!r}`" for name, value in found.items())
 
 
 class EveryStrategy(FromCode):

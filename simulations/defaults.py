@@ -97,8 +97,6 @@ ALGORITHMS: dict[tuple[str, str], dict[str, Any]] = {
     ("q-fedavg", ""): {"params": "q=0.1"},  # q = 1 takes much smaller steps
     ("fedpd", ""): {"fraction": 1.0},
     ("fedpd", "digits"): {"params": "eta=10"},
-    ("fedadmm", "digits"): {"params": "rho=0.1"},
-    ("fedadmm", "synthetic"): {"params": "rho=0.1"},
     ("fedadmm", "mnist"): {
         "params": "rho=0.01 eta=0.5 local_start=global tracking=global",  # the authors' rule
         "lr": 0.2,

@@ -15,17 +15,18 @@ STEPS, RATE = 4, 0.1
 START = np.array([2.0, -1.0, 0.5, 3.0, -2.0])
 
 
-def biased(mu: float) -> Callable[[list[Quadratic]], np.ndarray]:
-    """The fixed point of averaging after K steps on f_i + (mu/2) ||w - theta||^2."""
+def biased(mu: float, *, uniform: bool = False) -> Callable[[list[Quadratic]], np.ndarray]:
+    """The fixed point of averaging after K steps on f_i + (mu/2) ||w - theta||^2, by samples."""
 
     def limit(problems: list[Quadratic]) -> np.ndarray:
-        left, right, examples = np.zeros((DIM, DIM)), np.zeros(DIM), sum(q.n for q in problems)
+        left, right = np.zeros((DIM, DIM)), np.zeros(DIM)
         for q in problems:
+            weight = 1 if uniform else q.n
             # K steps from theta: w = theta - P A (theta - b), P = lr sum_k (I - lr (A + mu I))^k
             shrink = np.eye(DIM) - RATE * (q.A + mu * np.eye(DIM))
             P = RATE * sum(np.linalg.matrix_power(shrink, k) for k in range(STEPS))
-            left += q.n / examples * P @ q.A
-            right += q.n / examples * P @ q.A @ q.b
+            left += weight * P @ q.A
+            right += weight * P @ q.A @ q.b
         return np.linalg.solve(left, right)
 
     return limit

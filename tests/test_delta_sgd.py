@@ -24,7 +24,7 @@ from fl_strategies import delta_sgd
 VARIANTS: dict[str, dict[str, Any]] = {
     "paper": {},
     "gamma": {"gamma": 0.7, "delta": 1.0},
-    "authors": dict(delta_sgd.AUTHORS_RULE),
+    "authors": dict(delta_sgd.Options.authors_rule),
     "epsilon": {"epsilon": 0.01, "delta": 0.5},
     "own batch": {"same_batch": False, "delta": 0.5},
 }

@@ -197,15 +197,6 @@ def test_with_y_frozen_at_zero_it_is_fedprox_and_without_rho_fedavg() -> None:
     np.testing.assert_array_equal(fedadmm.server_rule(START, deltas, step=1.0), START + deltas[0])
 
 
-def test_the_authors_delta_is_twice_the_step() -> None:
-    (q,) = quadratics(1)
-
-    state = fedadmm.State(w=START, y=0.3 * START, rho=0.2)
-    theta = START + 1.0
-    made = fedadmm.client_rule(state, theta, q.oracle(), rho=0.5, **FedADMM.authors_rule)
-    np.testing.assert_allclose(made.upload, 2 * (made.state.w - theta), rtol=1e-12)
-
-
 def test_the_optimum_with_its_duals_is_a_fixed_point_of_the_rule() -> None:
     problems = quadratics(3)
     best = optimum(problems)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Message
-from laws import START, local, quiet, train
+from laws import DUAL, START, local, quiet, train
+from limits import mean_of_minimisers
 from problems import DIM, Formula, Quadratic, grid, optimum, quadratics
 from scipy.optimize import minimize
 
@@ -197,13 +198,19 @@ def test_a_small_gamma_brings_z_to_the_optimum_of_the_sum() -> None:
     assert gaps[1] < 0.05
 
 
+def test_started_at_x_every_client_ends_at_its_own_minimiser() -> None:
+    problems = [Quadratic(np.sqrt(3) * q.X, np.sqrt(3) * q.y) for q in quadratics(3)]
+    found = train(strategy(**DUAL, local_start="client"), grid(problems), 255)
+    np.testing.assert_allclose(found, mean_of_minimisers(problems), atol=1e-9)
+
+
 # ---- what it reduces to -------------------------------------------------------------------------
 
 
 def test_with_lambda_zero_it_is_fedavg_with_uniform_weights() -> None:
     problems, options = quadratics(3), {"fraction_evaluate": 0.0, "local": local()}
     averaged = train(FedAvg(weights="uniform", **options), grid(problems), 4)
-    found = train(strategy(lambda_max=0.0, local_start="global"), grid(problems), 4)
+    found = train(strategy(lambda_max=0.0), grid(problems), 4)
     np.testing.assert_array_equal(found, averaged)
 
 
@@ -211,14 +218,8 @@ def test_with_lambda_half_of_mu_it_is_fedprox_with_uniform_weights() -> None:
     problems, options = quadratics(3), {"fraction_evaluate": 0.0, "local": local()}
     pulled = train(FedProx(mu=0.5, weights="uniform", **options), grid(problems), 4)
     fixed = {"lambda_min": 0.25, "lambda_max": 0.25}
-    found = train(strategy(**fixed, local_start="global"), grid(problems), 4)
+    found = train(strategy(**fixed), grid(problems), 4)
     np.testing.assert_array_equal(found, pulled)
-
-
-def test_the_authors_rule_starts_from_z_and_has_momentum() -> None:
-    authors, paper = strategy(**FedBC.authors_rule), strategy()
-    assert (authors.local_start, authors.dual_momentum) == ("global", 0.5)
-    assert (paper.local_start, paper.dual_momentum) == ("client", 0.0)
 
 
 # ---- the rule -----------------------------------------------------------------------------------
@@ -239,8 +240,8 @@ def test_the_local_problem_is_f_plus_lambda_times_the_squared_distance() -> None
 
     oracle = Formula(minimiser=remember)
     fedbc.client_rule(state, z, oracle, dual=PLAIN)
-    fedbc.client_rule(state, z, oracle, dual=PLAIN, local_start="global")
-    np.testing.assert_array_equal(starts, [START, z])
+    fedbc.client_rule(state, z, oracle, dual=PLAIN, local_start="client")
+    np.testing.assert_array_equal(starts, [z, START])
 
 
 def test_training_sees_the_lambda_that_others_steps_have_moved() -> None:

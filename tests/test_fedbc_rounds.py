@@ -154,7 +154,9 @@ def by_the_pure_rule(problems: list[Quadratic], asked: list[dict[int, Turn]], on
     return z
 
 
-@pytest.mark.parametrize("hyperparameters", [{}, {**FedBC.authors_rule}, {"gamma": 8.0}], ids=str)
+@pytest.mark.parametrize(
+    "hyperparameters", [{**FedBC.paper_rule}, {**FedBC.authors_rule}, {"gamma": 8.0}], ids=str
+)
 def test_newcomers_and_returning_clients_follow_the_pure_rule_to_the_bit(
     hyperparameters: dict[str, Any],
 ) -> None:

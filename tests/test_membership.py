@@ -206,7 +206,7 @@ def test_newcomers_begin_at_the_origin_where_theorem_1_has_them() -> None:
     assert FedADMM(eta="fraction").newcomer == "origin"
     assert FedADMM(eta="fraction", newcomer="received").newcomer == "received"
     assert FedADMM(newcomer="origin").newcomer == "origin"
-    assert FedADMM(eta="fraction", **FedADMM.authors_rule).newcomer == "received"
+    assert FedADMM(**FedADMM.authors_rule).newcomer == "received"
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -23,7 +23,8 @@ class DeltaSGD(Optimizer):
     Each parameter group has its own step size, from norms over the whole group. The first ``step``
     calls the closure once; every later one calls it twice, at the current point and then at the
     previous one. The second call sees the dropout masks of the first, and leaves torch's generators
-    as the first call left them.
+    as the first call left them. ``DeltaSGD.paper_rule`` and ``DeltaSGD.authors_rule`` are options:
+    ``DeltaSGD(params, **DeltaSGD.authors_rule)``.
 
     Parameters
     ----------
@@ -57,6 +58,8 @@ class DeltaSGD(Optimizer):
     ValueError
         For an option outside its range, and in ``step`` without a closure.
     """
+
+    paper_rule, authors_rule = delta_sgd.Options.paper_rule, delta_sgd.Options.authors_rule
 
     def __init__(
         self,

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 
 from fl_strategies.bcd.latency import Clock
-from fl_strategies.core.hyperparameters import Schedule, choice, number, option
+from fl_strategies.core.hyperparameters import Scalar, Schedule, choice, number, option
 from fl_strategies.core.log import LOGGER
 from fl_strategies.core.randomness import share
 from fl_strategies.core.records import Upload, Uploads
@@ -25,6 +26,11 @@ from fl_strategies.server.strategy import FederatedStrategy
 
 Reduce: TypeAlias = Literal["mean", "sum"]
 Assignment: TypeAlias = Literal["modulo", "blocks"]
+
+PAPER_LOCAL: Mapping[str, Scalar] = MappingProxyType(
+    {"lr": 0.005, "epochs": 5, "random-epochs": True, "batch-size": 32}
+)
+"""How the devices of the paper's experiments train, beside eqs. 4-5."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ counts as available without contact.
 
 A device that lost its state begins anew from the received z; nothing else changes.
 
-Deviations of the authors' code: its cap lets one round more through; K counts mini-batches.
+Deviations of the authors' code: its cap lets one round more through; K counts mini-batches:
+``FedBCDI.authors_rule``, ``authors_local``.
 
 Reference: Wu et al., "Federated Block Coordinate Descent Scheme for Learning Global and
 Personalized Models", AAAI 2021, Algorithm 2.
@@ -36,12 +37,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from fl_strategies.bcd.clouds import CloudState, CloudStrategy
+from fl_strategies.bcd.clouds import PAPER_LOCAL, CloudState, CloudStrategy
 from fl_strategies.bcd.fedbcd import Sum, booked, server_rule, work
 from fl_strategies.core.columns import clip, repeated
-from fl_strategies.core.hyperparameters import number, option
+from fl_strategies.core.hyperparameters import Scalar, number, option
 from fl_strategies.core.oracle import Oracle, Solved, Step
 from fl_strategies.core.randomness import draw, share, stream
 from fl_strategies.core.records import Uploads
@@ -120,6 +121,21 @@ class FedBCDI(CloudStrategy):
         keeps="model, last iterate",
         paper="Wu et al., AAAI 2021",
     )
+    paper_rule: ClassVar[Mapping[str, Any]] = {
+        "gamma": 0.2,
+        "zeta": 0.9,
+        "box": 2.0,
+        "reduce": "sum",
+        "fraction_available": 0.8,
+        "offline_rounds": 4,
+    }
+    paper_local: ClassVar[Mapping[str, Scalar]] = PAPER_LOCAL
+    authors_rule: ClassVar[Mapping[str, Any]] = {
+        **paper_rule,
+        "reduce": "mean",
+        "offline_rounds": 5,
+    }
+    authors_local: ClassVar[Mapping[str, Scalar]] = {"steps": 5, "random-steps": True}
     gamma: float = option(
         default=0.2, type_name="float in (0, 1], or a sequence of them by client id", about="Pull."
     )

@@ -16,6 +16,10 @@ from simulations.lab.measured import Figure
 from simulations.lab.settings import DRAWN, FIXED, Rule, Setting, centralised
 
 FEDADMM_PAPER: dict[str, Any] = {"local_start": "client", "tracking": "client"}
+FEDADMM_AUTHORS: dict[str, Any] = {
+    name: FedADMM.authors_rule[name] for name in ("local_start", "tracking")
+}
+"""The two forms without their rho and eta, which settings state."""
 
 
 def _fedadmm(**params: Any) -> Rule:
@@ -33,9 +37,9 @@ RULES: dict[str, Rule] = {
     "rho-1": _fedadmm(rho=1.0),
     "eta-0.5": _fedadmm(eta=0.5),
     "eta-fraction": _fedadmm(eta="fraction"),
-    "authors": _fedadmm(**FedADMM.authors_rule),
-    "authors-rho-0.01": _fedadmm(**FedADMM.authors_rule, rho=0.01),
-    "authors-eta-0.5": _fedadmm(**FedADMM.authors_rule, eta=0.5),
+    "authors": _fedadmm(**FEDADMM_AUTHORS),
+    "authors-rho-0.01": _fedadmm(**FEDADMM_AUTHORS, rho=0.01),
+    "authors-eta-0.5": _fedadmm(**FEDADMM_AUTHORS, eta=0.5),
     "start-global": _fedadmm(local_start="global"),
     "feddyn": Rule("feddyn", {"alpha": 0.1}, DRAWN, reference=True),
     "a-fedpd": Rule("a-fedpd", {"rho": 0.1}, DRAWN, reference=True),
@@ -158,6 +162,8 @@ def _comparison(name: str, data: str, figure: Figure, ours: str, rules: dict[str
     )
 
 
+FEDBC: dict[str, Any] = {"alpha": 0.1, "local_start": "client"}
+
 GLOBAL_RULES = {
     "fedavg": Rule("fedavg"),
     "fedprox": Rule("fedprox", {"mu": 0.1}),
@@ -166,7 +172,7 @@ GLOBAL_RULES = {
     "q-fedavg": Rule("q-fedavg", {"q": 0.1}),
     "feddyn": Rule("feddyn", {"alpha": 0.1}),
     "fedadmm": Rule("fedadmm", {"rho": 0.1}),
-    "fedbc": Rule("fedbc", {"alpha": 0.1}),
+    "fedbc": Rule("fedbc", FEDBC),
     "a-fedpd": Rule("a-fedpd", {"rho": 0.1}),
 }
 CENTRALISED = centralised(epochs=1)
@@ -185,8 +191,8 @@ PERSONALIZED_RULES = {
     "fedavg": Rule("fedavg", config=OWN),
     "ditto": Rule("ditto", {"lam": 0.1}, OWN),
     "pfedme": Rule("pfedme", {"lam": 1.0, "eta": 1.0}, OWN),
-    "fedbc": Rule("fedbc", {"alpha": 0.1}, OWN),
-    "fedbcd": Rule("fedbcd", {"gamma": 0.1, "eta_z": 1.0}, OWN),
+    "fedbc": Rule("fedbc", FEDBC, OWN),
+    "fedbcd": Rule("fedbcd", {"gamma": 0.1, "eta_z": 1.0, "reduce": "mean"}, OWN),
     "fedadmm": Rule("fedadmm", {"rho": 0.1}, OWN),
     "alone": Rule("ditto", {"lam": 0.0}, OWN, reference=True),
 }

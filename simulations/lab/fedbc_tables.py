@@ -30,7 +30,7 @@ def table_1(data: int, epochs: int) -> Setting:
             "q-fedavg": Rule("q-fedavg", {"q": 0.1}),
             "fedprox": Rule("fedprox", {"mu": 1.0}),
             "scaffold": Rule("scaffold", config={"momentum": 0.0}),
-            "fedbc": Rule("fedbc", {"alpha": 1e-3}),
+            "fedbc": Rule("fedbc", {"alpha": 1e-3, **FedBC.paper_rule}),
             "fedbc-authors": Rule("fedbc", {"alpha": 1e-3, **FedBC.authors_rule}, {}, True),
         },
         published=TABLE_1[epochs],

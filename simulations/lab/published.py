@@ -12,10 +12,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fl_strategies import FedADMM
 from simulations.lab import fedbc_tables, fedbcd_curves, local_solvers
 from simulations.lab.comparisons import (
     BATCH_SIZES,
+    FEDADMM_AUTHORS,
     FEDADMM_NEEDS,
     FEDADMM_PAPER,
     GLOBAL_MODELS,
@@ -45,7 +45,7 @@ def fedadmm_rules(clients: int, partition: str) -> dict[str, Rule]:
     ten_clients_steps = centralised(steps=150, **FIXED)
     return {
         "fedadmm": Rule("fedadmm", PENALTY, DRAWN),
-        "fedadmm-authors": Rule("fedadmm", PENALTY | dict(FedADMM.authors_rule), DRAWN, True),
+        "fedadmm-authors": Rule("fedadmm", PENALTY | FEDADMM_AUTHORS, DRAWN, True),
         "fedavg": Rule("fedavg", config=FIXED),
         "fedprox": Rule("fedprox", {"mu": 0.1}, DRAWN),
         "scaffold": Rule("scaffold", config=FIXED),
@@ -132,7 +132,7 @@ def deciding(
         where=f"{cell.where}, {_rounds(rounds, cell.horizon)}",
         ours="authors",
         rules={
-            "authors": Rule("fedadmm", PENALTY | dict(FedADMM.authors_rule), DRAWN),
+            "authors": Rule("fedadmm", PENALTY | FEDADMM_AUTHORS, DRAWN),
             "fedavg": Rule("fedavg", config=FIXED),
             "scaffold": Rule("scaffold", config=FIXED, rates=scaffold),
             "fedadmm": Rule("fedadmm", PENALTY | {"rho": 0.1}, DRAWN, reference=True),

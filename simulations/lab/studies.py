@@ -52,8 +52,8 @@ def fedadmm_mnist() -> list[Cell]:
         "autocast": "bfloat16",
     }
     # all hyperparameters are named: the defaults of `compare` on MNIST are those of one cell
-    paper: dict[str, Any] = {"rho": 0.01, "eta": 1.0, "local_start": "client", "tracking": "client"}
-    authors = paper | dict(FedADMM.authors_rule)
+    paper = dict(FedADMM.paper_rule)
+    authors: dict[str, Any] = {**FedADMM.authors_rule, "eta": 1.0}  # below 60 rounds
     rules: dict[str, tuple[str, dict[str, Any]]] = {
         "fedadmm-paper": ("fedadmm", paper),
         "fedadmm-authors": ("fedadmm", authors),
@@ -127,7 +127,7 @@ FEDBCD: dict[str, Any] = {
 }
 """FedBCD, Figs. 3 and 4: 10 cloud servers of 10 devices on MNIST."""
 
-_TEN = {"servers": 10}
+_TEN = {"servers": 10, "reduce": "mean"}
 _STEPS = {"random-epochs": "false", **FedBCD.authors_local}
 FEDBCD_RULES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "sync": ("fedbcd", _TEN, {}),
@@ -219,7 +219,7 @@ FEDBC_RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "fedavg-by-size": ("fedavg", {}),
     "fedavg-uniform": ("fedavg", {"weights": "uniform"}),
     "fedprox": ("fedprox", {"mu": 1.0}),
-    "fedbc": ("fedbc", {"alpha": 1e-3}),
+    "fedbc": ("fedbc", {"alpha": 1e-3, **FedBC.paper_rule}),
     "fedbc-authors": ("fedbc", {"alpha": 1e-3, **FedBC.authors_rule}),
 }
 """mu and alpha are those of the authors' script for this data set."""

@@ -14,7 +14,6 @@ def server_fn(context: Context) -> ServerAppComponents:
     config = context.run_config
     model = FlatModel(Net())
     strategy = FedADMM(
-        rho=0.1,
         fraction_train=config["fraction-train"],
         local={"lr": config["lr"], "epochs": config["local-epochs"], "batch-size": 16},
         min_available_nodes=2,

@@ -16,7 +16,6 @@ def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     model = FlatModel(Net())
     strategy = FedADMM(
-        rho=0.1,
         fraction_train=config["fraction-train"],
         local={"lr": config["lr"], "epochs": config["local-epochs"], "batch-size": 16},
         **model.layout_options,  # arrays that are tied, frozen, or not trained
