@@ -53,6 +53,7 @@ from simulations.results import (
     Together,
     _lost,
     results_folder,
+    room,
     writable,
 )
 from simulations.stationarity import stationarity
@@ -88,8 +89,14 @@ def run(
     ``checkpoints``. ``run.json`` names the run, and ``run.lock`` is locked during the run.
 
     Raises ``ValueError`` for a folder that another run is writing to, ``StateError`` for a state
-    directory that holds another run's states, and ``RuntimeError`` if all rounds were void.
+    directory that holds another run's states, and ``RuntimeError`` if all rounds were void or a
+    disk is full.
     """
+    with room(state_folder(config)):
+        return _run(config, grid, callbacks, quiet)
+
+
+def _run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback], quiet: bool) -> Summary:
     by_workers = is_simulated(grid) and not isinstance(grid, InProcessGrid)
     model, folder = prepare(config, partition=not by_workers)
     initial, layout = ArrayRecord(model.state_dict()), model.layout_options
@@ -100,12 +107,12 @@ def run(
     lock = FolderLock(folder)
     before = lock.take()
     try:
-        return _run(config, grid, callbacks, initial, layout, lock, before, quiet, shared)
+        return _run_in(config, grid, callbacks, initial, layout, lock, before, quiet, shared)
     finally:
         lock.release()
 
 
-def _run(
+def _run_in(
     config: RunConfig,
     grid: Grid,
     callbacks: Sequence[Callback],

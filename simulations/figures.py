@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # drawing imports it: it takes half a second, and most comman
     from matplotlib.figure import Figure
 
 from fl_strategies import STRATEGIES
-from fl_strategies.core.files import DamagedFile, read_lines
+from fl_strategies.core.files import DamagedFile, naming, read_lines
 
 
 class Panel(NamedTuple):
@@ -92,9 +92,10 @@ def save(figure: Figure, path: Path) -> None:
     """Write the figure to ``path`` (PNG), and as vectors (SVG) beside it, reproducibly."""
     from matplotlib import rc_context
 
-    figure.savefig(path, dpi=120)
-    with rc_context({"svg.hashsalt": "fl_strategies"}):
-        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    with naming(path):
+        figure.savefig(path, dpi=120)
+    with rc_context({"svg.hashsalt": "fl_strategies"}), naming(vectors := path.with_suffix(".svg")):
+        figure.savefig(vectors, metadata={"Date": None})
 
 
 def panels_by_line(count: int) -> list[int]:

@@ -6,7 +6,8 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from itertools import pairwise
@@ -22,7 +23,7 @@ from fl_strategies import (
     History,
     RoundInfo,
 )
-from fl_strategies.core.files import write_atomically
+from fl_strategies.core.files import NO_ROOM, write_atomically
 from fl_strategies.core.log import log
 from fl_strategies.server.callbacks import Rows, finite, model_bytes
 from fl_strategies.server.progress import round_line
@@ -209,6 +210,25 @@ def results_folder(config: RunConfig) -> Path:
     return folder
 
 
+@contextmanager
+def room(states: Path | None = None) -> Iterator[None]:
+    """Turn a full disk into a ``RuntimeError`` that names the file and the setting of its folder.
+
+    ``states`` is the folder of clients' states, if it is one of its own.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM or error.filename is None:
+            raise
+        path = Path(error.filename)
+        setting = "state-dir" if states in path.parents else "output"
+        raise RuntimeError(
+            f"{path} cannot be written ({error.strerror}): free some space, or choose another"
+            f" {setting}"
+        ) from error
+
+
 def writable(folder: Path, what: str) -> None:
     """Make ``folder``; raise ``ValueError`` if nothing can be written to it."""
     try:
@@ -216,4 +236,6 @@ def writable(folder: Path, what: str) -> None:
         write_atomically(folder / ".probe", b"")
         (folder / ".probe").unlink()
     except OSError as error:
+        if error.errno in NO_ROOM:
+            raise
         raise ValueError(f"the {what} {folder} cannot be written: {error}") from None

@@ -156,9 +156,22 @@ def test_strays_are_left_alone_with_a_line(
     assert all((folder / name).is_symlink() or (folder / name).exists() for name in STRAYS)
 
 
+@pytest.mark.parametrize("kind", ["a folder", "a link to nothing"])
 @pytest.mark.parametrize("resume", [True, False])
-def test_a_folder_in_a_checkpoints_place_is_one_clear_error(resume: bool, tmp_path: Path) -> None:
-    (tmp_path / "checkpoints/round-00000006.safetensors").mkdir(parents=True)
+def test_what_is_no_file_in_a_checkpoints_place_is_one_clear_error(
+    resume: bool, kind: str, tmp_path: Path
+) -> None:
+    """Also where an earlier checkpoint could be used, as the pages say."""
+    run(strategy(FEDADMM, tmp_path), tmp_path, 4)
+    path = tmp_path / "checkpoints/round-00000006.safetensors"
+    path.mkdir() if kind == "a folder" else path.symlink_to("nothing")
+    pages = [
+        (Path(__file__).parents[1] / name).read_text()
+        for name in ("SECURITY.md", "notebooks/pages/faults.md")
+    ]
+    assert all(
+        "A folder or a link to nothing that has a checkpoint's name" in page for page in pages
+    )
     with pytest.raises(ValueError, match=r"round-00000006\.safetensors: no file, but in a checkpo"):
         run(strategy(FEDADMM, tmp_path), tmp_path, 8, resume=resume)
 

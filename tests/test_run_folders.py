@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from small_runs import small
+from small_runs import COMPARED, small
 
 from clients import CLIENTS, StateError
 from clients.node.in_process import InProcessGrid
@@ -193,6 +195,79 @@ def test_a_state_takes_the_room_that_another_outgrew(
         assert not any(reply.has_error() for reply in federation.send_and_receive(requests))
     assert files[0].seek(0, 2) < 1.1 * 8000 * (10 * 1 + 10 * 2 + 10 * 3)
     assert "of up to 0.000327 GB (20 clients, 0.00818 MB" in caplog.text
+
+
+def fill(monkeypatch: pytest.MonkeyPatch, files: str, *, at: int = 1) -> None:
+    """Let the disk be full from the ``at``-th write of ``files``, a pattern, on."""
+    synced, opened, count = os.fsync, Path.open, 0
+    folder, _, name = files.rpartition("/")
+
+    def no_room(handle: int) -> None:
+        nonlocal count
+        count += (full := fnmatch(os.readlink(f"/proc/self/fd/{handle}"), f"{folder}/.{name}.*"))
+        if full and count >= at:
+            raise OSError(28, "No space left on device")
+        synced(handle)
+
+    def elsewhere(path: Path, mode: str = "r", *others: Any, **options: Any) -> Any:
+        full = str(path) == files and mode in ("w", "a")
+        return opened(Path("/dev/full") if full else path, mode, *others, **options)
+
+    monkeypatch.setattr(os, "fsync", no_room)
+    monkeypatch.setattr(Path, "open", elsewhere)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("run/config.json", "run/run.json", "run/history.jsonl", "run/clients.jsonl"),
+        *("run/summary.json", "run/model.safetensors"),
+        *("run/checkpoints/run.json", "run/checkpoints/round-00000002.safetensors"),
+    ],
+)
+def test_where_the_disk_of_the_results_is_full_the_run_names_file_and_setting(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / file
+    fill(monkeypatch, str(path))
+    said = rf"^{path} cannot be written \(No space left on device\): .* choose another output$"
+    options = {"checkpoint-every": 1, "state-dir": str(tmp_path / "states")}
+    with pytest.raises(RuntimeError, match=said):
+        run_in_process(small(tmp_path, **options))
+
+
+def test_where_the_disk_of_the_states_is_full_the_run_names_file_and_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(monkeypatch, f"{tmp_path}/states/*/*.safetensors")
+    with pytest.raises(RuntimeError, match=rf"No space left on device: '{tmp_path}/states/\S+'"):
+        run_in_process(small(tmp_path, **{"state-dir": str(tmp_path / "states"), "fraction": 1.0}))
+
+
+@pytest.mark.parametrize(
+    ("file", "at"),
+    [
+        ("run.json", 1),
+        ("config.json", 1),
+        ("summary.json", 1),
+        ("summary.json", 2),
+        ("table.md", 1),
+    ],
+)
+def test_a_comparison_on_a_full_disk_is_a_failed_run_and_no_bad_argument(
+    file: str,
+    at: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fill(monkeypatch, f"{tmp_path}/*/{file}", at=at)
+    with pytest.raises(SystemExit) as ended:
+        main(["--algorithms", "fedavg", *COMPARED.split(), "--output", str(tmp_path / "all")])
+    assert ended.value.code == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"{file} cannot be written (No space left on device): free some space, or" in last
+    assert last.endswith(("choose another output", "choose another output)"))
 
 
 def test_where_a_disk_is_full_the_error_names_it_and_what_to_do(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -28,8 +29,23 @@ LOCK, HOLDER = "run.lock", "run.json"
 are two, as on Windows nobody can read a file that another process has locked."""
 
 
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""What the system says of a full disk, and of a user who has used up their share."""
+
+
 class DamagedFile(ValueError):
     """A file is not what was written: it is cut off, was changed, or cannot be read."""
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name ``path`` in an ``OSError`` of the system: that of a full disk names no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def write_atomically(
@@ -39,8 +55,13 @@ def write_atomically(
 
     With ``new`` an existing file stays as it is: of several writers, the first one wins. Without
     ``durable`` neither the file nor its folder is fsynced: the file survives a crash of the
-    process, not of the machine.
+    process, not of the machine. An ``OSError`` names ``path``.
     """
+    with naming(path):
+        _write_atomically(path, content, new=new, durable=durable)
+
+
+def _write_atomically(path: Path, content: bytes, *, new: bool, durable: bool) -> None:
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from safetensors.numpy import save
 
-from fl_strategies.core.files import DamagedFile, read_lines, write_atomically
+from fl_strategies.core.files import DamagedFile, naming, read_lines, write_atomically
 from fl_strategies.core.schedules import check
 from fl_strategies.server.watched import Watched
 
@@ -75,7 +75,7 @@ class _Lines:
             json.dumps({"round": server_round, **{n: finite(v) for n, v in row.items()}}) + "\n"
             for row in rows
         ]
-        with self.path.open(self._mode) as file:
+        with naming(self.path), self.path.open(self._mode) as file:
             file.write("".join(lines))
         self._mode = "a"
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 from fl_strategies.core.near import unknown
+from simulations.results import room
 
 BAD_ARGUMENTS, RUN_FAILED = 2, 1
 """Exit codes."""
@@ -79,7 +80,8 @@ class Command(argparse.ArgumentParser):
         """End the command with one line for an error; for a failed run also with its traceback if
         ``verbose``."""
         try:
-            yield
+            with room():
+                yield
         except (ValueError, OSError) as error:
             self.error(str(error))
         except RuntimeError as error:
