@@ -83,7 +83,6 @@ def nets(
     one = of(
         fraction_train=0.7,
         fraction_evaluate=0.0,
-        buffers=FlatModel(module()).buffers,
         local={"batch-size": 4, "epochs": 2, "lr": 0.05, **hyperparameters.pop("local", {})},
         **hyperparameters,
     )

@@ -123,15 +123,14 @@ def test_buffers_are_refused_under_clipping_and_noise() -> None:
         return ArrayRecord(model.module.state_dict())
 
     model, federation = normalised()
-    options = {**QUIET, "buffers": model.buffers}
-    wrapper, _ = server_side(FedAvg(**options), 0.0, 1.0)
+    wrapper, _ = server_side(FedAvg(**QUIET), 0.0, 1.0)
     with pytest.raises(ValueError, match=r"^buffers \['0\.running_mean', .* GroupNorm"):
         wrapper.start(federation, initial(), 1)
     model, federation = normalised([LocalDpMod(0.1, 0.1, 1.0, 0.1)])
     with pytest.raises(NothingUsable, match=r"arrays \['0\.running_mean'.* without buffers"):
-        FedAvg(max_unusable_rounds=1, **options).start(federation, initial(), 1)
+        FedAvg(max_unusable_rounds=1, **QUIET).start(federation, initial(), 1)
     model, federation = normalised([arrays_size_mod])
-    metrics = FedAvg(**options).start(federation, initial(), 1).train_metrics_clientapp
+    metrics = FedAvg(**QUIET).start(federation, initial(), 1).train_metrics_clientapp
     assert metrics[1]["clients-used"] == 2
 
 

@@ -258,7 +258,7 @@ def test_killed_with_work_under_way_and_running_statistics_it_ends_as_if_never(
 
         for rounds in lives:
             one = async_(
-                servers=3, first=1, buffers=model().buffers, seed=1, callbacks=[EndAfter(rounds)],
+                servers=3, first=1, seed=1, callbacks=[EndAfter(rounds)],
                 local={"batch-size": 2, "epochs": 1, "lr": 0.05},  # 2 + 2 + 1: one alone
                 checkpoints=Checkpoints(folder / "checkpoints"),
             )  # fmt: skip

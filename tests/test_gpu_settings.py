@@ -223,7 +223,7 @@ def test_every_algorithm_trains_a_bfloat16_model_beside_float32_ones(row: Row) -
 
     model = FlatModel(small(), dtype=torch.bfloat16)
     settings = {"epochs": 2, "lr": 0.05, "batch-size": 0}
-    strategy = row.strategy(local=settings, buffers=model.buffers, fraction_evaluate=1.0)
+    strategy = row.strategy(local=settings, fraction_evaluate=1.0)
     federation = InProcessGrid(client_app(client_fn), 4)
     result = strategy.start(federation, ArrayRecord(model.state_dict()), 4)
     assert types == {torch.bfloat16, torch.float32}

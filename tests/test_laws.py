@@ -187,7 +187,7 @@ def test_a_model_with_batch_norm_trains_and_its_buffers_are_merged(row: Row) -> 
     federation = InProcessGrid(client_app(client_fn), 2)
     # batches of 4: client 0 takes 3 a round (4 + 4 + 1: the last is one example), client 1 takes 2
     settings = {"batch-size": 4, "epochs": 1, "lr": 0.01}
-    strategy = row.strategy(local=settings, buffers=model.buffers)
+    strategy = row.strategy(local=settings)
     result = strategy.start(federation, initial, 1).arrays
     counter = next(name for name in model.buffers if name.endswith("num_batches_tracked"))
     assert (
@@ -202,10 +202,7 @@ def test_a_model_with_batch_norm_trains_and_its_buffers_are_merged(row: Row) -> 
         return on
 
     apart = [
-        row.strategy(local=settings, buffers=model.buffers)
-        .start(alone(i), initial, 1)
-        .arrays[mean]
-        .numpy()
+        row.strategy(local=settings).start(alone(i), initial, 1).arrays[mean].numpy()
         for i in range(2)
     ]
     merged = (sizes[0] * apart[0] + sizes[1] * apart[1]) / sum(sizes)

@@ -68,11 +68,7 @@ def run(
 
 
 def strategy_of(row: Row, **options: Any) -> FederatedStrategy:
-    usual = {
-        "local": local(lr=0.01, epochs=1),
-        "fraction_evaluate": 1.0,
-        "buffers": normalised().buffers,
-    }
+    usual = {"local": local(lr=0.01, epochs=1), "fraction_evaluate": 1.0}
     return row.strategy(**{**KNOBS.get(row.name, {}), **usual, **options})
 
 
@@ -136,4 +132,4 @@ def test_an_initial_model_with_a_negative_variance_is_refused() -> None:
     initial = normalised().module.state_dict()
     initial["norm.running_var"][1] = -0.5
     with pytest.raises(ValueError, match=r"'norm\.running_var' .* element 1 is -0\.5, < 0"):
-        FedAvg(buffers=normalised().buffers).open(ArrayRecord(initial), 1)
+        FedAvg().open(ArrayRecord(initial), 1)

@@ -11,6 +11,7 @@ import numpy as np
 from flwr.app import Context
 from flwr.client import NumPyClient
 
+from fl_strategies.core.layout import few
 from fl_strategies.core.log import log
 from fl_strategies.core.reasons import TRACEBACK
 from fl_strategies.core.schedules import require
@@ -49,8 +50,8 @@ def check_names(client: NumPyClient, received: list[str]) -> None:
     expected = getattr(client, "array_names", received)
     if received[: len(expected)] != expected:
         raise ValueError(
-            f"the client's model shares arrays {expected}, {received} were received: begin with"
-            " ArrayRecord(model.state_dict()) of a FlatModel like the clients'"
+            f"the client's model shares arrays {few(expected)}, {few(received)} were received:"
+            " begin with ArrayRecord(model.state_dict()) of a FlatModel like the clients'"
         )
 
 

@@ -192,7 +192,7 @@ class FedBCDAsync(BookedStrategy):
     def cloud_models(self) -> list[ArrayRecord]:
         """Each cloud server's model, 0 to V - 1."""
         last = self.result.arrays
-        buffers = {name: decode(last[name]) for name in self.buffers}
+        buffers = {name: decode(last[name]) for name in self.untrained}
         return [self.model_record(z, buffers) for z in self.state.z]
 
     # ---- one round ----------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class FedBCDAsync(BookedStrategy):
             if n in self._phases or not self.state.devices(n, nodes):
                 continue
             begun, chosen = server_round, self.active(server_round, n, free)
-            buffers = {name: self._model[name] for name in self.buffers}
+            buffers = {name: self._model[name] for name in self.untrained}
             if n in unfinished:
                 begun, before, buffers = unfinished[n]
                 chosen = [client for client in before if client in free]

@@ -18,6 +18,8 @@ Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
 VARIANCE = "running_var"
 """How the name of a buffer ends that holds variances, by PyTorch's convention."""
+CONVENTIONS = ("running_mean", VARIANCE, "num_batches_tracked")
+"""How the names of PyTorch's buffers end."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ class Layout:
             _in_order(arrays, buffers, ties),
             dict(frozen or {}),
         )
+
+    @cached_property
+    def untrained(self) -> list[str]:
+        """Names of the buffers, in the model's order."""
+        return [name for name in self.shapes if name in self.buffers]
 
     @cached_property
     def trainable(self) -> list[str]:
@@ -137,23 +144,22 @@ class Layout:
         said = []
         if trains := [name for name in names if name in self.buffers - untrained]:
             said.append(
-                f"it trains {_few(trains)}, which the strategy takes for buffers: leave these out"
+                f"it trains {few(trains)}, which the strategy takes for buffers: leave these out"
                 " of `buffers`"
             )
         if frozen := [name for name in names if name in untrained - self.buffers]:
             said.append(
-                f"it does not train {_few(frozen)}, which the strategy does: name these in"
-                " `buffers`"
+                f"it does not train {few(frozen)}, which the strategy does: name these in `buffers`"
             )
         if set(ties) != set(self.ties):
             said.append(
-                f"it has the tied parameters {_few(ties)}, the strategy {_few(self.ties)}: declare"
+                f"it has the tied parameters {few(ties)}, the strategy {few(self.ties)}: declare"
                 " them by `ties`"
             )
         if frozen_digest and not self.frozen:
             said.append("it has frozen arrays, which the strategy was not told: name `frozen`")
         elif frozen_digest != self.frozen_digest:
-            said.append(f"its frozen arrays are not the strategy's, {_few([*self.frozen])}")
+            said.append(f"its frozen arrays are not the strategy's, {few([*self.frozen])}")
         return "; ".join(said) and f"{'; '.join(said)} (`**model.layout_options` of FlatModel)"
 
     def beside(self, names: Sequence[str]) -> Layout:
@@ -240,10 +246,22 @@ def _place(number: object) -> int:
     return number
 
 
-def _few(names: Sequence[object]) -> str:
+def few(names: Sequence[object]) -> str:
     """Return the first ``names`` as text, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{list(names[:3])}{more}"
+
+
+def conventional_buffers(arrays: Arrays) -> list[str]:
+    """Return the names of the arrays that are buffers by PyTorch's conventions.
+
+    These are arrays of integers or truth values, and those whose names end as ``CONVENTIONS`` say.
+    """
+    return [
+        name
+        for name, array in arrays.items()
+        if array.dtype.kind in "iub" or name.endswith(CONVENTIONS)
+    ]
 
 
 def negative_variance(arrays: Arrays, buffers: Iterable[str]) -> str:

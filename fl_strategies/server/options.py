@@ -94,12 +94,14 @@ class Options(Declared):
     min_replies: int = number(
         default=1, about="A round with fewer usable replies is skipped.", integer=True, low=1
     )
-    buffers: Iterable[str] = option(
-        default=(),
+    buffers: Iterable[str] | None = option(
+        default=None,
         type_name="iterable of str",
         accepts=are_names,
         about="Names of the arrays that travel and are not trained (running statistics, counters):"
-        " floats are averaged, weighted by samples; of integers the largest is taken.",
+        " floats are averaged, weighted by samples; of integers the largest is taken. By default"
+        " those of PyTorch's conventions: integers, and names that end in `running_mean`,"
+        " `running_var` or `num_batches_tracked`. Names that are given, also none, are all.",
     )
     ties: Iterable[Iterable[str]] = option(
         default=(),

@@ -23,7 +23,7 @@ from flwr.app import (
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fl_strategies.core.hyperparameters import Scalar, told
-from fl_strategies.core.layout import Arrays, Layout
+from fl_strategies.core.layout import Arrays, Layout, conventional_buffers, few
 from fl_strategies.core.local import check_local
 from fl_strategies.core.log import log
 from fl_strategies.core.randomness import draw, share, stream
@@ -71,7 +71,7 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
         # Flower warns of 0, which is no mistake
         FlowerFedAvg.__init__(self, **given | {"fraction_evaluate": 1.0})
         vars(self).update(given)
-        self.buffers = tuple(self.buffers)
+        self.buffers = None if self.buffers is None else tuple(self.buffers)
         self.frozen = dict(self.frozen)
         self.ties = tuple(tuple(group) for group in self.ties)
         self.local = dict(self.local or {})
@@ -106,11 +106,19 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
         """The parts of a round besides the algorithm, in the order in which they are called."""
         return [self.identity, *self._checks, self.ledger]
 
+    @property
+    def untrained(self) -> list[str]:
+        """The names of the model's buffers, once the run has begun."""
+        return [] if self.layout is None else self.layout.untrained
+
     def read_model(self, arrays: ArrayRecord) -> None:
         """Make ``arrays`` the global model of the round."""
         self._model = {name: decode(array) for name, array in arrays.items()}
         if self.layout is None:
-            self.layout = Layout.of(self._model, self.buffers, self.ties, self.frozen)
+            buffers = self.buffers
+            if buffers is None and (buffers := conventional_buffers(self._model)):
+                log(INFO, "buffers, which no client trains, by PyTorch's names: %s", few(buffers))
+            self.layout = Layout.of(self._model, buffers or (), self.ties, self.frozen)
             self._wire = self.layout.beside(self.beside)
             self.identity.layout = self.composition.layout = self.layout
             self.composition.wire = self._wire
@@ -246,7 +254,7 @@ class Requests(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its d
             strategy=self.identity.strategy,
             algorithm=self.algorithm,
             trust=self.identity.trust,
-            buffers=sorted(self.buffers),
+            buffers=self.untrained,
             ties=[[*group] for group in self.ties],
             frozen=dict(self.frozen),
             beside=self.beside,

@@ -86,11 +86,11 @@ class Round(Requests):
         if server_round == 1:
             self.composition.wrapped = False
             if not self.composition.opened:
-                watched = bool(self.callbacks or self.checkpoints)
-                self.composition.wrap([*self.buffers], watched=watched)
                 self.run.close()
                 self.open(arrays, 0)
                 self.composition.opened = False
+                watched = bool(self.callbacks or self.checkpoints)
+                self.composition.wrap(self.untrained, watched=watched)
         self.run.round = server_round
         self.read_model(arrays)
         self.composition.begin_round(config, self.theta)

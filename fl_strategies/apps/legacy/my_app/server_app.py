@@ -17,7 +17,7 @@ def server_fn(context: Context) -> ServerAppComponents:
         fraction_train=config["fraction-train"],
         local={"lr": config["lr"], "epochs": config["local-epochs"], "batch-size": 16},
         min_available_nodes=2,
-        **model.layout_options,  # arrays that are tied, frozen, or not trained
+        **model.layout_options,  # arrays that are tied or frozen
     )
     return ServerAppComponents(
         strategy=as_legacy(strategy, ArrayRecord(model.state_dict())),

@@ -18,7 +18,7 @@ def main(grid: Grid, context: Context) -> None:
     strategy = FedADMM(
         fraction_train=config["fraction-train"],
         local={"lr": config["lr"], "epochs": config["local-epochs"], "batch-size": 16},
-        **model.layout_options,  # arrays that are tied, frozen, or not trained
+        **model.layout_options,  # arrays that are tied or frozen
     )
     result = strategy.start(
         grid=grid,
