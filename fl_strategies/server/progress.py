@@ -32,7 +32,7 @@ def round_line(number: int, of: int, metrics: Mapping[str, float]) -> str:
     parts = [f"{name} {_shown(metrics[name])}" for name in _loss_and_accuracy(metrics)]
     place = len(parts)
     parts += [_clients(metrics, ""), _clients(metrics, "eval-")]
-    parts += [f"{metrics['seconds']:.1f} s"] * ("seconds" in metrics)
+    parts += [f"{metrics['seconds']:.1f} s"] if "seconds" in metrics else []
     line = f"round {number}/{of}: {', '.join(filter(None, parts))}"
     if len(line) <= LONGEST:
         return line
