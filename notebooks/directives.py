@@ -171,16 +171,23 @@ class Board(FromCode):
 
 
 class AppDiff(FromCode):
-    """``{app-diff} strategy server_app.py``: how an app's file differs from Flower's quickstart."""
+    """``{app-diff} problem server_app.py``: how an app's file differs from Flower's quickstart.
+
+    A third argument names another app, from which it differs.
+    """
 
     def lines(self) -> list[str]:
-        kind, name = self.arguments[0], self.arguments[1]
-        before, after = (
-            (apps.HERE / each / "my_app" / name).read_text().splitlines()
-            for each in ("flower", kind)
-        )
-        found = difflib.unified_diff(before, after, n=2, lineterm="")
-        return ["```diff", *[line for line in found if not line.startswith(("---", "+++"))], "```"]
+        kind, rest = self.arguments
+        return ["```diff", *app_diff(kind, *rest.split()), "```"]
+
+
+def app_diff(kind: str, name: str, base: str = "flower") -> list[str]:
+    """Return the hunks that make the file of the app ``kind`` of that of ``base``."""
+    before, after = (
+        (apps.HERE / each / "my_app" / name).read_text().splitlines() for each in (base, kind)
+    )
+    found = difflib.unified_diff(before, after, n=2, lineterm="")
+    return [line for line in found if not line.startswith(("---", "+++"))]
 
 
 class Paragraphs(FromCode):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 - as tutorials have it
+from torch.nn import functional as F
 
 CLASSES = 3
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from simulations.models import MODELS, build
 

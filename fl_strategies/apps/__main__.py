@@ -22,7 +22,7 @@ def main() -> None:
         parser.error(f"{given.folder} exists already")
     apps.write(given.kind, given.folder)
     print(
-        f"{given.folder} holds the app. Where fl-strategies and flwr[simulation] are installed:\n"
+        f"{given.folder} holds the app. Where fl-strategies[simulation] is installed:\n"
         f"FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1 flwr run {given.folder} --stream"
         ' --federation-config "num-supernodes=10"'
     )

@@ -1,26 +1,29 @@
 """The client half: a NumPyClient behind Flower's legacy ``client_fn``."""
 
+import torch
 from flwr.app import Context
 from flwr.client import Client
 from flwr.clientapp import ClientApp
 from my_app.task import Net, load_data
 from torch import nn
 
-from clients import AnyAlgorithmClient, ContextStore, FlatModel, StreamedProblem, client_id
+from clients import AnyAlgorithmClient, ContextStore, FlatModel, Problem, client_id
 
 
 def client_fn(context: Context) -> Client:
     """Return the client of this node."""
     partition_id = context.node_config["partition-id"]
     num_partitions = context.node_config["num-partitions"]
-    trainloader, valloader = load_data(partition_id, num_partitions)
+    batch_size = context.run_config["batch-size"]
+    trainloader, valloader = load_data(partition_id, num_partitions, batch_size)
 
-    model = FlatModel(Net())
-    loss = nn.functional.cross_entropy
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    model = FlatModel(Net(), device=device)
+    loss = nn.CrossEntropyLoss()
     return AnyAlgorithmClient(
-        StreamedProblem(model, loss, trainloader.dataset),
+        Problem(model, loss, trainloader.dataset),
         client_id=client_id(context),
-        test=StreamedProblem(model, loss, valloader.dataset),
+        test=Problem(model, loss, valloader.dataset),
         store=ContextStore(context),
     ).to_client()
 

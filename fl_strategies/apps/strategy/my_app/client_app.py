@@ -1,5 +1,6 @@
 """The client half."""
 
+import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from my_app.task import Net, load_data
@@ -11,15 +12,18 @@ app = ClientApp()
 
 @app.train()
 def train(msg: Message, context: Context):
-    """Train the model on local data."""
+    """Train the received model on the client's data."""
     model = Net()
     model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+
     partition_id = context.node_config["partition-id"]
     num_partitions = context.node_config["num-partitions"]
-    trainloader, _ = load_data(partition_id, num_partitions)
+    batch_size = context.run_config["batch-size"]
+    trainloader, _ = load_data(partition_id, num_partitions, batch_size)
 
     epochs, lr = context.run_config["local-epochs"], msg.content["config"]["lr"]
-    train_loss = train_fn(model, trainloader, epochs, lr)
+    train_loss = train_fn(model, trainloader, epochs, lr, device)
 
     metrics = {"train_loss": train_loss, "num-examples": len(trainloader.dataset)}
     content = RecordDict(
@@ -30,19 +34,21 @@ def train(msg: Message, context: Context):
 
 @app.evaluate()
 def evaluate(msg: Message, context: Context):
-    """Evaluate the model on local data."""
+    """Test the received model on the client's data."""
     model = Net()
     model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+
     partition_id = context.node_config["partition-id"]
     num_partitions = context.node_config["num-partitions"]
-    _, valloader = load_data(partition_id, num_partitions)
+    batch_size = context.run_config["batch-size"]
+    _, valloader = load_data(partition_id, num_partitions, batch_size)
 
-    eval_loss, eval_acc = test_fn(model, valloader)
+    eval_loss, eval_acc = test_fn(model, valloader, device)
 
     metrics = {
         "eval_loss": eval_loss,
         "eval_acc": eval_acc,
         "num-examples": len(valloader.dataset),
     }
-    content = RecordDict({"metrics": MetricRecord(metrics)})
-    return Message(content=content, reply_to=msg)
+    return Message(content=RecordDict({"metrics": MetricRecord(metrics)}), reply_to=msg)
