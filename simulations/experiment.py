@@ -68,6 +68,9 @@ from simulations.worker import (
     problem,
 )
 
+CHECKPOINTS = "checkpoints"
+"""The folder of checkpoints in a run's folder."""
+
 
 def run(
     config: RunConfig, grid: Grid, callbacks: Sequence[Callback] = (), *, quiet: bool = False
@@ -101,7 +104,7 @@ def _run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback], quiet: bo
     model, folder = prepare(config, partition=not by_workers)
     initial, layout = ArrayRecord(model.state_dict()), model.layout_options
     del model  # as large as all else that the server keeps
-    shared = shared_population(config, grid)
+    shared = shared_population(config, grid, resumes=_resumes(config, folder))
     if by_workers and not shared:
         parts(config)  # hosts would have said what is wrong with it
     lock = FolderLock(folder)
@@ -126,12 +129,12 @@ def _run_in(
     folder = lock.folder
     compute_repeatably(config.torch_device)
     test = problem(config, "test")
-    checkpoints, resumes = None, False
+    checkpoints, resumes = None, _resumes(config, folder)
     if config.checkpoint_every:
         every, keep = config.checkpoint_every, config.checkpoint_keep
-        where = folder / "checkpoints"
+        where = folder / CHECKPOINTS
         checkpoints = Checkpoints(where, every=every, keep=keep, best="test-accuracy")
-        if resumes := config.resume and bool(checkpoints.rounds()):
+        if resumes:
             check_resumes(config, folder)
     if not config.resume:
         check_no_states(config)
@@ -264,6 +267,12 @@ class _IfTested:
     def recall(self, rows: Rows) -> None:
         if recall := getattr(self.callback, "recall", None):
             recall({number: row for number, row in rows.items() if "test-accuracy" in row})
+
+
+def _resumes(config: RunConfig, folder: Path) -> bool:
+    """Return whether the run continues from a checkpoint in its ``folder``."""
+    kept = config.resume and config.checkpoint_every > 0
+    return kept and bool(Checkpoints(folder / CHECKPOINTS).rounds())
 
 
 def check_resumes(config: RunConfig, folder: Path) -> None:

@@ -15,9 +15,9 @@ from logging import WARNING
 from typing import Any, TypeAlias
 
 import numpy as np
-from flwr.common import log
 from numpy.typing import DTypeLike, NDArray
 
+from fl_strategies.core.log import log
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.schedules import check, one_of
 from simulations.images import Images, Scale, scaled

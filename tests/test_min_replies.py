@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,30 +43,61 @@ def test_a_comparison_in_which_one_algorithm_asks_too_few_clients_begins_no_run(
         configs_for(["fedpd", "fedavg"], [], {"clients": 10, "min-replies": 5}, tmp_path)
 
 
-def test_after_a_resumption_too_few_clients_are_told_at_once(tmp_path: Path) -> None:
-    def after_two(info: RoundInfo) -> bool:
+class Leaving(InProcessGrid):
+    """A grid from which ``away`` clients are away, for ``looks`` looks at its nodes."""
+
+    away, looks = 0, 10**9
+
+    def get_node_ids(self) -> Iterable[int]:
+        self.looks -= 1
+        nodes = [*super().get_node_ids()]
+        return nodes[: len(nodes) - self.away * (self.looks >= 0)]
+
+
+class Open(Leaving):
+    closed = False  # nodes may still come
+
+
+def killed_after_two(path: Path, clients: int) -> Callable[..., FedAvg]:
+    """Return a strategy that resumes a run of so many clients, of which 3 replies are needed."""
+
+    def kill(info: RoundInfo) -> None:
         if info.server_round == 2:
             raise RuntimeError("killed")
-        return False
 
     def kept(**options: Any) -> FedAvg:
-        return quiet(FedAvg, min_replies=3, checkpoints=Checkpoints(tmp_path), **options)
+        return quiet(FedAvg, checkpoints=Checkpoints(path), **{"min_replies": 3} | options)
 
     with pytest.raises(RuntimeError, match="killed"):
-        kept(callbacks=[after_two]).start(grid(quadratics(3)), to_record(START), 5)
-    with pytest.raises(ValueError, match="min_replies is 3, and the number of clients asked is 2"):
+        kept(callbacks=[kill]).start(grid(quadratics(clients)), to_record(START), 5)
+    return kept
+
+
+def test_after_a_resumption_too_few_clients_are_told_at_once(tmp_path: Path) -> None:
+    kept = killed_after_two(tmp_path, 3)
+    with pytest.raises(ValueError, match="3 clients are to be connected, the grid has 2"):
         kept().start(grid(quadratics(2)), to_record(START), 5, resume=True)
 
 
+def test_a_resumption_waits_for_clients_that_are_away(tmp_path: Path) -> None:
+    kept = killed_after_two(tmp_path, 3)
+    there = Open(grid(quadratics(3)).client_app, 3)
+    there.away, there.looks = 1, 4
+    found = kept().start(there, to_record(START), 5, resume=True).train_metrics_clientapp
+    assert there.looks < 0
+    assert [int(found[turn]["clients-used"]) for turn in range(1, 6)] == [3, 3, 3, 3, 3]
+
+
+def test_a_resumption_waits_for_no_more_clients_than_there_were(tmp_path: Path) -> None:
+    kept = killed_after_two(tmp_path, 3)
+    there = Open(grid(quadratics(3)).client_app, 3)
+    with pytest.raises(ValueError, match="min_replies is 4, and the number of clients asked is 3"):
+        kept(min_replies=4).start(there, to_record(START), 5, resume=True)
+
+
 def test_a_round_in_which_clients_are_away_is_void_and_the_run_continues() -> None:
-    class Leaving(InProcessGrid):
-        away = False
-
-        def get_node_ids(self) -> Iterable[int]:
-            return [*super().get_node_ids()][: 2 if self.away else 4]
-
     def leave(info: RoundInfo) -> None:
-        on.away = info.server_round in (2, 3)
+        on.away = 2 * (info.server_round in (2, 3))
 
     on = Leaving(grid(quadratics(4)).client_app, 4)
     one = quiet(FedAvg, min_replies=3, callbacks=[leave])

@@ -223,7 +223,7 @@ class FedBCDAsync(BookedStrategy):
         self, server_round: int, config: ConfigRecord, grid: Grid, timeout: float
     ) -> list[Message]:
         """Begin a phase of each cloud server that has none; return the requests of all."""
-        nodes = self.nodes.wait(grid, max(self.min_available_nodes, self.min_train_nodes))
+        nodes = self.nodes.wait(grid, self.clients_needed)
         self.check_enough(len(nodes), "connected")
         self.state = self.meet(self.state, nodes)
         unfinished = dict(self.state.unfinished)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from logging import WARNING
@@ -94,13 +95,26 @@ class Round(Requests):
         self.run.round = server_round
         self.read_model(arrays)
         self.composition.begin_round(config, self.theta)
-        nodes = self.nodes.wait(grid, max(self.min_available_nodes, self.min_train_nodes))
+        nodes = self.nodes.wait(grid, self.clients_needed)
         self.composition.check_hosts(self.nodes.hosts)
         self.state = self.meet(self.state, nodes)
         number = self.run.number
         chosen = self.choose(number, nodes)
         self.check_enough(len(chosen), "asked")
         return self.requests(number, arrays, config, nodes, chosen, MessageType.TRAIN)
+
+    @property
+    def clients_needed(self) -> int:
+        """How many clients a round waits for.
+
+        The first one after a resumption waits for ``min_replies``, if the run has had so many: some
+        may be away, for as long as their nodes take to come back.
+        """
+        least, run, known = max(self.min_available_nodes, self.min_train_nodes), self.run, 0
+        if run.round == run.first > 1:
+            known = len(self.nodes.known)
+        enough = bisect_left(range(known + 1), self.min_replies, key=self.asked_of)
+        return max(least, enough) if enough <= known else least
 
     def check_enough(self, clients: int, how: str) -> None:
         """Raise ``ValueError`` if a call's first round has too few clients for ``min_replies``.
