@@ -125,15 +125,19 @@ def stand_in(folder: Path, *, train: int = 400, test: int = 50) -> Path:
     from tiny_data import encoded
 
     rng = np.random.default_rng(0)
-    for name, column, shape in (
-        ("mnist", "image", (28, 28)),
-        ("fashion_mnist", "image", (28, 28)),
-        ("cifar10", "img", (32, 32, 3)),
+    for name, column, labels, shape in (
+        ("mnist", "image", "label", (28, 28)),
+        ("mnist_writers", "image", "character", (28, 28)),
+        ("fashion_mnist", "image", "label", (28, 28)),
+        ("cifar10", "img", "label", (32, 32, 3)),
     ):
         (folder / name).mkdir()
         for split, different, count in (("train", 400, train), ("test", 50, test)):
             images = rng.integers(0, 256, (different, *shape), dtype=np.uint8)
-            table = pa.table({column: encoded(images), "label": np.arange(different) % 10})
-            table = pa.concat_tables([table] * (count // different))
-            pa.parquet.write_table(table, folder / name / f"{split}.parquet")
+            columns = {column: encoded(images), labels: np.arange(different) % 10}
+            if name == "mnist_writers":  # 100 for training and others for testing
+                columns["writer_id"] = [f"{split}-{i % 100}" for i in range(different)]
+            table = pa.concat_tables([pa.table(columns)] * (count // different))
+            file = folder / name / f"{split}.parquet"
+            pa.parquet.write_table(table, file, dictionary_pagesize_limit=2**24)
     return folder

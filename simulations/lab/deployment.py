@@ -46,10 +46,14 @@ class Federation(SuperLink):
         write_certificates(self.home)
         self._port = free_port()
         self.configure(self._port, f'root-certificates = "{self.home}/ca.pem"')
+        self.wait_for(self.superlink(install=install), self._port)
+
+    def superlink(self, *, install: bool = False) -> subprocess.Popen[str]:
+        """Start the SuperLink. It remembers runs and nodes if each start has the same database."""
         command = ["flower-superlink", "--host", LOOPBACK, "--port", str(self._port)]
-        command += ["--enable-supernode-auth", *self._certificates()]
-        link = self.start(command + ["--disable-runtime-dependency-installation"] * (not install))
-        self.wait_for(link, self._port)
+        command += ["--enable-supernode-auth", "--database", f"{self.home}/superlink.db"]
+        command += ["--disable-runtime-dependency-installation"] * (not install)
+        return self.start(command + self._certificates())
 
     @property
     def address(self) -> str:

@@ -147,6 +147,8 @@ class SuperLink:
         The environment in which `flwr` commands address this SuperLink.
     group
         The process group of all started processes.
+    processes
+        All started processes, in their order.
     """
 
     def __init__(self, home: Path, env: Mapping[str, str]) -> None:
@@ -160,7 +162,7 @@ class SuperLink:
             process_group=0,
         )
         self.group = guard.pid
-        self._processes = [guard]
+        self.processes = [guard]
 
     def open(self, *, install: bool) -> None:
         """Start SuperLink and SuperExec, and return when they are ready."""
@@ -226,7 +228,7 @@ class SuperLink:
                 errors="replace",
                 process_group=self.group,
             )
-        self._processes.append(process)
+        self.processes.append(process)
         return process
 
     def status(self) -> str:
@@ -250,7 +252,7 @@ class SuperLink:
         for pid in _with_home(self.home):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        for process in self._processes:
+        for process in self.processes:
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
