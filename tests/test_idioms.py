@@ -7,19 +7,42 @@ import logging
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from idioms import CLASSES, IDIOMS, Convolved, Functional, Idiom, Quickstart, small, viewed
+from flwr.app import ArrayRecord, Context
+from idioms import (
+    CLASSES,
+    IDIOMS,
+    Convolved,
+    Functional,
+    Idiom,
+    Quickstart,
+    reshaped,
+    small,
+    viewed,
+)
+from laws import TABLE, Row, every_algorithm, local
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
-from clients import FlatModel, LocalTraining, Problem, solve
+from clients import (
+    AnyAlgorithmClient,
+    ContextStore,
+    FlatModel,
+    LocalTraining,
+    Problem,
+    client_app,
+    client_id,
+    solve,
+)
 from clients.learning import choice
 from clients.learning.cohort import CohortOracle
 from clients.learning.stack import obstacle
+from clients.node.in_process import InProcessGrid
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.subproblem import Subproblem
 
@@ -149,6 +172,38 @@ def test_a_users_own_call_of_the_module_gives_what_pytorch_gives(idiom: Idiom) -
     ):
         assert torch.allclose(module(x), expected, rtol=1e-12, atol=1e-12)
         assert torch.allclose(module.forward(x), expected, rtol=1e-12, atol=1e-12)
+
+
+def run_of(row: Row, flat: Callable[[Tensor], Tensor], hosts: int, **options: Any) -> Any:
+    """Return the model after two rounds with three clients, alone or stacked."""
+    model = made(small(flat), torch.float64)[0]
+    problems = [Problem(model, cross_entropy, *IDIOMS["view"].samples(6 + i, i)) for i in range(3)]
+
+    def client_fn(context: Context) -> AnyAlgorithmClient:
+        me = client_id(context)
+        return AnyAlgorithmClient(problems[me], client_id=me, store=ContextStore(context))
+
+    app = client_app(client_fn, hosts=[*range(3)] if hosts else None, cohort=3)
+    initial = ArrayRecord(model.state_dict())
+    strategy = row.strategy(local=local(lr=0.05, **options))
+    result = strategy.start(InProcessGrid(app, 3, hosts=hosts), initial, 2)
+    assert {m["clients-used"] for m in result.train_metrics_clientapp.values()} <= {1, 2, 3}
+    return np.concatenate([np.ravel(array) for array in result.arrays.to_numpy_ndarrays()])
+
+
+@pytest.mark.parametrize("hosts", [0, 1], ids=["alone", "stacked"])
+@every_algorithm
+def test_every_algorithm_trains_what_views_as_what_reshapes(row: Row, hosts: int) -> None:
+    found, expected = (run_of(row, flat, hosts) for flat in (viewed, reshaped))
+    assert np.linalg.norm(found - expected) <= 1e-11 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("solver", ["sgd", "adam", "delta-sgd", "sps", "lbfgs"])
+def test_every_solver_trains_what_views_as_what_reshapes(solver: str) -> None:
+    row = next(row for row in TABLE if row.name == "fedavg")
+    options = {"solver": solver} | ({} if solver == "lbfgs" else {"batch-size": 4})
+    found, expected = (run_of(row, flat, 0, **options) for flat in (viewed, reshaped))
+    assert np.linalg.norm(found - expected) <= 1e-11 * np.linalg.norm(expected)
 
 
 def test_a_module_that_was_pickled_needs_what_it_needed() -> None:
