@@ -18,6 +18,7 @@ from clients.node.bridge import client_app, client_id
 from clients.node.host import Hosted
 from clients.node.in_process import InProcessGrid
 from clients.node.state import ContextStore, DirectoryStore, Owner, StateError, Store
+from clients.personalized import PersonalizedModel, personalized_model, personalized_models
 from clients.request import Config, Received
 from fl_strategies.core.local import LocalTraining
 from fl_strategies.core.oracle import Gradient, Oracle, Solved, Step
@@ -43,6 +44,7 @@ __all__ = [
     "Objective",
     "Oracle",
     "Owner",
+    "PersonalizedModel",
     "Problem",
     "Received",
     "Solved",
@@ -54,6 +56,8 @@ __all__ = [
     "client_app",
     "client_id",
     "fit_cohort",
+    "personalized_model",
+    "personalized_models",
     "solve",
 ]
 for _client in CLIENTS.values():

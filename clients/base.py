@@ -146,7 +146,8 @@ class FederatedClient(NumPyClient):
         """Return the bytes that a stack needs for the client beside vectors and a mini-batch."""
         return 0
 
-    def own_model(self, state: State) -> Tensor | None:
+    @staticmethod
+    def own_model(state: State) -> Tensor | None:
         """Return the personalized model [d], if the algorithm keeps one."""
         return None
 

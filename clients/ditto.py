@@ -26,6 +26,7 @@ class DittoClient(FederatedClient):
     def step(self, state: ditto.State, received: Received, oracle: Oracle, config: Config) -> Step:
         return ditto.client_rule(state, received.theta, oracle, lam=value_of(config, "lam"))
 
-    def own_model(self, state: ditto.State) -> Tensor:
+    @staticmethod
+    def own_model(state: ditto.State) -> Tensor:
         own: Tensor = state.v
         return own

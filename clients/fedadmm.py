@@ -32,6 +32,7 @@ class FedADMMClient(FederatedClient):
             tracking=value_of(config, "tracking"),
         )
 
-    def own_model(self, state: fedadmm.State) -> Tensor:
+    @staticmethod
+    def own_model(state: fedadmm.State) -> Tensor:
         own: Tensor = state.w
         return own

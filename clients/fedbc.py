@@ -47,6 +47,7 @@ class FedBCClient(FederatedClient):
             local_start=value_of(config, "local-start"),
         )
 
-    def own_model(self, state: State) -> Tensor:
+    @staticmethod
+    def own_model(state: State) -> Tensor:
         own: Tensor = state.x
         return own

@@ -13,7 +13,8 @@ from fl_strategies.core.oracle import Oracle, Step
 class _Device(FederatedClient):
     """A client that keeps a personalized model."""
 
-    def own_model(self, state: fedbcd.State | fedbcd_i.State) -> Tensor:
+    @staticmethod
+    def own_model(state: fedbcd.State | fedbcd_i.State) -> Tensor:
         own: Tensor = state.x
         return own
 

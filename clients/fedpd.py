@@ -46,7 +46,8 @@ class FedPDClient(FederatedClient):
             two=self._variance_reduced(config) if value_of(config, "oracle") == "II" else None,
         )
 
-    def own_model(self, state: fedpd.State) -> Tensor:
+    @staticmethod
+    def own_model(state: fedpd.State) -> Tensor:
         own: Tensor = state.x
         return own
 

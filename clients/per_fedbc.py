@@ -43,6 +43,7 @@ class PerFedBCClient(FederatedClient):
             inner_steps=count(config, "inner-steps"),
         )
 
-    def own_model(self, state: State) -> Tensor:
+    @staticmethod
+    def own_model(state: State) -> Tensor:
         own: Tensor = state.x
         return own

@@ -38,6 +38,7 @@ class PFedMeClient(FederatedClient):
             local_start=value_of(config, "local-start"),
         )
 
-    def own_model(self, state: pfedme.State) -> Tensor:
+    @staticmethod
+    def own_model(state: pfedme.State) -> Tensor:
         own: Tensor = state.theta
         return own

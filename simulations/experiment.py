@@ -25,6 +25,7 @@ from clients import (
     StateError,
 )
 from clients.node.in_process import InProcessGrid
+from clients.personalized import PERSONALIZED
 from fl_strategies import (
     Checkpoints,
     ClientHistory,
@@ -41,6 +42,7 @@ from simulations.differences import differences
 from simulations.figures import PANELS, draw_curves
 from simulations.interrupts import undivided
 from simulations.population import (
+    HOW_TO_KEEP,
     is_simulated,
     shared_population,
     shared_states,
@@ -145,6 +147,8 @@ def _run_in(
     clients = parts(config) if config.gradient_norm == "true" else []
     train = [problem(config, "train", rows) for rows, _ in clients]
     ridge = LocalTraining().updated(config.local()).ridge
+    if config.algorithm in PERSONALIZED and state_folder(config) is None and not quiet:
+        LOGGER.info("clients' personalized models go with this run: %s", HOW_TO_KEEP)
     if config.stop_at_target:
         callbacks = [*callbacks, EarlyStop(target=config.target)]
 

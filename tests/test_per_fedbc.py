@@ -265,7 +265,8 @@ def test_tuning_leaves_running_statistics_to_the_received_model() -> None:
             def first_state(self, theta: Tensor, config: Any) -> State:
                 return State(theta, 0.0, 0.0)
 
-            def own_model(self, state: State) -> Tensor:
+            @staticmethod
+            def own_model(state: State) -> Tensor:
                 own: Tensor = state.x
                 return own
 

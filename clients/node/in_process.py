@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import weakref
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from logging import WARNING
 from typing import IO, Any
 
@@ -119,6 +119,15 @@ class InProcessGrid(Grid):
             self.clients[client] = self._context(Context, client, client, self._num_clients)
         self._states.fetch(self.clients[client])
         return self.clients[client]
+
+    def client_contexts(self) -> Iterator[Context]:
+        """Yield each client's context, with its state; of hosted ones, those that were asked."""
+        for context in [*self.contexts.values(), *self.clients.values()]:
+            if isinstance(context, HostContext):
+                continue
+            self._states.fetch(context)
+            yield context
+            self._states.keep(context)
 
     def set_run(self, run: Any) -> None:
         """Set the run that this grid serves."""

@@ -162,6 +162,10 @@ class Checkpoints:
         for leftover in self.directory.glob(f".{PREFIX}*"):
             if leftover.is_file():
                 leftover.unlink()
+        return self.read()
+
+    def read(self) -> Checkpoint | None:
+        """As :meth:`last`, and write nothing: its run may continue in another process."""
         found, self._held = None, {}
         for number in self.rounds():
             try:

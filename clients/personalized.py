@@ -1,0 +1,224 @@
+"""Personalized models, to be used: from the state that each client keeps.
+
+>>> net.load_state_dict(personalized_model(DirectoryStore("states", 3), net))  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from logging import INFO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clients.any_algorithm import CLIENTS
+from clients.base import FederatedClient
+from clients.keeping import OWN, from_fields
+from clients.learning.model import FlatModel
+from clients.node.bridge import client_id
+from clients.node.in_process import InProcessGrid
+from clients.node.state import ContextStore, DirectoryStore, Fields, Owner, StateError
+from fl_strategies import Checkpoints
+from fl_strategies.core.log import log
+
+PERSONALIZED = frozenset(
+    name for name, client in CLIENTS.items() if client.own_model is not FederatedClient.own_model
+)
+"""The algorithms whose clients keep a personalized model."""
+
+
+class PersonalizedModel(dict[str, Tensor]):
+    """A client's model as a state dict, on the CPU, and which it is.
+
+    Attributes
+    ----------
+    client : int
+    round : int
+        The round in which the client made it.
+    acknowledged : bool
+        Whether the server used that round's reply; False if no checkpoint was given to tell.
+    """
+
+    def __init__(
+        self, arrays: Mapping[str, Tensor], client: int, number: int, acknowledged: bool
+    ) -> None:
+        super().__init__(arrays)
+        self.client, self.round, self.acknowledged = client, number, acknowledged
+
+
+def personalized_model(
+    store: ContextStore | DirectoryStore,
+    module: nn.Module | FlatModel,
+    *,
+    checkpoints: Path | str | None = None,
+) -> PersonalizedModel:
+    """Return a client's personalized model: the one that the client itself would evaluate.
+
+    It consists of the model that the algorithm keeps and of the arrays that are the client's own
+    (``FlatModel(share=...)``: FedPer's head, FedBN's statistics). All other arrays, running
+    statistics that travel among them, are those of the last checkpoint, or of ``module`` without
+    one: load the global model into it first.
+
+    Parameters
+    ----------
+    store : ContextStore or DirectoryStore
+        The client's: ``ContextStore(context)`` in a ClientApp, ``DirectoryStore(directory, 3)`` for
+        client 3 of a state directory.
+    module : torch.nn.Module or FlatModel
+        The model; the client's FlatModel if that was made with options. It is not changed.
+    checkpoints : path, optional
+        The server's directory of checkpoints. The last one tells which reply of the client the
+        server used, and the model is that reply's. Without it the model is the newest, which the
+        server may not have used, if the reply was lost.
+
+    Returns
+    -------
+    PersonalizedModel
+        For ``load_state_dict``, with the ``round`` that it is of; the log says this, too.
+
+    Raises
+    ------
+    StateError
+        If there is no state of this client, or none of the acknowledged round; if the state, or the
+        checkpoint, belongs to another run, algorithm or model; if it is damaged.
+    ValueError
+        If the algorithm has no personalized model, and no array is the client's own.
+    """
+    found = _model_of(store, _flat(module), _last(checkpoints))
+    if found is None:
+        raise StateError(
+            f"the server used no reply of client {_where(store)[1]} up to the last checkpoint in"
+            f" {checkpoints}"
+        )
+    return found
+
+
+def personalized_models(
+    states: InProcessGrid | Path | str,
+    module: nn.Module | FlatModel,
+    *,
+    checkpoints: Path | str | None = None,
+) -> dict[int, PersonalizedModel]:
+    """Return the personalized models of all clients that have a state, by client id.
+
+    ``states`` is the grid on which a run ended, if clients had a ``ContextStore``, or a directory
+    of states; the rest is as for :func:`personalized_model`.
+    """
+    model, last = _flat(module), _last(checkpoints)
+    made = (_model_of(store, model, last) for store in _stores(states))
+    found = {one.client: one for one in made if one is not None}
+    if not found:
+        what = "used no client's reply" if last else "holds no client's state"
+        raise StateError(f"{checkpoints if last else _named(states)} {what}")
+    return found
+
+
+def _stores(states: InProcessGrid | Path | str) -> Iterator[ContextStore | DirectoryStore]:
+    """Yield the stores that hold a state."""
+    if isinstance(states, InProcessGrid):
+        stores = map(ContextStore, states.client_contexts())
+        yield from (store for store in stores if store.owner() is not None)
+    else:
+        names = (path.name for path in Path(states).glob("*") if path.is_dir())
+        for client in sorted(int(name) for name in names if name.isdecimal()):
+            yield DirectoryStore(states, client)
+
+
+def _named(states: InProcessGrid | Path | str) -> str:
+    if isinstance(states, InProcessGrid):
+        return "the grid (whose clients need a ContextStore; else name their directory)"
+    return str(states)
+
+
+def _flat(module: nn.Module | FlatModel) -> FlatModel:
+    return module if isinstance(module, FlatModel) else FlatModel(copy.deepcopy(module))
+
+
+def _last(checkpoints: Path | str | None) -> Any:
+    """Return the last checkpoint; None if no directory is named."""
+    if checkpoints is None:
+        return None
+    if (last := Checkpoints(checkpoints).read()) is None:
+        raise StateError(f"{checkpoints} holds no checkpoint")
+    return last
+
+
+def _model_of(
+    store: ContextStore | DirectoryStore, model: FlatModel, last: Any
+) -> PersonalizedModel | None:
+    """Return a client's model; None if ``last``, a checkpoint, has used no reply of the client."""
+    where, client = _where(store)
+    owner = _owner(store)
+    if owner is None:
+        raise StateError(f"{where} holds no state: no client has trained and kept one there")
+    check_promises(owner.algorithm, model)
+    if model.signature != owner.model:
+        raise StateError(
+            f"{where} holds states of model {owner.model}, and the module is {model.signature}:"
+            " give the clients' FlatModel if it has options (share, train, dtype)"
+        )
+    if last is not None and last.run["run-id"] != owner.run:
+        raise StateError(
+            f"the checkpoint is of run {last.run['run-id']!r}, and {where} holds states of run"
+            f" {owner.run!r}"
+        )
+    rounds = store.rounds(owner)
+    if not rounds:
+        raise StateError(f"{where} holds no state of client {client}")
+    number = rounds[-1] if last is None else last.ledger["acked"].get(client)
+    if number is None:
+        return None
+    if number not in rounds:
+        raise StateError(
+            f"{where} holds client {client}'s states of rounds {rounds}, not that of round"
+            f" {number}, which the server used"
+        )
+    arrays = _arrays(owner.algorithm, model, store.load(owner, number), last)
+    how = "its newest" if last is None else "which the server used"
+    log(INFO, "personalized model of client %d: of round %d, %s", client, number, how)
+    return PersonalizedModel(arrays, client, number, acknowledged=last is not None)
+
+
+def check_promises(algorithm: str, model: FlatModel) -> None:
+    """Raise ``ValueError`` if clients of ``algorithm`` have no model of their own."""
+    if algorithm not in CLIENTS:
+        raise ValueError(f"{algorithm!r} is not in clients.CLIENTS: put its client there")
+    if algorithm not in PERSONALIZED and not model.kept:
+        raise ValueError(
+            f"{algorithm} has no personalized model; these have one:"
+            f" {', '.join(sorted(PERSONALIZED))}"
+        )
+
+
+def _where(store: ContextStore | DirectoryStore) -> tuple[str, int]:
+    """Return where the states are, and the client's id."""
+    if isinstance(store, DirectoryStore):
+        return str(store.directory), store.client_id
+    return "context.state", client_id(store.context)
+
+
+def _owner(store: ContextStore | DirectoryStore) -> Owner | None:
+    if isinstance(store, DirectoryStore):
+        return DirectoryStore.owner(store.directory)
+    return store.owner()
+
+
+def _arrays(algorithm: str, model: FlatModel, fields: Fields, last: Any) -> dict[str, Tensor]:
+    """Return the state dict that has a client's arrays in the places that are its own."""
+    found: dict[str, Any] = {} if last is None else dict(last.model)
+    make, own = CLIENTS[algorithm], None
+    if make.state_type is not None:
+        own = make.own_model(from_fields(make.state_type, fields, model.vector))
+    if own is not None:
+        arrays = dict(zip(model.names, model.arrays(own), strict=True))
+        found |= {name: array for name, array in arrays.items() if name not in model.buffers}
+    found |= {name: fields[OWN + name] for name in model.kept}
+    return {
+        name: torch.as_tensor(found.get(name, tensor.detach()))
+        .to("cpu", tensor.dtype, copy=True)
+        .contiguous()
+        for name, tensor in model.module.state_dict().items()
+    }
