@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import re
 import subprocess
 import sys
+from inspect import signature
 from typing import Any
 
+import flwr.server.strategy as legacy
 import numpy as np
 import pytest
 import torch
@@ -18,7 +22,7 @@ from trials import ROOT
 
 from clients import SOLVERS, LocalTraining
 from fl_strategies import STRATEGIES, FedAvg, FedBC, FedPD, FedProx, PerFedBC, fedpd
-from fl_strategies.core.local import TAKES, TORCH, torch_solver
+from fl_strategies.core.local import TAKES, TORCH, default_training, torch_solver
 from fl_strategies.server.options import Options
 from simulations.config import RunConfig
 
@@ -167,7 +171,7 @@ def test_an_argument_that_a_strategy_lacks_is_named_with_those_it_has(algorithm:
         words = str(caught.value)
         assert words.startswith(f"{strategy.__name__} has no argument {typo!r}")
         assert f"did you mean {name!r}?" in words
-        assert all(repr(known) in words for known in (*own, *common))
+        assert words.endswith(f"; its own are {[*own]}")
 
 
 def test_a_name_like_no_other_gets_no_suggestion() -> None:
@@ -175,6 +179,74 @@ def test_a_name_like_no_other_gets_no_suggestion() -> None:
         TypeError, match=r"FedBC has no argument 'roh', 'zzz'; its own are \['alpha'"
     ):
         FedBC(roh=1, zzz=2)  # type: ignore[call-arg]
+
+
+FLOWERS: dict[str, Any] = {
+    "fedavg": legacy.FaultTolerantFedAvg,
+    "fedadmm": legacy.FedAvg,
+    "fedprox": legacy.FedProx,
+    "q-fedavg": legacy.QFedAvg,
+}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name"),
+    [
+        (algorithm, name)
+        for algorithm, theirs in FLOWERS.items()
+        for name in [*signature(theirs).parameters, *signature(FlowerFedAvg.start).parameters]
+        if name not in {"self", *STRATEGIES[algorithm].declarations}
+    ],
+)
+def test_an_argument_of_flowers_strategies_has_its_successor_named(
+    algorithm: str, name: str
+) -> None:
+    strategy: Any = STRATEGIES[algorithm]
+    with pytest.raises(TypeError) as caught:
+        strategy(**{name: 1})
+    pattern = (
+        rf"no argument '{name}' \((?:did you mean '(\w+)'\?|use (\w+)\W+(\w+).*)\); its own are"
+    )
+    said = re.search(pattern, str(caught.value))
+    assert said
+    successor, call, argument = said.groups()
+    assert successor is None or successor in strategy.declarations
+    assert call in (None, "start", "local", "nothing")
+    assert call != "start" or argument in signature(strategy.start).parameters
+
+
+@pytest.mark.parametrize("setting", default_training().settings)
+@pytest.mark.parametrize("algorithm", STRATEGIES)
+def test_a_setting_of_clients_given_as_an_argument_is_shown_in_local(
+    algorithm: str, setting: str
+) -> None:
+    strategy: Any = STRATEGIES[algorithm]
+    if (name := setting.replace("-", "_")) in strategy.declarations:
+        return  # its own
+    with pytest.raises(TypeError) as caught:
+        strategy(**{name: 0.1})
+    assert f"{name!r} (use local={{{setting!r}: 0.1}})" in str(caught.value)
+
+
+WORDS = {
+    "learning-rate": "lr", "learning_rate": "lr", "Learning_Rate": "lr", "local-epochs": "epochs",
+    "local_epochs": "epochs", "epoch": "epochs", "batch_size": "batch-size", "num_epochs": "epochs",
+    "batchsize": "batch-size", "optimizer": "solver", "weight_decay": "weight-decay",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_another_word_for_a_setting_is_recognised_wherever_it_is_given(
+    word: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    hint = f"{word!r} (did you mean {WORDS[word]!r}?)"
+    with pytest.raises(ValueError, match=re.escape(hint)):
+        FedAvg(local={word: 1})
+    start = functools.partial(FedAvg(fraction_evaluate=0.0).start, grid(quadratics(1)))
+    start(to_record(START), 1, train_config=ConfigRecord({word: 5}))
+    assert f"train_config has {hint}" in caplog.text
+    with pytest.raises(TypeError, match=re.escape(f"{word!r} (use local={{{WORDS[word]!r}: 1}})")):
+        FedAvg(**{word: 1})
 
 
 @pytest.mark.parametrize("algorithm", STRATEGIES)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias, dataclass_transform
 
@@ -165,7 +165,7 @@ class Declared:
             name = type(self).__name__
             raise TypeError(f"{name} takes only named arguments, got {unnamed[0]!r} without a name")
         if unknown := given.keys() - self.declarations.keys():
-            raise TypeError(self.unknown_names(sorted(unknown)))
+            raise TypeError(self.unknown_names({name: given[name] for name in sorted(unknown)}))
         for name, declaration in self.declarations.items():
             value = plain(given.get(name, declaration.default))
             declaration.check(name, value)
@@ -176,10 +176,9 @@ class Declared:
         """Check conditions on several values, and set up what derives from them."""
 
     @classmethod
-    def unknown_names(cls, names: Iterable[str]) -> str:
-        """Return the text that the class has no arguments of these names, and which ones it has."""
-        known = [*cls.declarations]
-        return f"{cls.__name__} has no argument {unknown_of(names, known)}"
+    def unknown_names(cls, given: Mapping[str, Any]) -> str:
+        """Return the text that the class has no arguments like ``given``, and which ones it has."""
+        return f"{cls.__name__} has no argument {unknown_of(given, [*cls.declarations])}"
 
 
 def told(

@@ -3,26 +3,96 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+from fl_strategies.core.schedules import shown
+
+OTHER_WORDS = {
+    # settings of ``local`` under the names that others give them
+    "learning-rate": "lr",
+    "local-lr": "lr",
+    "client-lr": "lr",
+    "client-learning-rate": "lr",
+    "qffl-learning-rate": "lr",
+    "step-size": "lr",
+    "local-epochs": "epochs",
+    "client-epochs": "epochs",
+    "num-epochs": "epochs",
+    "local-steps": "steps",
+    "num-steps": "steps",
+    "local-batch-size": "batch-size",
+    "train-batch-size": "batch-size",
+    "batchsize": "batch-size",
+    "optimizer": "solver",
+    "optimiser": "solver",
+    "wd": "weight-decay",
+    "l2": "weight-decay",
+    # arguments of Flower's legacy strategies, and of its ``Strategy.start``
+    "fraction-fit": "fraction_train",
+    "min-fit-clients": "min_train_nodes",
+    "min-evaluate-clients": "min_evaluate_nodes",
+    "min-available-clients": "min_available_nodes",
+    "fit-metrics-aggregation-fn": "train_metrics_aggr_fn",
+    "evaluate-metrics-aggregation-fn": "evaluate_metrics_aggr_fn",
+    "accept-failures": "min_replies",
+    "min-completion-rate-fit": "min_replies",
+    "min-completion-rate-evaluate": "min_replies",
+    "q-param": "q",
+    "evaluate-fn": "start(evaluate_fn=...)",
+    "evaluate-function": "start(evaluate_fn=...)",
+    "initial-parameters": "start(initial_arrays=...)",
+    "initial-arrays": "start(initial_arrays=...)",
+    "on-fit-config-fn": "start(train_config=...), or a schedule in local={...}",
+    "train-config": "start(train_config=...)",
+    "on-evaluate-config-fn": "start(evaluate_config=...)",
+    "evaluate-config": "start(evaluate_config=...)",
+    "num-rounds": "start(num_rounds=...)",
+    "timeout": "start(timeout=...)",
+    "grid": "start(grid=...)",
+    "inplace": "nothing in its place",
+}
+"""Names that others give to what has another name here, in kebab-case; a text with a space or
+parenthesis is what to use instead of an argument."""
 
 
-def unknown(names: Iterable[object], known: Iterable[str]) -> str:
-    """Return ``names`` as text, each with the most similar of ``known``, if one is similar.
+def meant(name: object, known: Iterable[str], cutoff: float = 1.0) -> str:
+    """Return the known name that ``name`` is: by its spelling, by another word for it, or similar.
+
+    Similar are names whose ratio of :mod:`difflib` is at least ``cutoff``; "" if there is none.
 
     Examples
     --------
-    >>> unknown(["roh", "x"], ["rho", "eta"])
-    "'roh' (did you mean 'rho'?), 'x'"
+    >>> meant("Learning_Rate", ["lr"]), meant("batch_size", ["batch-size"]), meant("lrr", ["lr"])
+    ('lr', 'batch-size', '')
     """
-    said, known = [], [*known]
-    for name in names:
-        near = [] if name in known else difflib.get_close_matches(str(name), known, 1, 0.5)
-        said.append(f"{name!r} (did you mean {near[0]!r}?)" if near else repr(name))
-    return ", ".join(said)
+    spelt = {_kebab(one): one for one in known}
+    text = _kebab(str(name)[:100])
+    word = _kebab(OTHER_WORDS.get(text, text))
+    near = [word] if word in spelt else difflib.get_close_matches(word, spelt, 1, cutoff)
+    return spelt[near[0]] if near and spelt[near[0]] != name else ""
 
 
-OTHER_WORDS = {"learning-rate": "lr", "optimizer": "solver"}
-"""Names that others give to what has another name here."""
+def unknown(names: Iterable[object], known: Iterable[str], use: Mapping[str, str] = {}) -> str:
+    """Return ``names`` as text, each with the known name that may be meant.
+
+    ``use`` says, by name, what to use instead of one for which there is no known name.
+
+    Examples
+    --------
+    >>> unknown(["roh", "x", "lr"], ["rho", "eta"], {"lr": "local={'lr': 0.1}"})
+    "'roh' (did you mean 'rho'?), 'x', 'lr' (use local={'lr': 0.1})"
+    """
+    known = [*known]
+    return ", ".join(shown(name) + _hint(name, known, use) for name in names)
+
+
+def _hint(name: object, known: Sequence[str], use: Mapping[str, str]) -> str:
+    other = OTHER_WORDS.get(_kebab(str(name)[:100]), "")
+    instead = use.get(str(name), other if {*other} & {*" ("} else "")
+    if instead:
+        return f" (use {instead})"
+    near = "" if name in known else meant(name, known, 0.5)
+    return f" (did you mean {near!r}?)" if near else ""
 
 
 def misspelt(names: Iterable[str], known: Iterable[str]) -> str:
@@ -30,15 +100,12 @@ def misspelt(names: Iterable[str], known: Iterable[str]) -> str:
 
     Examples
     --------
-    >>> misspelt(["batch_size", "lr", "hospital"], ["lr", "batch-size"])
-    "'batch_size' (did you mean 'batch-size'?)"
+    >>> misspelt(["batch_size", "lr", "hospital", "local-epochs"], ["lr", "batch-size", "epochs"])
+    "'batch_size' (did you mean 'batch-size'?), 'local-epochs' (did you mean 'epochs'?)"
     """
-    known, said = {*known}, []
-    for name in sorted({*names} - known):
-        kebab = name.replace("_", "-")
-        near = difflib.get_close_matches(OTHER_WORDS.get(kebab, kebab), sorted(known), 1, 0.85)
-        said += [f"{name!r} (did you mean {near[0]!r}?)"] if near else []
-    return ", ".join(said)
+    known = sorted(known)
+    pairs = [(name, meant(name, known, 0.85)) for name in sorted({*names} - {*known})]
+    return ", ".join(f"{shown(name)} (did you mean {near!r}?)" for name, near in pairs if near)
 
 
 def unknown_of(names: Iterable[object], known: Sequence[str]) -> str:
@@ -50,3 +117,7 @@ def unknown_of(names: Iterable[object], known: Sequence[str]) -> str:
     "'x'; it has none"
     """
     return f"{unknown(names, known)}; it has {known or 'none'}"
+
+
+def _kebab(name: str) -> str:
+    return name.lower().replace("_", "-")

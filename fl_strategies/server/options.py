@@ -10,6 +10,9 @@ from flwr.app import MetricRecord, RecordDict
 
 from fl_strategies.core.hyperparameters import Declared, Scalar, choice, flag, number, option
 from fl_strategies.core.ledger import LostState
+from fl_strategies.core.local import default_training
+from fl_strategies.core.near import meant, unknown
+from fl_strategies.core.schedules import shown
 from fl_strategies.messages.wire import MAX_SAMPLES
 from fl_strategies.server.callbacks import Callback
 from fl_strategies.server.checkpoints import Checkpoints
@@ -241,10 +244,14 @@ class Options(Declared):
         return {n: d.default for n, d in cls.declarations.items() if n not in Options.declarations}
 
     @classmethod
-    def unknown_names(cls, names: Iterable[str]) -> str:
-        """As the base; what is the algorithm's own is named apart."""
-        said, _, _ = super().unknown_names(names).partition("; ")
-        return (
-            f"{said}; its own are {[*cls.hyperparameters()]}, those of every strategy"
-            f" {[*Options.declarations]}"
-        )
+    def unknown_names(cls, given: Mapping[str, Any]) -> str:
+        """As the base; settings of clients are shown in ``local``, and only its own are listed."""
+        own = {name.replace("_", "-") for name in cls.declarations}
+        settings = default_training().settings.keys() - own
+        use = {
+            name: f"local={{{setting!r}: {shown(value)}}}"
+            for name, value in given.items()
+            if (setting := name if name in settings else meant(name, settings, 0.85))
+        }
+        said = f"{cls.__name__} has no argument {unknown(given, cls.declarations, use)}"
+        return f"{said}; its own are {[*cls.hyperparameters()]}"
