@@ -17,9 +17,9 @@ from clients.base import MAX_STEPS
 from clients.learning.choice import setting_of
 from fl_strategies import STRATEGIES, FederatedStrategy, fedpd, step_decay
 from fl_strategies.core.local import idle
-from fl_strategies.core.near import unknown, unknown_of
+from fl_strategies.core.near import listed, unknown, unknown_of
 from fl_strategies.core.params import format_params, parse_params
-from fl_strategies.core.schedules import check
+from fl_strategies.core.schedules import check, shown
 from simulations.models import MODELS, TEXT
 from simulations.partitions import KINDS
 
@@ -125,15 +125,16 @@ class RunConfig:
         """Return the checked and completed config; unknown keys are refused with the known ones."""
         known = {f.name.replace("_", "-"): f for f in fields(cls)}
         if wrong := sorted(config.keys() - known.keys()):
-            raise ValueError(
-                f"unknown run-config keys {unknown(wrong, known)}; known: {sorted(known)}"
-            )
+            said = f"unknown run-config keys {unknown(wrong, known)}"
+            raise ValueError(f"{said}; known: {listed(sorted(known))}")
         values: dict[str, Any] = {}
         for name, value in config.items():
             kind: type = type(getattr(cls, known[name].name))
             accepted = (int, float) if kind is float else kind
             if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-                raise ValueError(f"{name} must be of type {kind.__name__}, got {value!r}")
+                raise ValueError(f"{name} must be of type {kind.__name__}, got {shown(value)}")
+            if kind in (int, float):
+                check(name, config[name])
             values[known[name].name] = kind(value)
         try:
             return cls(**values).completed()
@@ -150,7 +151,7 @@ class RunConfig:
 
         if self.algorithm not in STRATEGIES:
             said = unknown([self.algorithm], STRATEGIES)
-            raise ValueError(f"unknown algorithm {said}; known: {sorted(STRATEGIES)}")
+            raise ValueError(f"unknown algorithm {said}; known: {listed(sorted(STRATEGIES))}")
         found = defaults(self.algorithm, self.dataset, self.solver)
         unset = {
             name: value
@@ -158,7 +159,7 @@ class RunConfig:
             if getattr(self, name) == {f.name: f.default for f in fields(self)}[name]
         }
         full = replace(self, **unset)
-        params = parse_params(found.get("params", "")) | parse_params(self.params)
+        params = parse_params(found.get("params", "")) | parse_params(self.params, "params")
         states = self.state_dir if self.stateful else ""  # others have none to put there
         full = replace(full, params=format_params(params), state_dir=states)
         full.check()
@@ -201,14 +202,11 @@ class RunConfig:
             ("device", re.sub(r"(?<!auto):\d+$", "", self.device), ("auto", *DEVICES)),
         ):
             if value not in known:
-                raise ValueError(f"{name} must be one of {list(known)}, got {value!r}")
+                raise ValueError(f"{name} must be one of {list(known)}, got {shown(value)}")
         for name in ("dataset_params", "partition_params", "model_params", "solver_params"):
-            try:
-                parse_params(getattr(self, name))
-            except ValueError as error:
-                raise ValueError(f"{name.replace('_', '-')}: {error}") from None
+            parse_params(getattr(self, name), name)
         if self.state_dir and not os.path.isabs(self.state_dir):
-            raise ValueError(f"state-dir must be an absolute path, got {self.state_dir!r}")
+            raise ValueError(f"state-dir must be an absolute path, got {shown(self.state_dir)}")
         self._check_used()
         LocalTraining().updated(self.local())
         self.strategy().check_population(self.clients)
@@ -256,8 +254,9 @@ class RunConfig:
             why["lr_decay"] = why["lr"]
         if given := {name: value for name in why if (value := getattr(self, name)) != usual[name]}:
             reasons = "; ".join(dict.fromkeys(why[name] for name in given))
-            who = self.algorithm + f" with {self.params!r}" * bool(self.params)
-            said = f"{who} has no use for {given}: {reasons}"
+            who = self.algorithm + f" with {shown(self.params)}" * bool(self.params)
+            settings = ", ".join(f"{name!r}: {shown(value)}" for name, value in given.items())
+            said = f"{who} has no use for {{{settings}}}: {reasons}"
             raise Unused(said, [name.replace("_", "-") for name in given])
 
     def strategy(self, **options: Any) -> FederatedStrategy:
@@ -267,7 +266,7 @@ class RunConfig:
         known = hyperparameters_of(self.algorithm)
         if wrong := sorted(params.keys() - set(known)):
             said = unknown_of(wrong, known)
-            raise ValueError(f"{self.algorithm} has no hyperparameter {said}")
+            raise ValueError(f"params: {self.algorithm} has no hyperparameter {said}")
         strategy = STRATEGIES[self.algorithm](
             fraction_train=self.fraction,
             fraction_evaluate=self.fraction_evaluate,
@@ -310,8 +309,8 @@ class RunConfig:
                 " them a share of it"
             )
             raise ValueError(
-                f"device is {self.device!r}, which this process ({socket.gethostname()}) does not"
-                f" see{advice * self.device.startswith('cuda')}"
+                f"device is {shown(self.device)}, which this process ({socket.gethostname()}) does"
+                f" not see{advice * self.device.startswith('cuda')}"
             )
         if self.cuda_graph and self.torch_device.type != "cuda":
             raise ValueError(
@@ -350,7 +349,7 @@ def configs_for(
     """
     if wrong := sorted(set(algorithms) - STRATEGIES.keys()):
         said = unknown(wrong, STRATEGIES)
-        raise ValueError(f"unknown algorithms {said}; known: {sorted(STRATEGIES)}")
+        raise ValueError(f"unknown algorithms {said}; known: {listed(sorted(STRATEGIES))}")
     if len(set(algorithms)) < len(algorithms):
         raise ValueError(f"each algorithm once, got {list(algorithms)}")
     shared: dict[str, dict[str, Any]] = {algorithm: {} for algorithm in algorithms}
@@ -360,7 +359,7 @@ def configs_for(
         owner, dot, _ = item.partition("=")[0].rpartition(".")
         if dot and owner not in known:
             said = unknown([owner], known)
-            raise ValueError(f"param {item!r}: no algorithm {said} here, which has {[*known]}")
+            raise ValueError(f"param {shown(item)}: no algorithm {said} here, which has {[*known]}")
         asked = {owner: known[owner]} if dot else known
         for name, value in parse_params(item[len(owner) + 1 :] if dot else item).items():
             takers = [algorithm for algorithm, names in asked.items() if name in names]
@@ -372,11 +371,11 @@ def configs_for(
             for algorithm in takers:
                 given = (own if dot else shared)[algorithm]
                 if name in given:
-                    raise ValueError(f"param {item!r} gives {algorithm} a second {name}")
+                    raise ValueError(f"param {shown(item)} gives {algorithm} a second {name}")
                 given[name] = value
     keeps = any(CLIENTS[algorithm].state_type is not None for algorithm in algorithms)
     if not keeps and (states := common.get("state-dir")):
-        raise ValueError(f"state-dir is {states!r}, and no clients here keep a state")
+        raise ValueError(f"state-dir is {shown(states)}, and no clients here keep a state")
 
     def parsed(algorithm: str, settings: Mapping[str, Any]) -> RunConfig:
         params = format_params(shared[algorithm] | own[algorithm])

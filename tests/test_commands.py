@@ -12,10 +12,12 @@ import re
 import runpy
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from simulations.config import RunConfig
 from simulations.lab.command_line import Command
 from simulations.lab.superlink import SuperLink
 
@@ -159,3 +161,22 @@ def test_what_cannot_run_is_refused_in_one_line_that_says_why(
     command: str, words: list[str], message: str, run: Run
 ) -> None:
     assert message in refusal(run(command, *NEEDED.get(command, []), *words))
+
+
+# ---- odd values ---------------------------------------------------------------------------------
+
+NUMBERS = [
+    f"--{f.name.replace('_', '-')}" for f in fields(RunConfig) if type(f.default) in (int, float)
+]
+
+
+@pytest.mark.parametrize("option", NUMBERS)
+def test_an_odd_number_is_refused_by_its_option_in_one_short_line(run: Run, option: str) -> None:
+    name = re.compile(option[2:].replace("-", "[-_]"))
+    for word in ("-inf", "-Infinity", "nan", "-nan", "1" * 400, "x" * 100_000, "a\x1b[2Jb"):
+        for words in ([option, word], [f"{option}={word}"]):
+            said = refusal(run("compare", *NEEDED["compare"], *words))
+            assert len(said) <= 300
+            assert name.search(said)
+            assert said.rstrip("\n").isprintable()
+            assert "unknown option" not in said

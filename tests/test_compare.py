@@ -258,9 +258,9 @@ def test_compare_gives_each_hyperparameter_to_the_algorithms_that_have_it(tmp_pa
         (["fedavg.rho=1"], r"no algorithm here has the hyperparameter 'rho'; .*'weights'"),
         (["rho=1", "rho=2"], "param 'rho=2' gives fedadmm a second rho"),
         (["fedadmm.rho=1", "fedadmm.rho=2"], "param 'fedadmm.rho=2' gives fedadmm a second rho"),
-        (["rho=1 rho=2"], "each option once, got rho twice in 'rho=1 rho=2'"),
-        (["rho=1:1;60"], "a schedule is given as 1:1.0;60:0.5, got rho=1:1;60"),
-        (["rho=1:1;1:2"], "a schedule has each round once, got rho=1:1;1:2"),
+        (["rho=1 rho=2"], "each option once, got 'rho' twice in 'rho=1 rho=2'"),
+        (["rho=1:1;60"], "a schedule is given as 1:1.0;60:0.5, got 'rho=1:1;60'"),
+        (["rho=1:1;1:2"], "a schedule has each round once, got 'rho=1:1;1:2'"),
     ):
         with pytest.raises(ValueError, match=message):
             configs_for(["fedadmm", "fedavg"], given, {}, tmp_path)

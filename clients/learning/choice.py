@@ -19,6 +19,7 @@ import numpy.typing as npt
 from torch import nn
 
 from fl_strategies.core.log import LOGGER
+from fl_strategies.core.schedules import shown
 
 if TYPE_CHECKING:
     from clients.learning.model import FlatModel
@@ -64,7 +65,9 @@ def check_setting(cohort: Any) -> None:
     """Raise ``ValueError`` unless ``cohort`` is a valid setting."""
     number = isinstance(cohort, int) and not isinstance(cohort, bool) and cohort >= 2
     if cohort not in ("auto", "off") and not number:
-        raise ValueError(f'cohort must be "auto", "off" or a whole number >= 2, got {cohort!r}')
+        raise ValueError(
+            f'cohort must be "auto", "off" or a whole number >= 2, got {shown(cohort)}'
+        )
 
 
 def setting_of(text: str) -> Setting:

@@ -20,7 +20,7 @@ from fl_strategies.core.hyperparameters import Scalar, Schedule, choice, number,
 from fl_strategies.core.log import LOGGER
 from fl_strategies.core.randomness import share
 from fl_strategies.core.records import Upload, Uploads
-from fl_strategies.core.schedules import at, check, values
+from fl_strategies.core.schedules import at, check, require, values
 from fl_strategies.core.vectors import Vector
 from fl_strategies.server.strategy import FederatedStrategy
 
@@ -109,8 +109,8 @@ class CloudStrategy(FederatedStrategy):
     def __post_init__(self) -> None:
         gamma = self.gamma
         numbers = isinstance(gamma, Sequence) and not isinstance(gamma, str) and len(gamma) > 0
-        if not (numbers or isinstance(gamma, int | float)):
-            raise ValueError(f"gamma must be a number > 0 or a sequence of them, got {gamma!r}")
+        accepted = numbers or isinstance(gamma, int | float)
+        require(accepted, "gamma", "a number > 0 or a sequence of them", gamma)
         self.gammas = (gamma,) if isinstance(gamma, int | float) else tuple(gamma)
         for value in self.gammas:
             check("gamma", value, above=0.0)

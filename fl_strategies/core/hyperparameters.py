@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeAlias, dataclass_transform
 
 from fl_strategies.core.near import unknown_of
 from fl_strategies.core.schedules import Schedule as Schedule
-from fl_strategies.core.schedules import check, one_of, plain, require
+from fl_strategies.core.schedules import check, check_flag, one_of, plain, require, shown
 from fl_strategies.core.schedules import values as all_values
 
 Scalar: TypeAlias = bool | int | float | str
@@ -54,8 +54,7 @@ class Hyperparameter:
         if self.kind is str:
             one_of(name, value, self.words)
         elif self.kind is bool:
-            if not isinstance(value, bool):
-                raise ValueError(f"{name} must be bool, got {value!r}")
+            check_flag(name, value)
         elif self.kind is object:
             require(self.accepts(value), name, self.type_name, value)
         elif self.kind in (float, int) and not (isinstance(value, str) and value in self.words):
@@ -163,7 +162,9 @@ class Declared:
     def __init__(self, *unnamed: Any, **given: Any) -> None:
         if unnamed:
             name = type(self).__name__
-            raise TypeError(f"{name} takes only named arguments, got {unnamed[0]!r} without a name")
+            raise TypeError(
+                f"{name} takes only named arguments, got {shown(unnamed[0])} without a name"
+            )
         if unknown := given.keys() - self.declarations.keys():
             raise TypeError(self.unknown_names({name: given[name] for name in sorted(unknown)}))
         for name, declaration in self.declarations.items():

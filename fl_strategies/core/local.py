@@ -15,9 +15,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from fl_strategies import delta_sgd, sps
-from fl_strategies.core.near import unknown, unknown_of
+from fl_strategies.core.near import listed, unknown, unknown_of
 from fl_strategies.core.params import parse_params
-from fl_strategies.core.schedules import at, check, check_flag, one_of, plain
+from fl_strategies.core.schedules import at, brief, check, check_flag, one_of, plain, shown
 
 OURS: dict[str, type] = {"delta-sgd": delta_sgd.Options, "sps": sps.Options}
 """The options of the solvers that are not torch's."""
@@ -148,7 +148,7 @@ class LocalTraining:
         kinds = {"epochs": int, "steps": int, "batch_size": int, "solver_params": str}
         for name, kind in kinds.items():
             if not isinstance(value := getattr(self, name), kind):
-                raise ValueError(f"{name} must be {kind.__name__}, got {value!r}")
+                raise ValueError(f"{name} must be {kind.__name__}, got {shown(value)}")
         if self.random_steps and not self.steps:
             raise ValueError(f"random_steps needs steps >= 1, got {self.steps}")
         if self.nesterov and not self.momentum:
@@ -202,12 +202,12 @@ class LocalTraining:
         ]
         for name, value in found:
             if not isinstance(value, bool | int | float | str) and not callable(value):
-                raise ValueError(f"{name} must be one number or text, got {value!r}")
+                raise ValueError(f"{name} must be one number or text, got {shown(value)}")
         # with types: 1, 1.0 and True are the same key of the cache, but not the same setting
         return _updated(self, tuple((name, type(value), value) for name, value in found))
 
     def _check_solver(self) -> None:
-        solver, params = self.solver, parse_params(self.solver_params)
+        solver, params = self.solver, parse_params(self.solver_params, "solver_params")
         named = solver if isinstance(solver, str) else ""
         make: Callable[..., Any] | None = None
         if named in OURS:
@@ -220,10 +220,11 @@ class LocalTraining:
             accepted = options = _arguments(make)[1:]
         wanted = {name for name in HANDED_ON if getattr(self, name)}
         if lacking := sorted(wanted - set(accepted)):
-            raise ValueError(f"solver {solver!r} has no {', '.join(lacking)}")
+            raise ValueError(f"solver {shown(solver)} has no {', '.join(lacking)}")
         free = [name for name in options if name not in ("lr", *HANDED_ON, *OFFERED)]
         if wrong := sorted(params.keys() - set(free)):
-            raise ValueError(f"solver {solver!r} has no option {unknown_of(wrong, free)}")
+            said = f"solver {shown(solver)} has no option {unknown_of(wrong, free)}"
+            raise ValueError(f"solver_params: {said}")
         if named in OURS:
             OURS[named](lr=self.rate, **params)
         elif make is not None:
@@ -237,7 +238,8 @@ class LocalTraining:
             build(make, self, [torch.nn.Parameter(torch.zeros(1))], module=None, batch_share=1.0)
         except TypeError as error:
             raise ValueError(
-                f"solver {self.solver!r} cannot be built with {self.handed_on}: {error}"
+                f"solver {shown(self.solver)} cannot be built with {shown(self.handed_on)}:"
+                f" {brief(str(error))}"
             ) from error
 
 
@@ -270,7 +272,7 @@ def check_local(local: Mapping[str, Any]) -> None:
     """
     known = sorted(_names())
     if wrong := sorted(local.keys() - set(known)):
-        raise ValueError(f"unknown local settings {unknown(wrong, known)}; known: {known}")
+        raise ValueError(f"unknown local settings {unknown(wrong, known)}; known: {listed(known)}")
     firsts, without_effect = {1}, {*local}
     for name, setting in local.items():
         if isinstance(setting, Mapping):
@@ -282,14 +284,16 @@ def check_local(local: Mapping[str, Any]) -> None:
             for name, setting in local.items()
         }
         if callable(now.get("solver")):
-            raise ValueError(f"solver must be a name, which can be sent, got {now['solver']!r}")
+            raise ValueError(
+                f"solver must be a name, which can be sent, got {shown(now['solver'])}"
+            )
         without_effect &= idle(now).keys()
         if "solver" not in now and isinstance(options := now.get("solver-params"), str):
-            parse_params(options)
+            parse_params(options, "solver-params")
             del now["solver-params"]
         default_training().updated(now)
     for name in sorted(without_effect):
-        raise ValueError(f"{name} = {local[name]!r} has no effect: {idle(now)[name]}")
+        raise ValueError(f"{name} = {shown(local[name])} has no effect: {idle(now)[name]}")
 
 
 def idle(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -299,7 +303,7 @@ def idle(settings: Mapping[str, Any]) -> dict[str, str]:
     """
     found = {}
     if settings.get("steps", 0):
-        counted = f"steps = {settings['steps']!r} are counted in their place"
+        counted = f"steps = {shown(settings['steps'])} are counted in their place"
         found = dict.fromkeys(("epochs", "random-epochs"), counted)
     if settings.get("solver") in FULL_BATCH and settings.get("batch-size"):
         found["batch-size"] = f"{settings['solver']} takes all samples in each step"

@@ -55,6 +55,10 @@ OTHER_WORDS = {
 parenthesis is what to use instead of an argument."""
 
 
+MOST = 3
+"""The most unknown names that a message shows."""
+
+
 def meant(name: object, known: Iterable[str], cutoff: float = 1.0) -> str:
     """Return the known name that ``name`` is: by its spelling, by another word for it, or similar.
 
@@ -66,7 +70,7 @@ def meant(name: object, known: Iterable[str], cutoff: float = 1.0) -> str:
     ('lr', 'batch-size', '')
     """
     spelt = {_kebab(one): one for one in known}
-    text = _kebab(str(name)[:100])
+    text = _kebab(name)
     word = _kebab(OTHER_WORDS.get(text, text))
     near = [word] if word in spelt else difflib.get_close_matches(word, spelt, 1, cutoff)
     return spelt[near[0]] if near and spelt[near[0]] != name else ""
@@ -82,13 +86,32 @@ def unknown(names: Iterable[object], known: Iterable[str], use: Mapping[str, str
     >>> unknown(["roh", "x", "lr"], ["rho", "eta"], {"lr": "local={'lr': 0.1}"})
     "'roh' (did you mean 'rho'?), 'x', 'lr' (use local={'lr': 0.1})"
     """
-    known = [*known]
-    return ", ".join(shown(name) + _hint(name, known, use) for name in names)
+    known, names = [*known], [*names]
+    said = [shown(name) + _hint(name, known, use) for name in names[:MOST]]
+    more = [f"and {len(names) - MOST} more"] if len(names) > MOST else []
+    return ", ".join(said + more)
+
+
+def listed(names: Iterable[object]) -> str:
+    """Return ``names`` as the text of a list, whose end is left out if it is long.
+
+    Examples
+    --------
+    >>> listed(["rho", "eta"]), listed(range(1000))[-19:]
+    ("['rho', 'eta']", ' ... (1000 in all)]')
+    """
+    names, said = [*names], ""
+    for place, name in enumerate(names):
+        text = f", {shown(name)}" if place else shown(name)
+        if len(said) + len(text) > 170:
+            return f"[{said}, ... ({len(names)} in all)]"
+        said += text
+    return f"[{said}]"
 
 
 def _hint(name: object, known: Sequence[str], use: Mapping[str, str]) -> str:
-    other = OTHER_WORDS.get(_kebab(str(name)[:100]), "")
-    instead = use.get(str(name), other if {*other} & {*" ("} else "")
+    other = OTHER_WORDS.get(_kebab(name), "")
+    instead = use.get(name if isinstance(name, str) else "", other if {*other} & {*" ("} else "")
     if instead:
         return f" (use {instead})"
     near = "" if name in known else meant(name, known, 0.5)
@@ -116,8 +139,9 @@ def unknown_of(names: Iterable[object], known: Sequence[str]) -> str:
     >>> unknown_of(["x"], [])
     "'x'; it has none"
     """
-    return f"{unknown(names, known)}; it has {known or 'none'}"
+    return f"{unknown(names, known)}; it has {listed(known) if known else 'none'}"
 
 
-def _kebab(name: str) -> str:
-    return name.lower().replace("_", "-")
+def _kebab(name: object) -> str:
+    text = name[:100] if isinstance(name, str) else shown(name)
+    return text.lower().replace("_", "-")

@@ -5,26 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fl_strategies.core.schedules import shown
 
-def parse_params(text: str) -> dict[str, Any]:
+
+def parse_params(text: str, setting: str = "") -> dict[str, Any]:
     """Return ``{"rho": 0.01, "eta": {1: 1.0, 60: 0.5}}`` from ``"rho=0.01 eta=1:1.0;60:0.5"``.
 
-    Raises ``ValueError`` for an item that is not ``name=value``, a name that is given twice, or an
-    invalid schedule.
+    Raises ``ValueError``, which begins with the ``setting`` that has the text, for an item that is
+    not ``name=value``, a name that is given twice, or an invalid schedule.
 
     Examples
     --------
     >>> parse_params("rho=0.01 eta=1:1.0;60:0.5 weights=uniform")
     {'rho': 0.01, 'eta': {1: 1.0, 60: 0.5}, 'weights': 'uniform'}
     """
+    try:
+        return _params(text)
+    except ValueError as error:
+        raise ValueError(f"{setting}: {error}" if setting else str(error)) from None
+
+
+def _params(text: str) -> dict[str, Any]:
     params: dict[str, Any] = {}
     for item in text.split():
         name, sign, value = item.partition("=")
         if not (name and sign and value):
-            raise ValueError(f"an option is given as name=value, got {item!r}")
+            raise ValueError(f"an option is given as name=value, got {shown(item)}")
         name = name.replace("-", "_")
         if name in params:
-            raise ValueError(f"each option once, got {name} twice in {text!r}")
+            raise ValueError(f"each option once, got {shown(name)} twice in {shown(text)}")
         params[name] = _value(name, value)
     return params
 
@@ -45,9 +54,11 @@ def _value(name: str, text: str) -> Any:
             pairs = [part.partition(":") for part in text.split(";")]
             schedule = {int(first): float(number) for first, _, number in pairs}
         except ValueError:
-            raise ValueError(f"a schedule is given as 1:1.0;60:0.5, got {name}={text}") from None
+            raise ValueError(
+                f"a schedule is given as 1:1.0;60:0.5, got {shown(f'{name}={text}')}"
+            ) from None
         if len(schedule) < len(pairs):
-            raise ValueError(f"a schedule has each round once, got {name}={text}")
+            raise ValueError(f"a schedule has each round once, got {shown(f'{name}={text}')}")
         return schedule
     if text in ("None", "none"):
         return None

@@ -92,11 +92,49 @@ def require(holds: bool, name: str, must: str, value: object) -> None:
         raise ValueError(f"{name} must be {must}, got {shown(value)}")
 
 
+LONGEST = 80
+"""The most characters of a value that a message shows."""
+
+
 def shown(value: object) -> str:
-    """Return ``value`` as one short line: if it is long or has an address, by its type."""
-    text = repr(value)
-    short = len(text) <= 80 and "\n" not in text and " at 0x" not in text
+    """Return ``value`` as one short line, whatever it is.
+
+    Of a long text the beginning is shown, and of a long number the size; anything else that is
+    long, that has an address or that has no text is shown by its type.
+
+    Examples
+    --------
+    >>> shown("a\\nb"), shown("x" * 100_000)
+    ("'a\\\\nb'", "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx'... (100,000 characters)")
+    >>> shown(10**400), shown([7] * 1000)
+    ('an integer of 401 digits', 'list(...)')
+    """
+    if isinstance(value, str | bytes | bytearray):
+        text = repr(value[:LONGEST])
+        if len(value) <= LONGEST and len(text) <= LONGEST:
+            return text
+        return f"{text[:42]}{text[0]}... ({len(value):,} characters)"
+    if isinstance(value, int) and abs(value) >= 10**LONGEST:
+        return f"an integer of {math.floor(value.bit_length() * math.log10(2)) + 1} digits"
+    try:
+        text = repr(value)
+    except Exception:  # an object of a user's, or an integer in it that is too long
+        text = ""
+    short = 0 < len(text) <= LONGEST and text.isprintable() and " at 0x" not in text
     return text if short else f"{type(value).__name__}(...)"
+
+
+def brief(text: str, most: int = 150) -> str:
+    """Return another's ``text`` as one line of at most ``most`` characters.
+
+    Examples
+    --------
+    >>> brief("no such\\noption", 12)
+    'no such o...'
+    """
+    line = "".join(c if c.isprintable() else " " for c in text[: 10 * most])
+    line = " ".join(line.split())
+    return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
 def _finite(value: float) -> bool:
@@ -125,7 +163,7 @@ def step_decay(value: float, rounds: int) -> dict[int, float]:
 def check_flag(name: str, value: object) -> None:
     """Raise ``ValueError`` unless ``value`` is true or false."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name} must be bool, got {value!r}")
+        raise ValueError(f"{name} must be bool, got {shown(value)}")
 
 
 def one_of(name: str, value: object, choices: Sequence[object]) -> None:
@@ -145,4 +183,4 @@ def all_among(
     for name, choices in allowed.items():
         if (value := settings.get(name)) is not None and value not in choices:
             must = f"be one of {list(choices)}" if choices else "not be set"
-            raise ValueError(f"{name} must {must}, got {value!r}: {why}")
+            raise ValueError(f"{name} must {must}, got {shown(value)}: {why}")

@@ -11,7 +11,7 @@ from flwr.app import MetricRecord, RecordDict
 from fl_strategies.core.hyperparameters import Declared, Scalar, choice, flag, number, option
 from fl_strategies.core.ledger import LostState
 from fl_strategies.core.local import default_training
-from fl_strategies.core.near import meant, unknown
+from fl_strategies.core.near import listed, meant, unknown
 from fl_strategies.core.schedules import shown
 from fl_strategies.messages.wire import MAX_SAMPLES
 from fl_strategies.server.callbacks import Callback
@@ -254,4 +254,4 @@ class Options(Declared):
             if (setting := name if name in settings else meant(name, settings, 0.85))
         }
         said = f"{cls.__name__} has no argument {unknown(given, cls.declarations, use)}"
-        return f"{said}; its own are {[*cls.hyperparameters()]}"
+        return f"{said}; its own are {listed(cls.hyperparameters())}"

@@ -11,12 +11,15 @@ from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 from fl_strategies.core.near import unknown
+from fl_strategies.core.schedules import brief
 from simulations.results import room
 
 BAD_ARGUMENTS, RUN_FAILED = 2, 1
 """Exit codes."""
 T = TypeVar("T", int, float)
 OPTION = re.compile(r"--?[A-Za-z]")
+NEGATIVE = re.compile(r"-([.\d]|(inf|infinity|nan)\b)", re.IGNORECASE)
+"""How a value begins that looks like an option: -1,1 and -inf."""
 
 
 class Command(argparse.ArgumentParser):
@@ -36,7 +39,7 @@ class Command(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        self._negative_number_matcher = re.compile(r"-[.\d]")  # -1,1 is a value, no option
+        self._negative_number_matcher = NEGATIVE
 
     def add_argument(  # type: ignore[override]
         self, *names: str, help: str, **options: Any
@@ -52,7 +55,8 @@ class Command(argparse.ArgumentParser):
         words = [*self.given, *(sys.argv[1:] if arguments is None else arguments)]
         for word in words:
             name, _, _ = word.partition("=")
-            if OPTION.match(word) and " " not in name and name not in self.options:
+            option = OPTION.match(word) and " " not in name and not NEGATIVE.match(word)
+            if option and name not in self.options:
                 self.error(f"unknown option {unknown([name], self.options)}; --help lists all")
         return self.parse_args(words)
 
@@ -70,6 +74,12 @@ class Command(argparse.ArgumentParser):
         """Return the command as a shell takes it, with ``arguments`` or those of this process."""
         words = sys.argv[1:] if arguments is None else arguments
         return f"{self.prog} {shlex.join(words)}"
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:  # it quotes the whole text
+            raise argparse.ArgumentError(action, brief(error.message)) from None
 
     def error(self, message: str) -> NoReturn:
         """End with one line about bad arguments."""
