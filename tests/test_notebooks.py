@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import matplotlib.font_manager  # noqa: F401  # else the first notebook reports its cache
@@ -56,16 +56,36 @@ def test_a_notebook_is_committed_without_outputs(path: Path) -> None:
         assert (cell.outputs, cell.execution_count, cell.metadata) == ([], None, {}), cell.id
 
 
-def test_every_notebook_begins_with_the_same_install_cell() -> None:
-    (cell,) = {code(path)[0].source for path in NOTEBOOKS}
-    assert 'SOURCE = ""' in cell  # what .ci/notebook fills in
+def test_a_notebook_has_one_line_of_install_and_mutes_nobodys_log() -> None:
+    for path in NOTEBOOKS:
+        text = "\n".join(cell.source for cell in read(path).cells)
+        assert text.count("pip install") == 1, path.name
+        assert "getLogger" not in text, path.name
+        assert "find_spec" not in text, path.name
 
 
-def test_the_install_cell_asks_for_a_source_where_nothing_is_installed(tmp_path: Path) -> None:
-    cell = code(NOTEBOOKS[0])[0].source
-    bare = [sys.executable, "-I", "-S", "-c", cell]  # without installed packages
-    done = subprocess.run(bare, cwd=tmp_path, capture_output=True, text=True)
-    assert "fl_strategies is not installed: set SOURCE" in done.stderr
+def test_a_notebook_imports_what_the_wheel_and_its_extra_hold() -> None:
+    """`simulations` is in the wheel, `simulations.lab` and the tests are not."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert "simulations/lab" in wheel["exclude"]
+    needed = [*project["project"]["dependencies"]]
+    needed += project["project"]["optional-dependencies"]["simulation"]
+    installed = {re.split(r"[^\w-]", name)[0].replace("-", "_") for name in needed}
+    installed = (installed - {"scikit_learn"}) | {"sklearn", *wheel["packages"]}
+    for path in NOTEBOOKS:
+        source = "\n".join(cell.source for cell in code(path))
+        imported = re.findall(r"^(?:from|import) ([\w.]+)", source, re.MULTILINE)
+        others = {name.split(".")[0] for name in imported} - sys.stdlib_module_names
+        assert others <= installed, path.name
+        assert not [name for name in imported if name.startswith("simulations.lab")], path.name
+
+
+def test_the_first_notebook_shows_the_api() -> None:
+    source = "\n".join(cell.source for cell in code(NOTEBOOKS[0]))
+    assert "simulations" not in source
+    for shown in ("FedADMM(", "AnyAlgorithmClient(", ".start("):
+        assert shown in source
 
 
 def test_one_notebook_alone_defines_an_algorithm() -> None:
