@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ from simulations import experiment, worker
 from simulations.config import RunConfig
 from simulations.lab.command_line import Command
 from simulations.lab.deployment import Federation
-from simulations.lab.superlink import ROOT, running
+from simulations.lab.superlink import ROOT, running, with_home
 
 RESTART_SECONDS = 5.0
 """``RestartSec`` of SuperLink and SuperNodes."""
@@ -72,7 +72,7 @@ class Unit:
     start: Callable[[], subprocess.Popen[str]]
     process: subprocess.Popen[str]
     starts: int = 1
-    _due: float = field(default=0.0)
+    _due: float = 0.0
 
     def keep(self) -> None:
         """Start the process again if it ended ``RESTART_SECONDS`` ago."""
@@ -219,12 +219,11 @@ def _finished(config: RunConfig) -> bool:
 
 def _running(home: Path, program: str) -> Iterator[int]:
     """Yield the processes of a program with this Flower home."""
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # gone meanwhile, or somebody else's
-            if f"FLWR_HOME={home}\0".encode() in environment.read_bytes():
-                words = environment.with_name("cmdline").read_bytes().split(b"\0")
-                if any(Path(word.decode(errors="replace")).name == program for word in words[:2]):
-                    yield int(environment.parent.name)
+    for pid in with_home(home):
+        with suppress(OSError):  # gone meanwhile
+            words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+            if any(Path(word).name == program for word in words[:2]):
+                yield pid
 
 
 def _below(pid: int) -> list[int]:

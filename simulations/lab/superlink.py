@@ -38,7 +38,7 @@ Scalar = str | int | float | bool
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOPBACK = "127.0.0.1"
-STARTUP_SECONDS = 60.0
+STARTUP_SECONDS = 180.0  # more than a busy machine needs
 STOP_SECONDS = 10.0
 TAIL_LINES = 40
 GUARD = """trap '' HUP INT TERM; read -r _
@@ -249,7 +249,7 @@ class SuperLink:
         with suppress(ProcessLookupError, PermissionError):  # macOS refuses to signal zombies
             os.killpg(self.group, signal.SIGKILL)
         # a SuperLink's and a SuperNode's own processes have groups of their own
-        for pid in _with_home(self.home):
+        for pid in with_home(self.home):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for process in self.processes:
@@ -258,7 +258,7 @@ class SuperLink:
                 if pipe is not None:
                     pipe.close()
         deadline = time.monotonic() + STOP_SECONDS
-        while time.monotonic() < deadline and (_group_lives(self.group) or _with_home(self.home)):
+        while time.monotonic() < deadline and (_group_lives(self.group) or with_home(self.home)):
             time.sleep(0.02)
 
 
@@ -361,7 +361,7 @@ def _toml(value: Scalar) -> str:
     return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 
-def _with_home(home: Path) -> list[int]:
+def with_home(home: Path) -> list[int]:
     """The processes with this Flower home in their environment, if there is a /proc."""
     found = []
     for environment in Path("/proc").glob("[0-9]*/environ"):
