@@ -1,5 +1,6 @@
 """The client half: NumPyClients for every algorithm, local solvers, and the bridge to Flower."""
 
+from pathlib import Path
 from typing import Any
 
 from clients.any_algorithm import CLIENTS, AnyAlgorithmClient
@@ -20,6 +21,7 @@ from clients.node.in_process import InProcessGrid
 from clients.node.state import ContextStore, DirectoryStore, Owner, StateError, Store
 from clients.personalized import PersonalizedModel, personalized_model, personalized_models
 from clients.request import Config, Received
+from fl_strategies.core.hidden import check_hides_nothing
 from fl_strategies.core.local import LocalTraining
 from fl_strategies.core.oracle import Gradient, Oracle, Solved, Step
 
@@ -66,5 +68,9 @@ for _client in CLIENTS.values():
 
 
 def __getattr__(name: str) -> Any:
-    """Say to type checkers that each algorithm's client is here: ``FedADMMClient`` and so on."""
+    """Say what hides a package of the user's that may be meant.
+
+    Type checkers learn that each algorithm's client is here: ``FedADMMClient`` and so on.
+    """
+    check_hides_nothing(Path(__file__).parent, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

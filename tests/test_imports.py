@@ -134,6 +134,61 @@ def test_another_package_named_clients_is_named_with_the_one_it_hides(tmp_path: 
     assert f"fl_strategies in {ROOT / 'clients'}: rename yours" in said()
 
 
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import fl_strategies\nfrom clients import FlatModel", "cannot import 'FlatModel': "),
+        (
+            "import fl_strategies\nfrom clients import FedADMMClient",
+            "cannot import 'FedADMMClient'",
+        ),
+        (
+            "import clients, fl_strategies\nfrom clients import FlatModel",
+            "cannot import 'FlatModel'",
+        ),
+        ("import fl_strategies\nfrom clients import mine, solve\nprint(mine, solve.mine)", ""),
+        ("import fl_strategies, clients\nassert not hasattr(clients, 'other')", ""),
+    ],
+)
+def test_a_name_wanted_of_the_hidden_package_says_what_hides_it(
+    program: str, said: str, tmp_path: Path
+) -> None:
+    """The user's own names, and submodules named as ours, stay theirs."""
+    mine = tmp_path / "clients"
+    mine.mkdir()
+    (mine / "__init__.py").write_text("mine = 1")
+    (mine / "solve.py").write_text("mine = 2")
+    error = failed(program, tmp_path, ROOT)
+    assert said in error
+    assert not said or f"finds {mine / '__init__.py'}, which comes first on sys.path" in error
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"), [("Mine", True), ("learning", False), ("FlatModel", False)]
+)
+def test_a_name_wanted_of_a_package_that_ours_hides_says_so(
+    wanted: str, told: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "clients").mkdir()
+    (tmp_path / "clients/__init__.py").write_text("Mine = 1")
+    program = f"import sys\nsys.path.append({str(tmp_path)!r})\nfrom clients import {wanted}"
+    error = failed(program, ROOT, ROOT)
+    assert (f"hides {tmp_path / 'clients/__init__.py'}: rename yours" in error) is told
+    assert bool(error) is told
+
+
+def failed(program: str, folder: Path, path: Path) -> str:
+    """Return the last line of what a program prints as its error, "" if it ends well."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        env=os.environ | {"PYTHONPATH": str(path)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    return done.stderr.splitlines()[-1] if done.returncode else ""
+
+
 # ---- floors -------------------------------------------------------------------------------------
 
 FLOORS = {
