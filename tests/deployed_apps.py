@@ -110,7 +110,7 @@ def main(grid, context):
     if life <= KILLS and life % 2:
         pushes, pushed, grid.push_messages = moments.randrange(1, 4), grid.push_messages, push
     elif life <= KILLS:
-        writes, os.fsync = life + 1, write
+        writes, os.fsync = 2 * life + 1, write  # each file's, then its folder's
     experiment.run(config, grid)
 """
 """This repository's ServerApp, but each of its first lives is ended by SIGKILL: at a random moment
