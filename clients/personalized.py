@@ -93,6 +93,8 @@ def personalized_model(
             f"the server used no reply of client {_where(store)[1]} up to the last checkpoint in"
             f" {checkpoints}"
         )
+    how = "which the server used" if found.acknowledged else "its newest"
+    log(INFO, "personalized model of client %d: of round %d, %s", found.client, found.round, how)
     return found
 
 
@@ -177,8 +179,6 @@ def _model_of(
             f" {number}, which the server used"
         )
     arrays = _arrays(owner.algorithm, model, store.load(owner, number), last)
-    how = "its newest" if last is None else "which the server used"
-    log(INFO, "personalized model of client %d: of round %d, %s", client, number, how)
     return PersonalizedModel(arrays, client, number, acknowledged=last is not None)
 
 
