@@ -152,7 +152,7 @@ class FedADMM(FederatedStrategy):
     paper_local: ClassVar[Mapping[str, Scalar]] = {"epochs": 5, "random-epochs": True}
     authors_rule: ClassVar[Mapping[str, Any]] = {
         "rho": 0.01,
-        "eta": {0: 1.0, 60: 0.5},
+        "eta": {1: 1.0, 60: 0.5},
         "local_start": "global",
         "tracking": "global",
     }
