@@ -14,8 +14,10 @@ from fl_strategies.core.near import unknown
 
 
 def _client_of(strategy: type[FederatedStrategy]) -> type[FederatedClient]:
-    """Return the client of the strategy's algorithm, from the module that the strategy names."""
-    name = strategy.client_module or f"clients.{strategy.__module__.rpartition('.')[2]}"
+    """Return the client that the strategy runs, from the module of the same name."""
+    if strategy.runs:
+        return _client_of(STRATEGIES[strategy.runs])
+    name = f"clients.{strategy.__module__.rpartition('.')[2]}"
     found: object
     for found in vars(importlib.import_module(name)).values():
         if (
@@ -30,7 +32,7 @@ def _client_of(strategy: type[FederatedStrategy]) -> type[FederatedClient]:
 CLIENTS: dict[str, type[FederatedClient]] = {
     name: _client_of(strategy) for name, strategy in STRATEGIES.items()
 }
-"""Every client by the name of its algorithm."""
+"""The client of every algorithm, by its name: that of another if it changes the server alone."""
 
 
 class AnyAlgorithmClient(NumPyClient):

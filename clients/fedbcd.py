@@ -1,16 +1,19 @@
-"""The client half of FedBCD and FedBCD-I; the rules are in ``fl_strategies.bcd``."""
+"""The client half of FedBCD, sync-cloud and async-cloud; its rule is in ``fl_strategies.bcd``.
+
+A device cannot tell whether cloud servers wait for each other.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from clients.base import FederatedClient
-from clients.request import Config, Received, count, value_of
+from clients.request import Config, Received, value_of
 from fl_strategies.bcd import fedbcd, fedbcd_i
 from fl_strategies.core.oracle import Oracle, Step
 
 
-class _Device(FederatedClient):
+class Device(FederatedClient):
     """A client that keeps a personalized model."""
 
     @staticmethod
@@ -23,7 +26,7 @@ class _Device(FederatedClient):
         return self.training.updated(config).steps > 0
 
 
-class FedBCDClient(_Device):
+class FedBCDClient(Device):
     """Keeps its model and the iterate before it; uploads the model's change."""
 
     algorithm = "fedbcd"
@@ -39,38 +42,5 @@ class FedBCDClient(_Device):
             received.theta,
             oracle,
             gamma=value_of(config, "gamma"),
-            by_steps=self.counts_steps(config),
-        )
-
-
-class FedBCDAsyncClient(FedBCDClient):
-    """As :class:`FedBCDClient`: a device cannot tell whether cloud servers wait for each other."""
-
-    algorithm = "fedbcd-async"
-
-
-class FedBCDIClient(_Device):
-    """Trains for the rounds it was available in, takes the pull step, and uploads its model."""
-
-    algorithm = "fedbcd-i"
-    only_solves = True
-    state_type = fedbcd_i.State
-
-    def first_state(self, theta: Tensor, config: Config) -> fedbcd_i.State:
-        return fedbcd_i.first_state(theta)
-
-    def most_steps(self, config: Config) -> float:
-        return super().most_steps(config) * count(config, "offline-rounds")
-
-    def step(
-        self, state: fedbcd_i.State, received: Received, oracle: Oracle, config: Config
-    ) -> Step:
-        return fedbcd_i.client_rule(
-            state,
-            received.theta,
-            oracle,
-            gamma=value_of(config, "gamma"),
-            rounds=count(config, "offline-rounds"),
-            box=value_of(config, "box") or None,
             by_steps=self.counts_steps(config),
         )

@@ -17,10 +17,11 @@ from fl_strategies.core.hyperparameters import (
     option,
 )
 from fl_strategies.core.oracle import Oracle, Solved, Step
-from fl_strategies.core.records import Upload, Uploads
+from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.schedules import step_decay
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector, weighted_mean
+from fl_strategies.server.algorithm import Next
 from fl_strategies.server.callbacks import BestModel, ClientHistory, EarlyStop, History, RoundInfo
 from fl_strategies.server.checkpoints import Checkpoints
 from fl_strategies.server.options import Options
@@ -49,16 +50,17 @@ __all__ = [
     "FederatedStrategy",
     "History",
     "Hyperparameter",
+    "Next",
     "NothingUsable",
     "Options",
     "Oracle",
+    "Round",
     "RoundInfo",
     "Schedule",
     "Solved",
     "Step",
     "Subproblem",
     "Upload",
-    "Uploads",
     "Vector",
     "as_legacy",
     "choice",

@@ -40,16 +40,16 @@ Needs", NeurIPS 2024, Algorithm 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from fl_strategies.core.hyperparameters import Schedule, number
 from fl_strategies.core.oracle import Oracle, Step
-from fl_strategies.core.records import Uploads
+from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.schedules import at
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector, weighted_mean
-from fl_strategies.server.algorithm import Card
+from fl_strategies.server.algorithm import Card, Next
 from fl_strategies.server.strategy import FederatedStrategy
 
 
@@ -110,7 +110,7 @@ class AFedPD(FederatedStrategy):
     )
     averages = "changes"
     books_changes = True
-    folds_by = "1"
+    folds = True
 
     rho: Schedule = number(
         default=0.01,
@@ -123,28 +123,17 @@ class AFedPD(FederatedStrategy):
     def first_state(self, theta: Vector) -> ServerState:
         return ServerState({})
 
-    def missed(self, state: ServerState, since: int) -> Vector | None:
+    def catch_up(self, state: ServerState, since: int) -> Vector | None:
         if not state.means or since == max(state.means):
             return None
         return state.mean - (state.means[since] if since > 0 else 0.0)
 
-    def aggregate(
-        self, state: ServerState, theta: Vector, uploads: Uploads
-    ) -> tuple[Vector, ServerState]:
-        rho = at(self.rho, uploads.round)
+    def aggregate(self, state: ServerState, round: Round, uploads: Sequence[Upload]) -> Next:
+        rho = at(self.rho, round.number)
         moves = (upload.vector for upload in uploads)
-        theta, mean = server_rule(theta, state.mean, moves, rho=rho)
-        return theta, ServerState({**state.means, uploads.round: mean})
-
-    def end_round(
-        self, before: ServerState, state: ServerState, uploads: Uploads, metrics: Mapping[str, Any]
-    ) -> tuple[ServerState, dict[str, float]]:
-        assert self.layout is not None
-        last, now = {*self.ledger.acked.values()}, max(state.means, default=0)
-        dtype = self.layout.dtype  # only V continues, in float64
-        means = {
-            r: mean if r == now else mean.astype(dtype, copy=False)
-            for r, mean in state.means.items()
-            if r in last
-        }
-        return ServerState(means), {}
+        theta, mean = server_rule(round.theta, state.mean, moves, rho=rho)
+        last = {*{**round.acked, **{upload.client: upload.round for upload in uploads}}.values()}
+        assert round.layout is not None
+        dtype = round.layout.dtype  # only V continues, in float64
+        before = {r: v.astype(dtype, copy=False) for r, v in state.means.items() if r in last}
+        return theta, ServerState({**before, round.number: mean}), {}

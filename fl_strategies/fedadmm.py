@@ -54,18 +54,18 @@ System Heterogeneity", ICDE 2022, Algorithm 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from fl_strategies.core.hyperparameters import Scalar, Schedule, choice, number
 from fl_strategies.core.oracle import Oracle, Step
-from fl_strategies.core.records import Upload, Uploads
+from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.schedules import at
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector, weighted_mean, weighted_sum
-from fl_strategies.server.algorithm import NUM_CLIENTS, Card
+from fl_strategies.server.algorithm import NUM_CLIENTS, Card, Next
 from fl_strategies.server.strategy import FederatedStrategy
 
 Side: TypeAlias = Literal["client", "global"]
@@ -142,7 +142,7 @@ class FedADMM(FederatedStrategy):
     )
     averages = "changes"
     books_changes = True
-    folds_by = "1"
+    folds = True
     paper_rule: ClassVar[Mapping[str, Any]] = {
         "rho": 0.01,
         "eta": 1.0,
@@ -204,23 +204,21 @@ class FedADMM(FederatedStrategy):
         from_origin = self.eta == "fraction" and self.tracking == "client"
         self.newcomer = self.newcomer or ("origin" if from_origin else "received")
 
-    def begin(self, state: ServerState | None, theta: Vector) -> ServerState | None:
-        if self.newcomer == "origin" and not self.ledger.acked:
-            return ServerState(theta, np.zeros_like(theta))
+    def begin(self, state: ServerState | None, round: Round, num_rounds: int) -> ServerState | None:
+        if self.newcomer == "origin" and not round.acked:
+            return ServerState(round.theta, np.zeros_like(round.theta))
         return state
 
-    def aggregate(
-        self, state: ServerState | None, theta: Vector, uploads: Uploads
-    ) -> tuple[Vector, ServerState | None]:
-        m = uploads.population
+    def aggregate(self, state: ServerState | None, round: Round, uploads: Sequence[Upload]) -> Next:
+        theta, m = round.theta, round.population
         if state is None or self.eta != "fraction":
-            step = len(uploads) / m if self.eta == "fraction" else at(self.eta, uploads.round)
+            step = len(uploads) / m if self.eta == "fraction" else at(self.eta, round.number)
             shift = None if state is None else theta - state.origin
             deltas = (changed(upload, shift) for upload in uploads)
-            return server_rule(theta, deltas, step=step), state
+            return server_rule(theta, deltas, step=step), state, {}
         deltas = (changed(upload, theta - state.origin) for upload in uploads)
         theta, total = sum_rule(state.origin, state.total, deltas, clients=m)
-        return theta, ServerState(state.origin, total)
+        return theta, ServerState(state.origin, total), {}
 
 
 def changed(upload: Upload, shift: Vector | None) -> Vector:

@@ -18,16 +18,16 @@ Deep Networks from Decentralized Data", AISTATS 2017, Algorithm 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
 from fl_strategies.core.hyperparameters import choice
 from fl_strategies.core.oracle import Oracle, Step
-from fl_strategies.core.records import Upload, Uploads
+from fl_strategies.core.records import Mean, Round, Upload
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector, weighted_mean
 from fl_strategies.messages.identity import FREE
-from fl_strategies.server.algorithm import Card, State
+from fl_strategies.server.algorithm import Card, Next, State
 from fl_strategies.server.strategy import FederatedStrategy
 
 Weights: TypeAlias = Literal["samples", "uniform"]
@@ -39,31 +39,32 @@ def client_rule(theta: Vector, oracle: Oracle) -> Step:
     return Step(solved.w, solved=solved)
 
 
-def server_rule(uploads: Iterable[Upload], *, weights: Weights) -> Vector:
+def weight(upload: Upload, *, weights: Weights) -> float:
+    """Return p_i."""
+    return upload.num_examples if weights == "samples" else 1.0
+
+
+def server_rule(
+    uploads: Iterable[Upload], *, weights: Weights, mean: Mean = weighted_mean
+) -> Vector:
     """Return the mean of the uploads, by (2)."""
-    by_size = weights == "samples"
-    return weighted_mean((up.vector, up.num_examples if by_size else 1.0) for up in uploads)
+    return mean((upload.vector, weight(upload, weights=weights)) for upload in uploads)
 
 
 class Averaging(FederatedStrategy):
     """Base of the strategies whose server does (2)."""
 
     averages = "models"
+    folds = True
+    weight = staticmethod(weight)
     weights: Weights = choice(
         default="samples",
         choices=("samples", "uniform"),
         about="Whether p_i is the number of samples, or 1.",
     )
 
-    def weight(self, upload: Upload) -> float:
-        return upload.num_examples if self.weights == "samples" else 1.0
-
-    @property
-    def folds_by(self) -> str:
-        return "num-examples" if self.weights == "samples" else "1"
-
-    def aggregate(self, state: State, theta: Vector, uploads: Uploads) -> tuple[Vector, State]:
-        return server_rule(uploads, weights=self.weights), state
+    def aggregate(self, state: State, round: Round, uploads: Sequence[Upload]) -> Next:
+        return server_rule(uploads, weights=self.weights, mean=round.mean), state, {}
 
 
 class FedAvg(Averaging):

@@ -36,11 +36,11 @@ import numpy as np
 
 from fl_strategies.core.hyperparameters import Schedule, number
 from fl_strategies.core.oracle import Oracle, Step
-from fl_strategies.core.records import Uploads
+from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.schedules import at
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector, weighted_sum
-from fl_strategies.server.algorithm import NUM_CLIENTS, Card
+from fl_strategies.server.algorithm import NUM_CLIENTS, Card, Next
 from fl_strategies.server.strategy import FederatedStrategy
 
 
@@ -90,7 +90,7 @@ class FedDyn(FederatedStrategy):
     )
     averages = "changes"
     books_changes = True
-    folds_by = "1"
+    folds = True
 
     alpha: Schedule = number(
         default=0.01,
@@ -104,14 +104,12 @@ class FedDyn(FederatedStrategy):
     def first_state(self, theta: Vector) -> ServerState:
         return ServerState(np.zeros_like(theta))
 
-    def aggregate(
-        self, state: ServerState, theta: Vector, uploads: Uploads
-    ) -> tuple[Vector, ServerState]:
+    def aggregate(self, state: ServerState, round: Round, uploads: Sequence[Upload]) -> Next:
         theta, duals = server_rule(
-            theta,
+            round.theta,
             state.duals,
             [upload.vector for upload in uploads],
-            alpha=at(self.alpha, uploads.round),
-            clients=uploads.population,
+            alpha=at(self.alpha, round.number),
+            clients=round.population,
         )
-        return theta, ServerState(duals)
+        return theta, ServerState(duals), {}

@@ -27,7 +27,7 @@ Heterogeneous Federated Optimization", NeurIPS 2020, eq. 13 and Section 4.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fl_strategies.core.clipping import clip
@@ -35,10 +35,10 @@ from fl_strategies.core.columns import choose, is_nought, repeated
 from fl_strategies.core.hyperparameters import Schedule, largest, number
 from fl_strategies.core.oracle import Oracle, Step
 from fl_strategies.core.plain import PLAIN, check_plain_steps
-from fl_strategies.core.records import Upload, Uploads
+from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector, weighted_sum
-from fl_strategies.server.algorithm import Card, State
+from fl_strategies.server.algorithm import Card, Next, State
 from fl_strategies.server.strategy import FederatedStrategy
 
 NORMALIZER = "normalizer"
@@ -98,6 +98,11 @@ def check_steps(settings: Mapping[str, Any], mu: float) -> None:
         )
 
 
+def weight(upload: Upload) -> float:
+    """Return n_i / a_i."""
+    return upload.num_examples / upload.scalars[NORMALIZER]
+
+
 class FedNova(FederatedStrategy):
     """FedNova's server half; see the module's docstring for the rule and every symbol.
 
@@ -105,6 +110,8 @@ class FedNova(FederatedStrategy):
     """
 
     algorithm = "fednova"
+    folds = True
+    weight = staticmethod(weight)
     card = Card(
         "FedNova",
         "divides each client's change by its number of local steps",
@@ -128,16 +135,10 @@ class FedNova(FederatedStrategy):
     def scalar_bounds(self) -> Mapping[str, tuple[float, float]]:
         return {NORMALIZER: (1e-12, 2.0**53)}
 
-    def weight(self, upload: Upload) -> float:
-        return upload.num_examples / upload.scalars[NORMALIZER]
-
-    @property
-    def folds_by(self) -> str:
-        return f"num-examples / {NORMALIZER}"
-
-    def aggregate(self, state: State, theta: Vector, uploads: Uploads) -> tuple[Vector, State]:
+    def aggregate(self, state: State, round: Round, uploads: Sequence[Upload]) -> Next:
+        theta = round.theta
         found = ((up.vector, up.num_examples, up.scalars[NORMALIZER]) for up in uploads)
         model = server_rule(theta, found)
         if self.clipping_norm is not None:  # a client's a scales the changes of all
             model = theta + clip(model - theta, self.clipping_norm)
-        return model, state
+        return model, state, {}

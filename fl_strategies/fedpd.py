@@ -45,20 +45,21 @@ Non-IID Data", IEEE Transactions on Signal Processing 2021, Algorithms 2-4.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from fl_strategies.core.columns import choose, repeated, square_norm
 from fl_strategies.core.hyperparameters import Scalar, Schedule, choice, number
 from fl_strategies.core.local import default_training
+from fl_strategies.core.log import LOGGER
 from fl_strategies.core.oracle import Oracle, Solved, Step, Tally
 from fl_strategies.core.randomness import stream
-from fl_strategies.core.records import Uploads
+from fl_strategies.core.records import Mean, Round, Upload
 from fl_strategies.core.schedules import one_of
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector, weighted_mean
-from fl_strategies.server.algorithm import Card
+from fl_strategies.server.algorithm import Card, Next
 from fl_strategies.server.strategy import FederatedStrategy
 
 X0Rule: TypeAlias = Literal["paper", "authors"]
@@ -138,9 +139,9 @@ def client_rule(
     return Step(base + eta * lam, State(x, lam, g), scalars, solved)
 
 
-def server_rule(uploads: Iterable[Vector]) -> Vector:
+def server_rule(uploads: Iterable[Vector], *, mean: Mean = weighted_mean) -> Vector:
     """Return the mean of the uploads, by (4)."""
-    return weighted_mean((upload, 1.0) for upload in uploads)
+    return mean((upload, 1.0) for upload in uploads)
 
 
 ORACLE_TWO: Mapping[str, float] = MappingProxyType(
@@ -186,13 +187,15 @@ def rounds_from(first: int, *, p: float, seed: int) -> range:
 class ServerState(NamedTuple):
     """What the server keeps: algorithm and communication rounds done, and where this run began.
 
-    ``before`` counts the algorithm rounds that earlier runs were asked for, or did, if more.
+    ``before`` counts the algorithm rounds that earlier calls of ``start`` were asked for, or did,
+    if more; ``wanted`` those of the current call.
     """
 
     done: int = 0
     exchanges: int = 0
     first: int = 0
     before: int = 0
+    wanted: int = 0
 
 
 class FedPD(FederatedStrategy):
@@ -222,7 +225,8 @@ class FedPD(FederatedStrategy):
         paper="Zhang et al., IEEE TSP 2021",
     )
     averages = "models"
-    folds_by = "1"
+    folds = True
+    reports = ("algorithm-round", "exchanges", "bytes-saved")
     paper_rule: ClassVar[Mapping[str, Any]] = {"eta": 1.0, "oracle": "I", "x0_rule": "paper"}
     paper_local: ClassVar[Mapping[str, Scalar]] = {"lr": 0.01, "steps": 300, "batch-size": 2}
     authors_rule: ClassVar[Mapping[str, Any]] = {"oracle": "I", "x0_rule": "authors"}
@@ -298,22 +302,20 @@ class FedPD(FederatedStrategy):
         }
         check_oracle(self.oracle, given if self.oracle == "I" else self.local)
         self.oracle_two = {**ORACLE_TWO, **given} if self.oracle == "II" else {}
-        self._asked_for = 0
 
     def first_state(self, theta: Vector) -> ServerState:
         return ServerState()
 
-    def begin(self, state: ServerState, theta: Vector) -> ServerState:
-        before = max(state.before + self._asked_for, state.done)
-        self._asked_for = self.run.num_rounds
-        return state._replace(first=state.done, before=before)
+    def begin(self, state: ServerState, round: Round, num_rounds: int) -> ServerState:
+        before = max(state.before + state.wanted, state.done)
+        return state._replace(first=state.done, before=before, wanted=num_rounds)
 
-    def exchanges_in(self, num_rounds: int) -> int:
+    def communication_rounds(self, state: ServerState | None, num_rounds: int) -> int:
         """Return how many of the run's algorithm rounds end with communication.
 
         The run has ``num_rounds``, and those that earlier runs were asked for and did not run.
         """
-        state = self.state or self.first_state(self.theta)
+        state = state or ServerState()
         rounds = range(state.first, state.before + num_rounds)
         return sum(exchanges_after(r, p=self.p, seed=self.seed) for r in rounds)
 
@@ -321,7 +323,7 @@ class FedPD(FederatedStrategy):
         """Return the algorithm rounds up to the next communication round."""
         return rounds_from(state.done, p=self.p, seed=self.seed)
 
-    def tell(self, state: ServerState, server_round: int, client: int) -> Mapping[str, Any]:
+    def client_config(self, state: ServerState, round: Round, client: int) -> Mapping[str, Any]:
         rounds = self.next_rounds(state)
         return {
             "first-algorithm-round": rounds.start,
@@ -329,25 +331,33 @@ class FedPD(FederatedStrategy):
             **self.oracle_two,
         }
 
-    def replies_needed(self) -> int:
-        every_client = self.population if self.missing == "void" else 1
-        return max(every_client, super().replies_needed())
+    def replies_needed(self, round: Round) -> int:
+        every_client = round.population if self.missing == "void" else 1
+        return max(every_client, super().replies_needed(round))
 
-    def aggregate(
-        self, state: ServerState, theta: Vector, uploads: Uploads
-    ) -> tuple[Vector, ServerState]:
-        if len(uploads) < uploads.population:
-            present = f"{len(uploads)} of {uploads.population} clients"
-            self.say(uploads.round, f"continues with {present}")
-        done = state._replace(done=self.next_rounds(state).stop, exchanges=state.exchanges + 1)
-        return server_rule(upload.vector for upload in uploads), done
+    def aggregate(self, state: ServerState, round: Round, uploads: Sequence[Upload]) -> Next:
+        if len(uploads) < round.population:
+            LOGGER.warning(
+                "round %d continues with %d of %d clients",
+                round.number,
+                len(uploads),
+                round.population,
+            )
+        after = state._replace(done=self.next_rounds(state).stop, exchanges=state.exchanges + 1)
+        x0 = server_rule((upload.vector for upload in uploads), mean=round.mean)
+        return x0, after, progress(state, after, round)
 
-    def end_round(
-        self, before: ServerState, state: ServerState, uploads: Uploads, metrics: Mapping[str, Any]
-    ) -> tuple[ServerState, dict[str, float]]:
-        skipped = max(state.done - before.done - 1, 0)
-        return state, {
-            "algorithm-round": state.done,
-            "exchanges": state.exchanges,
-            "bytes-saved": skipped * (metrics["bytes-down"] + metrics["bytes-up"]),
-        }
+    def skipped(
+        self, state: ServerState, round: Round, uploads: Sequence[Upload]
+    ) -> tuple[ServerState, Mapping[str, float]]:
+        return state, progress(state, state, round)
+
+
+def progress(before: ServerState, after: ServerState, round: Round) -> dict[str, float]:
+    """Return the numbers of a round with these states before and after it."""
+    skipped = max(after.done - before.done - 1, 0)
+    return {
+        "algorithm-round": after.done,
+        "exchanges": after.exchanges,
+        "bytes-saved": skipped * round.traffic,
+    }

@@ -23,10 +23,9 @@ from collections.abc import Mapping, Sequence
 
 from fl_strategies.core.hyperparameters import Scalar
 from fl_strategies.core.plain import PLAIN, check_plain_steps
-from fl_strategies.core.records import Upload, Uploads
-from fl_strategies.core.vectors import Vector
-from fl_strategies.fedavg import server_rule
-from fl_strategies.server.algorithm import Card, State
+from fl_strategies.core.records import Round, Upload
+from fl_strategies.fedavg import Weights, server_rule, weight
+from fl_strategies.server.algorithm import Card, Next, State
 from fl_strategies.server.strategy import FederatedStrategy
 
 ONE_STEP: Mapping[str, Sequence[Scalar]] = {
@@ -54,18 +53,18 @@ class FedSGD(FederatedStrategy):
         keeps="nothing",
         paper="McMahan et al., AISTATS 2017",
     )
+    runs = "fedavg"
     averages = "models"
-    folds_by = "num-examples"
+    folds = True
+    weight = staticmethod(weight)
+    weights: Weights = "samples"
 
     def __post_init__(self) -> None:
         check_plain_steps(self.local, "FedSGD takes one gradient step on all samples", ONE_STEP)
         super().__post_init__()
 
-    def tell(self, state: State, server_round: int, client: int) -> Mapping[str, Scalar]:
+    def client_config(self, state: State, round: Round, client: int) -> Mapping[str, Scalar]:
         return {name: values[0] for name, values in ONE_STEP.items()}
 
-    def weight(self, upload: Upload) -> float:
-        return upload.num_examples
-
-    def aggregate(self, state: State, theta: Vector, uploads: Uploads) -> tuple[Vector, State]:
-        return server_rule(uploads, weights="samples"), state
+    def aggregate(self, state: State, round: Round, uploads: Sequence[Upload]) -> Next:
+        return server_rule(uploads, weights=self.weights, mean=round.mean), state, {}

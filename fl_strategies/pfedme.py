@@ -38,20 +38,21 @@ Reference: Dinh, Tran, Nguyen, "Personalized Federated Learning with Moreau Enve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 from fl_strategies import fedavg
 from fl_strategies.core.columns import repeated
 from fl_strategies.core.hyperparameters import Schedule, choice, largest, number
 from fl_strategies.core.oracle import Oracle, Step, Tally
-from fl_strategies.core.records import Upload, Uploads
+from fl_strategies.core.records import Mean, Round, Upload
 from fl_strategies.core.schedules import at
 from fl_strategies.core.subproblem import Subproblem
-from fl_strategies.core.vectors import Vector
+from fl_strategies.core.vectors import Vector, weighted_mean
 from fl_strategies.fedavg import Averaging, Weights
-from fl_strategies.server.algorithm import Card
+from fl_strategies.server.algorithm import Card, Next
 from fl_strategies.server.algorithm import State as ServerState
+from fl_strategies.server.composition import Averages
 
 Side: TypeAlias = Literal["client", "global"]
 
@@ -90,9 +91,16 @@ def client_rule(
     return Step(w, State(theta), solved=done.mean(w, steps, epochs=0))
 
 
-def server_rule(w: Vector, uploads: Iterable[Upload], *, beta: float, weights: Weights) -> Vector:
+def server_rule(
+    w: Vector,
+    uploads: Iterable[Upload],
+    *,
+    beta: float,
+    weights: Weights,
+    mean: Mean = weighted_mean,
+) -> Vector:
     """Return the next global model, by (3)."""
-    return (1 - beta) * w + beta * fedavg.server_rule(uploads, weights=weights)
+    return (1 - beta) * w + beta * fedavg.server_rule(uploads, weights=weights, mean=mean)
 
 
 class PFedMe(Averaging):
@@ -135,13 +143,12 @@ class PFedMe(Averaging):
         about="Whether p_i is the number of samples, or 1.",
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if largest(self.beta) > 1.0:  # then one client moves w by more than its share of the mean
-            self.composition.averages = ""
+    @property
+    def mean_of(self) -> Averages:
+        # above 1, one client moves w by more than its share of the mean
+        return self.averages if largest(self.beta) <= 1.0 else ""
 
-    def aggregate(
-        self, state: ServerState, theta: Vector, uploads: Uploads
-    ) -> tuple[Vector, ServerState]:
-        beta = at(self.beta, uploads.round)
-        return server_rule(theta, uploads, beta=beta, weights=self.weights), state
+    def aggregate(self, state: ServerState, round: Round, uploads: Sequence[Upload]) -> Next:
+        beta, mean = at(self.beta, round.number), round.mean
+        w = server_rule(round.theta, uploads, beta=beta, weights=self.weights, mean=mean)
+        return w, state, {}

@@ -34,7 +34,7 @@ Reference: see ``fl_strategies.fedbc``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from fl_strategies.core.columns import clip, for_each, square_norm
@@ -42,8 +42,9 @@ from fl_strategies.core.hyperparameters import Schedule, number
 from fl_strategies.core.log import LOGGER
 from fl_strategies.core.oracle import Solved, Step
 from fl_strategies.core.randomness import draw, stream
-from fl_strategies.core.records import Upload, Uploads
+from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.vectors import Vector
+from fl_strategies.server.algorithm import Next
 from fl_strategies.server.strategy import FederatedStrategy
 
 Gamma: TypeAlias = float | Literal["heuristic"]
@@ -149,9 +150,18 @@ def check_alpha_gamma(gamma: Gamma, settings: Mapping[str, Any]) -> None:
 
 
 class ServerState(NamedTuple):
-    """What the server keeps: the number of dual steps that all clients took so far."""
+    """What the server keeps: the number of dual steps that all clients took so far.
+
+    ``warned`` says that the log has told of a round in which every lambda was 0.
+    """
 
     clock: int = 0
+    warned: bool = False
+
+
+def weight(upload: Upload) -> float:
+    """Return lambda_i."""
+    return upload.scalars["lambda"]
 
 
 class ProximityStrategy(FederatedStrategy):
@@ -160,7 +170,8 @@ class ProximityStrategy(FederatedStrategy):
     Raises ``ValueError`` for lambda_min > lambda_max, or alpha_gamma with a fixed gamma.
     """
 
-    folds_by = "lambda"
+    folds = True
+    weight = staticmethod(weight)
 
     alpha: Schedule = number(
         default=1e-3,
@@ -217,7 +228,6 @@ class ProximityStrategy(FederatedStrategy):
                 f" {self.dual_momentum}: a client takes the steps (e) of rounds whose values it was"
                 " not told"
             )
-        self._warned = False
 
     @property
     def scalar_bounds(self) -> Mapping[str, tuple[float, float]]:
@@ -227,8 +237,8 @@ class ProximityStrategy(FederatedStrategy):
     def first_state(self, theta: Vector) -> ServerState:
         return ServerState()
 
-    def tell(self, state: ServerState, server_round: int, client: int) -> Mapping[str, Any]:
-        order = draw(stream(self.seed, "dual-steps", state.clock), self.asked)
+    def client_config(self, state: ServerState, round: Round, client: int) -> Mapping[str, Any]:
+        order = draw(stream(round.seed, "dual-steps", state.clock), round.asked)
         place = order.index(client) if client in order else 0
         told: dict[str, Any] = {
             "dual-clock": state.clock + place,
@@ -238,17 +248,13 @@ class ProximityStrategy(FederatedStrategy):
             told["alpha-gamma"] = self.alpha if self.alpha_gamma is None else self.alpha_gamma
         return told
 
-    def weight(self, upload: Upload) -> float:
-        return upload.scalars["lambda"]
-
-    def aggregate(
-        self, state: ServerState, theta: Vector, uploads: Uploads
-    ) -> tuple[Vector, ServerState]:
-        z, total = server_rule((upload.vector, self.weight(upload)) for upload in uploads)
-        if total == 0.0 and not self._warned:
-            self._warned = True
+    def aggregate(self, state: ServerState, round: Round, uploads: Sequence[Upload]) -> Next:
+        z, total = server_rule((upload.vector, weight(upload)) for upload in uploads)
+        if total == 0.0 and not state.warned:
             LOGGER.warning(
                 "every lambda of round %d is 0: the models are averaged with equal weights",
-                uploads.round,
+                round.number,
             )
-        return z, ServerState(state.clock + len(uploads.asked))  # in a void round, no dual step
+        # in a skipped round, no dual step
+        clock = state.clock + len(round.asked)
+        return z, ServerState(clock, state.warned or total == 0.0), {}

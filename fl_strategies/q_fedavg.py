@@ -27,16 +27,16 @@ Algorithm 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fl_strategies import fedavg
 from fl_strategies.core.hyperparameters import Schedule, number
 from fl_strategies.core.oracle import Oracle, Step
-from fl_strategies.core.records import Upload, Uploads
+from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.schedules import at, values
 from fl_strategies.core.vectors import Vector
-from fl_strategies.server.algorithm import Card, State
+from fl_strategies.server.algorithm import Card, Next, State
 from fl_strategies.server.strategy import FederatedStrategy
 
 LOSS, RATE = "global-loss", "lr"
@@ -77,6 +77,11 @@ def server_rule(theta: Vector, uploads: Iterable[Local], *, q: float) -> Vector:
     return theta - moved / bound
 
 
+def weight(upload: Upload, *, q: float) -> float:
+    """Return F^q / lr, the weight of w_i in (4)."""
+    return float(fairness_weight(upload.scalars[LOSS], q) / upload.scalars[RATE])
+
+
 class QFedAvg(FederatedStrategy):
     """q-FedAvg's server half; see the module's docstring for the rule and every symbol.
 
@@ -86,7 +91,8 @@ class QFedAvg(FederatedStrategy):
     """
 
     algorithm = "q-fedavg"
-    folds_distances = True
+    folds = folds_distances = True
+    weight = staticmethod(weight)
     card = Card(
         "q-FedAvg",
         "gives clients with a higher loss a larger weight",
@@ -109,16 +115,8 @@ class QFedAvg(FederatedStrategy):
         largest = 10.0 ** min(12.0, 100.0 / steepest)
         return {LOSS: (0.0, largest), RATE: (1e-12, 1e12)}
 
-    def weight(self, upload: Upload) -> float:
-        loss, rate = upload.scalars[LOSS], upload.scalars[RATE]
-        return float(fairness_weight(loss, at(self.q, upload.round)) / rate)
-
-    @property
-    def folds_by(self) -> str:
-        return f"({LOSS} + {EPSILON})^{at(self.q, self.run.number)} / {RATE}"
-
-    def aggregate(self, state: State, theta: Vector, uploads: Uploads) -> tuple[Vector, State]:
+    def aggregate(self, state: State, round: Round, uploads: Sequence[Upload]) -> Next:
         found = (
             Local(up.vector, up.scalars[LOSS], up.scalars[RATE], up.distance2) for up in uploads
         )
-        return server_rule(theta, found, q=at(self.q, uploads.round)), state
+        return server_rule(round.theta, found, q=at(self.q, round.number)), state, {}

@@ -37,7 +37,7 @@ Averaging for Federated Learning", ICML 2020, Algorithm 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -45,11 +45,11 @@ import numpy as np
 from fl_strategies.core.hyperparameters import Schedule, choice, number
 from fl_strategies.core.oracle import Oracle, Step
 from fl_strategies.core.plain import check_plain_steps
-from fl_strategies.core.records import Uploads
+from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.schedules import at
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector, weighted_sum
-from fl_strategies.server.algorithm import NUM_CLIENTS, Card
+from fl_strategies.server.algorithm import NUM_CLIENTS, Card, Next
 from fl_strategies.server.strategy import FederatedStrategy
 
 Option: TypeAlias = Literal["I", "II"]
@@ -130,7 +130,7 @@ class SCAFFOLD(FederatedStrategy):
     averages = "changes"
     beside = (CONTROL,)
     books_changes = True
-    folds_by = "1"
+    folds = True
 
     eta_g: Schedule = number(default=1.0, about="Server step.", above=0.0, scheduled=True)
     option: Option = choice(
@@ -148,12 +148,11 @@ class SCAFFOLD(FederatedStrategy):
     def first_state(self, theta: Vector) -> ServerState:
         return ServerState(np.zeros_like(theta))
 
-    def vectors(self, state: ServerState) -> Mapping[str, Vector]:
-        return {CONTROL: state.total / self.population}
+    def vectors(self, state: ServerState, round: Round) -> Mapping[str, Vector]:
+        return {CONTROL: state.total / round.population}
 
-    def aggregate(
-        self, state: ServerState, theta: Vector, uploads: Uploads
-    ) -> tuple[Vector, ServerState]:
+    def aggregate(self, state: ServerState, round: Round, uploads: Sequence[Upload]) -> Next:
         pairs = ((upload.vector, upload.beside[CONTROL]) for upload in uploads)
-        theta, total = server_rule(theta, state.total, pairs, rate=at(self.eta_g, uploads.round))
-        return theta, ServerState(total)
+        rate = at(self.eta_g, round.number)
+        theta, total = server_rule(round.theta, state.total, pairs, rate=rate)
+        return theta, ServerState(total), {}

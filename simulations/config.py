@@ -282,7 +282,9 @@ class RunConfig:
             **options,
         )
         if self.lr_decay:
-            exchanges = strategy.exchanges_in(self.rounds)  # in which schedules are read
+            exchanges = strategy.communication_rounds(
+                strategy.state, self.rounds
+            )  # in which schedules are read
             decay = step_decay(self.lr, max(exchanges, 1))
             strategy.local = {**strategy.local, "lr": decay}
         return strategy

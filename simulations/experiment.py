@@ -162,7 +162,7 @@ def _run_in(
         nonlocal in_a_row
         in_a_row = in_a_row + 1 if (lost := _lost(info.metrics)) else 0
         if simulated and 0 < config.lost_rounds <= in_a_row:
-            reasons = Counter(strategy.faults.values()).most_common(1)
+            reasons = Counter(strategy.run.faults.values()).most_common(1)
             why = reasons[0][0] if reasons else "see the log"
             raise RuntimeError(
                 f"clients were lost in {in_a_row} rounds in a row, in round {info.server_round}"

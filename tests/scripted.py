@@ -153,16 +153,12 @@ COUNTED = {
 """Metrics that tell a malformed reply from none."""
 PASSING = {
     "clipping_norm",
-    "faults",
     "patience",
+    "phases",
+    "reader",
     "run",
-    "underway",
+    "sender",
     "_asked",
-    "_told",
-    "_started",
-    "_checks",
-    "_phases",
-    "_mixing",
 }
 """Attributes that hold replies or a time; what they lead to is in the model a round later. And a
 bound, to compare runs with and without."""

@@ -51,7 +51,7 @@ def duals(one: AFedPD, federation: InProcessGrid) -> np.ndarray:
     for node, context in federation.contexts.items():
         last = one.ledger.acked.get(CLIENT_OF[node], -1)
         fields = fields_of(context, last) if last > 0 else None
-        missed = one.missed(one.state, last)
+        missed = one.catch_up(one.state, last)
         kept = np.zeros(5) if fields is None else fields["y"]
         found.append(kept if missed is None else kept + missed)
     return np.array(found)

@@ -194,8 +194,8 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(
 
 TEXTS = ["", "{", "3", "{}", "[" * 100_000, '{"names": ["a"]}', '{"names": [], "state": {}}',
          '{"names": [], "state": {"map": []}, "run": {}}',
-         '{"version": 2, "names": [], "state": {"map": []}, "ledger": {"map": []}, "run": {}}',
-         '{"version": 2, "names": [], "state": {"array": "b"}, "ledger": {"map": []}, "run": 3}',
+         '{"version": 3, "names": [], "states": {"map": []}, "ledger": {"map": []}, "run": {}}',
+         '{"version": 3, "names": [], "states": {"array": "b"}, "ledger": {"map": []}, "run": 3}',
          '{"names": [], "state": {"array": "b"}, "run": 3}']  # fmt: skip
 
 
@@ -212,21 +212,18 @@ def test_a_checkpoint_of_another_record_is_refused(tmp_path: Path) -> None:
     run(strategy(FEDADMM, tmp_path), tmp_path, 4)
     found = Checkpoints(tmp_path / "checkpoints").last()
     assert found is not None
-    state = {**found.state, "callbacks": []}
-    Checkpoints(tmp_path / "checkpoints").save(4, found._replace(state=state))
+    states = {"algorithm": {**found.states["algorithm"], "callbacks": []}}
+    Checkpoints(tmp_path / "checkpoints").save(4, found._replace(states=states))
     with pytest.raises(ValueError, match=r"holds \[.*'callbacks'.*\] of the server, and this"):
         run(strategy(FEDADMM, tmp_path), tmp_path, 6)
 
 
-@pytest.mark.parametrize("version", [None, 1, 3, "2"])
+@pytest.mark.parametrize("version", [1, 2, "3"])
 def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path, version: object) -> None:
     run(strategy(FEDADMM, tmp_path), tmp_path, 4)
     path = Checkpoints(tmp_path / "checkpoints").path(4)
     arrays, text = files.load_arrays(path)
-    about = {name: value for name, value in json.loads(text).items() if name != "version"}
-    if version is not None:
-        about["version"] = version
-    files.save_arrays(path, arrays, json.dumps(about))
+    files.save_arrays(path, arrays, json.dumps({**json.loads(text), "version": version}))
     with pytest.raises(ValueError, match=r"has version '?[123]'? of the format, and this version"):
         run(strategy(FEDADMM, tmp_path), tmp_path, 6)
 

@@ -31,7 +31,7 @@ from scripted import (
 )
 from tampering import arrays_of, fresh, put, silence
 
-from fl_strategies import FedAvg, FederatedStrategy, Upload, Uploads
+from fl_strategies import FedAvg, FederatedStrategy, Upload
 from fl_strategies.core.clipping import clip, norm
 from fl_strategies.messages.wire import MAX_SAMPLES
 
@@ -72,9 +72,9 @@ def spied(strategy: FederatedStrategy, seen: list[Upload]) -> FederatedStrategy:
     """Return the strategy, which notes down what its rule is given."""
     rule = strategy.aggregate
 
-    def aggregate(state: Any, theta: Any, uploads: Uploads) -> Any:
+    def aggregate(state: Any, round: Any, uploads: Any) -> Any:
         seen.extend(uploads)
-        return rule(state, theta, uploads)
+        return rule(state, round, uploads)
 
     strategy.aggregate = aggregate  # type: ignore[method-assign]
     return strategy

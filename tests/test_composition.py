@@ -265,8 +265,8 @@ def test_a_rule_with_momentum_meets_neither_noise_nor_masks() -> None:
     class Momentum(FedAvg):
         averages = ""
 
-        def aggregate(self, state: Any, theta: Any, uploads: Any) -> Any:
-            return super().aggregate(state, theta, uploads)
+        def aggregate(self, state: Any, round: Any, uploads: Any) -> Any:
+            return super().aggregate(state, round, uploads)
 
     wrapper, _ = server_side(Momentum(**QUIET), 0.0, 1.0)
     with pytest.raises(ValueError, match=r"^Momentum cannot be run by a wrapper"):

@@ -62,7 +62,7 @@ def test_a_client_with_a_damaged_state_is_left_out_until_that_is_restored(tmp_pa
     found = one.start(federation, theta, 2)
     used = [m["clients-used"] for m in found.train_metrics_clientapp.values()]
     assert used == [2, 2]
-    assert one.faults == {1: "the state which the server booked for it is lost"}
+    assert one.run.faults == {1: "the state which the server booked for it is lost"}
     path.write_bytes(whole)
     found = one.start(federation, found.arrays, 1)
     assert found.train_metrics_clientapp[5]["clients-used"] == 3

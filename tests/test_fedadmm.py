@@ -29,7 +29,7 @@ from problems import (
 
 from clients import LocalTraining
 from clients.node.in_process import InProcessGrid
-from fl_strategies import FedADMM, FedAvg, FedProx, Uploads, fedadmm, fedavg, fedprox
+from fl_strategies import FedADMM, FedAvg, FedProx, fedadmm, fedavg, fedprox
 from fl_strategies.core.randomness import stream
 from simulations.lab.reproduce import fedadmm_table
 from simulations.lab.studies import fedadmm_mnist
@@ -55,15 +55,15 @@ def run(one: FedADMM, federation: InProcessGrid, rounds: int) -> tuple[np.ndarra
 class FullFirst(FedADMM):
     """All clients in the first round, ``fraction_train`` of them from then on."""
 
-    def sample(
-        self, purpose: str, server_round: int, nodes: Any, fraction: float, least: int
-    ) -> Any:
-        first = purpose == "sample" and server_round == 1
-        return super().sample(purpose, server_round, nodes, 1.0 if first else fraction, least)
+    averages = "changes"
 
-    def aggregate(self, state: Any, theta: Any, uploads: Uploads) -> Any:
-        self.eta = 1.0 if uploads.round == 1 else "fraction"
-        return super().aggregate(state, theta, uploads)
+    def sample(self, purpose: str, round: Any, fraction: float, least: int) -> Any:
+        first = purpose == "sample" and round.number == 1
+        return super().sample(purpose, round, 1.0 if first else fraction, least)
+
+    def aggregate(self, state: Any, round: Any, uploads: Any) -> Any:
+        self.eta = 1.0 if round.number == 1 else "fraction"
+        return super().aggregate(state, round, uploads)
 
 
 def full_first(**hyperparameters: Any) -> FullFirst:

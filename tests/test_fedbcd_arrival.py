@@ -14,7 +14,7 @@ from problems import CLIENT_OF, NODES, grid, make_client_app, quadratics, to_rec
 
 from clients.node.in_process import InProcessGrid
 from fl_strategies import FedBCDAsync, RoundInfo
-from fl_strategies.bcd import fedbcd_async
+from fl_strategies.bcd import phases
 
 
 class Slow(InProcessGrid):
@@ -44,7 +44,7 @@ class Slow(InProcessGrid):
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fedbcd_async, "PAUSE", 0.0)
+    monkeypatch.setattr(phases, "PAUSE", 0.0)
 
 
 def test_unfinished_work_waits_for_devices_that_are_away_at_the_next_start() -> None:
@@ -172,7 +172,7 @@ def test_by_arrival_an_error_reply_ends_the_wait_for_its_device() -> None:
     one = async_(order="arrival")
     train(one, grid(quadratics(3), fault=broken), 3)
     assert one.ledger.acked == {0: 3, 2: 3}
-    assert one.underway == {}
+    assert one.phases.underway == {}
 
 
 def test_by_arrival_a_cloud_server_all_of_whose_devices_are_late_waits_for_one() -> None:

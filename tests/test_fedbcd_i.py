@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from federations import lose
 from laws import START, STEPS, local, train
 from problems import grid, quadratics
 
-from fl_strategies import FedBCDI, RoundInfo
+from fl_strategies import FedBCDI, Round, RoundInfo
 from fl_strategies.bcd import fedbcd_i
 from fl_strategies.core.randomness import stream
 
@@ -25,9 +24,10 @@ class Watched(FedBCDI):
         super().__post_init__()
         self.seen: list[tuple[set[int], set[int]]] = []
 
-    def choose(self, server_round: int, nodes: Mapping[int, int]) -> list[int]:
-        chosen = super().choose(server_round, nodes)
-        self.seen.append((set(self.available), set(chosen)))
+    def select(self, state: Any, round: Round) -> list[int]:
+        chosen = super().select(state, round)
+        available = {c for n in range(self.servers) for c in self.available(state, round, n)}
+        self.seen.append((available, set(chosen)))
         return chosen
 
 

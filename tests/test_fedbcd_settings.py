@@ -90,7 +90,7 @@ def test_a_mean_has_room_for_every_device() -> None:
     one = fedbcd_(gamma=9.0)
     train(one, grid(quadratics(4)), 1)
     one.nodes.known |= {7, 8, 9}
-    assert {7, 8, 9} <= one.meet(one.state, one.nodes.known).cloud_of.keys()
+    assert {7, 8, 9} <= one.on_connect(one.state, one.nodes.known).cloud_of.keys()
 
 
 @pytest.mark.parametrize("name", ["box", "extrapolation"])
@@ -113,7 +113,7 @@ def test_blocks_and_modulo_tell_which_cloud_server_a_device_has() -> None:
         train(one, grid(quadratics(6)), 1)
         assert [one.state.cloud_of[i] for i in range(6)] == expected
     one.nodes.known |= {6, 7}
-    state = one.meet(one.state, one.nodes.known)
+    state = one.on_connect(one.state, one.nodes.known)
     assert [state.cloud_of[6], state.cloud_of[7]] == [0, 1]  # where the fewest are
     assert state.books[0].weight == 3.0
 

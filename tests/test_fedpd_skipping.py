@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,14 @@ from laws import START, train
 from pd import VR, same, states, strategy
 from problems import CLIENT_OF, grid, quadratics, to_record, to_vector
 
-from fl_strategies import FedPD, Uploads, fedpd
+from fl_strategies import FedPD, fedpd
 from fl_strategies.core.randomness import stream
 
 
 class OneMessageARound(FedPD):
     """Sends each client its own x0 in every algorithm round, and averages when the coin says so."""
+
+    averages = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -26,23 +27,24 @@ class OneMessageARound(FedPD):
     def next_rounds(self, state: fedpd.ServerState) -> range:
         return range(state.done, state.done + 1)
 
-    def exchanges_in(self, num_rounds: int) -> int:
+    def communication_rounds(self, state: Any, num_rounds: int) -> int:
         return num_rounds
 
-    def configure_train(self, *args: Any) -> Iterable[Message]:
-        for message in super().configure_train(*args):
+    def send(self, *args: Any) -> Any:
+        asked = super().send(*args)
+        for message in asked.messages:
             client = CLIENT_OF[message.metadata.dst_node_id]
             if client in self.own:
                 message.content["arrays"] = self.own[client]
-            yield message
+        return asked
 
-    def aggregate(self, state: fedpd.ServerState, theta: Any, uploads: Uploads) -> Any:
-        mean, after = super().aggregate(state, theta, uploads)
+    def aggregate(self, state: fedpd.ServerState, round: Any, uploads: Any) -> Any:
+        mean, after, info = super().aggregate(state, round, uploads)
         if fedpd.exchanges_after(state.done, p=self.p, seed=self.seed):
             self.own = {}
-            return mean, after
+            return mean, after, info
         self.own = {upload.client: to_record(upload.vector) for upload in uploads}
-        return theta, after
+        return round.theta, after, info
 
 
 @pytest.mark.parametrize("hyperparameters", [{}, VR], ids=["I", "II"])

@@ -16,10 +16,14 @@ from problems import make_client_app, quadratics, to_record
 from clients import AnyAlgorithmClient, InProcessGrid
 from clients.node.in_process import Fault
 from fl_strategies import FedADMM, FedAvg, FederatedStrategy, QFedAvg, RoundInfo, q_fedavg
-from fl_strategies.core.records import Reply, Upload
+from fl_strategies.core.layout import Layout
+from fl_strategies.core.records import Reply, Round, Upload
+from fl_strategies.server.asked import Asked
+from fl_strategies.server.composition import Caller
+from fl_strategies.server.reading import Phase
 
 CLIENTS = 7
-FOLDABLE = [row for row in TABLE if row.strategy(local=local()).folds_by]
+FOLDABLE = [row for row in TABLE if row.strategy(local=local()).folds]
 HOSTS = ([0, 1, 2, 3], [4, 5], None)
 """Two hosts, and a node that is client 6."""
 foldable = pytest.mark.parametrize("row", FOLDABLE, ids=lambda row: row.name)
@@ -159,7 +163,7 @@ def test_a_client_weighs_in_q_fedavg_by_its_loss_and_its_rate() -> None:
     told_of = [
         Upload(i, w[i], 1.0, {"global-loss": loss[i], "lr": rate[i]}, round=1) for i in range(4)
     ]
-    weights = np.array([one.weight(upload) for upload in told_of])
+    weights = np.array(one.weights_of(Round(), told_of))
     np.testing.assert_allclose(weights / weights.sum(), shares, rtol=1e-8)
 
 
@@ -212,8 +216,9 @@ def test_distances_that_are_true_pass_wherever_the_mean_lies(far: float) -> None
             )
             for i in range(5)
         ]
-        one.theta = theta
-        one.check_fold(told_of)
+        layout = Layout.of({"w": theta})
+        asked = Asked(Round(theta=theta, layout=layout), wire=layout)
+        Phase(one.reader, None, asked, Caller()).check_fold(told_of)
 
 
 # ---- what a host checks -------------------------------------------------------------------------
@@ -250,7 +255,7 @@ def test_rejected_clients_are_those_that_the_server_would_reject(kind: Any) -> N
         one = kind(local=local(), fraction_evaluate=0.0, **options)
         model, rows = told(one, federation(client=Strange), 3)
         counts = [{n: v for n, v in row.items() if n.startswith("clients-")} for row, _ in rows]
-        found.append((model, one.faults, counts, one.ledger.acked))
+        found.append((model, one.run.faults, counts, one.ledger.acked))
     (model, faults, *rest), (folded, others, *also) = found
     np.testing.assert_allclose(folded, model, rtol=1e-9)
     assert rest == also
@@ -278,7 +283,7 @@ def test_a_client_that_lost_its_state_is_refused_by_its_host() -> None:
             fold=fold,  # type: ignore[arg-type]
         )
         train(one, grid, 3)
-        assert one.faults == {2: "the state which the server booked for it is lost"}
+        assert one.run.faults == {2: "the state which the server booked for it is lost"}
         assert one.ledger.acked == {c: 2 if c == 2 else 3 for c in range(CLIENTS)}
 
 
@@ -359,7 +364,7 @@ def test_a_host_that_folds_unasked_is_left_out() -> None:
 
     one = FedAvg(local=local(), fraction_evaluate=0.0, fold="off")
     train(one, federation(fault=fault), 1)
-    assert one.faults.keys() == {0, 1, 2, 3, 4, 5}
+    assert one.run.faults.keys() == {0, 1, 2, 3, 4, 5}
     assert asked
 
 

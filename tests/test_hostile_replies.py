@@ -35,7 +35,7 @@ from scripted import (
 from tampering import Tamper, arrays_of, fresh, headed, measured, silence
 
 from fl_strategies import FederatedStrategy
-from fl_strategies.bcd import fedbcd_async
+from fl_strategies.bcd import fedbcd_async, phases
 from fl_strategies.messages.wire import MAX_SAMPLES
 
 HOW_OFTEN = pytest.mark.parametrize("rounds", [10, pytest.param(250, marks=pytest.mark.slow)])
@@ -325,7 +325,8 @@ def test_no_malformed_reply_changes_a_run_whose_replies_are_taken_as_they_arrive
     rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     still = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None)
-    monkeypatch.setattr(fedbcd_async, "time", still)
+    for module in (fedbcd_async, phases):
+        monkeypatch.setattr(module, "time", still)
     late = made(ROWS["fedbcd-async"], order="arrival")
     assert attacked(late, rounds, failing=True) >= rounds * HOSTILE
 

@@ -110,8 +110,8 @@ def test_a_failing_client_takes_no_other_with_it(
     expected = train(admm(fraction_train=1.0), federation("nodes of one", client=Failing), 5)
     np.testing.assert_array_equal(found, expected)
     assert counts[1:] == [(4, {0, 2, 3, 5})] * 4
-    assert one.faults.keys() == {1, 4}
-    assert "its disk is full" in one.faults[1]
+    assert one.run.faults.keys() == {1, 4}
+    assert "its disk is full" in one.run.faults[1]
     assert one.ledger.acked == {0: 5, 1: 1, 2: 5, 3: 5, 4: 1, 5: 5}
 
 

@@ -135,7 +135,9 @@ def test_scaffolds_c_is_over_m_clients() -> None:
         train(one, federation, 5)
         each = [federation.state_of(i, acked)["c"] for i, acked in one.ledger.acked.items()]
         np.testing.assert_allclose(
-            one.vectors(one.state)["control"], np.sum(each, axis=0) / m, rtol=1e-10
+            one.vectors(one.state, one.make_round(1))["control"],
+            np.sum(each, axis=0) / m,
+            rtol=1e-10,
         )
 
 

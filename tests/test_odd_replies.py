@@ -104,6 +104,6 @@ def test_an_error_of_the_servers_own_rule_is_not_hidden() -> None:
     def broken(*_: Any) -> float:
         raise ZeroDivisionError("a mistake")
 
-    before.strategy.weight = broken  # type: ignore[method-assign]
+    before.strategy.weights_of = broken  # type: ignore[method-assign, assignment]
     with pytest.raises(ZeroDivisionError, match="a mistake"):
         the_round(before, {})

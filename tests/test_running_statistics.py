@@ -78,7 +78,7 @@ def strategy_of(row: Row, **options: Any) -> FederatedStrategy:
 def test_a_client_with_a_negative_variance_and_countless_samples_is_as_one_that_failed(
     row: Row, bound: float | None, fold: bool
 ) -> None:
-    if fold and not ROWS[row.name].strategy(local=local()).folds_by:
+    if fold and not ROWS[row.name].strategy(local=local()).folds:
         pytest.skip("its hosts send each upload")
 
     def found(lie: tuple[float, float] | None) -> tuple[list[np.ndarray], dict[int, Any]]:

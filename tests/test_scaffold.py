@@ -34,7 +34,7 @@ one = partial(quiet, SCAFFOLD)
 
 def control(strategy: SCAFFOLD) -> np.ndarray:
     """Return c [5]."""
-    return np.asarray(strategy.vectors(strategy.state)["control"])
+    return np.asarray(strategy.vectors(strategy.state, strategy.make_round(1))["control"])
 
 
 def gap(strategy: SCAFFOLD, federation: InProcessGrid) -> float:

@@ -249,7 +249,7 @@ def federation(request: pytest.FixtureRequest, tmp_path: Path) -> InProcessGrid:
 
 def started(strategy: FedADMM, federation: InProcessGrid, rounds: int = 1) -> list[Any]:
     result = strategy.start(federation, to_record(np.zeros(5)), rounds)
-    return [to_vector(result.arrays).tolist(), dict(strategy.faults)]
+    return [to_vector(result.arrays).tolist(), dict(strategy.run.faults)]
 
 
 def test_a_directory_of_clients_states_belongs_to_one_run(
@@ -260,7 +260,7 @@ def test_a_directory_of_clients_states_belongs_to_one_run(
     alone = grid(quadratics(3))
     assert started(one, federation, 2) == started(twin, alone, 2)
     assert started(other, federation)[1].keys() == {0, 1, 2}
-    for reason in other.faults.values():
+    for reason in other.run.faults.values():
         assert f"holds the state of run '{one.run.id}', not of '{other.run.id}'" in reason
     assert other.result.train_metrics_clientapp[1]["clients-used"] == 0
     assert other.result.evaluate_metrics_clientapp[1]["eval-clients-used"] == 0

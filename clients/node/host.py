@@ -8,7 +8,7 @@ client's ``partition-id`` and the client's own ``state``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import DEBUG
@@ -22,6 +22,7 @@ from flwr.client import NumPyClient
 from clients.cohort import fit_cohort
 from clients.learning.choice import Setting
 from clients.node.records import ClientFn, check_id, check_names, divided, make_client, tell
+from fl_strategies import STRATEGIES
 from fl_strategies.core.log import log
 from fl_strategies.core.reasons import by_reason, named, of_exception
 from fl_strategies.core.records import BadReply
@@ -108,7 +109,9 @@ class Host:
         said = {c: Said(*divided(samples, found)) for c, (_, samples, found) in good.items()}
         if terms := fold_of(message.content):
             sent = {client: fitted[0] for client, fitted in good.items()}
-            folder = Folder(Terms.of(terms), dict(zip(names, arrays, strict=True)))
+            agreed = Terms.of(terms)
+            received = dict(zip(names, arrays, strict=True))
+            folder = Folder(agreed, received, _weight_in(agreed.algorithm, clients.values()))
             mean, taken, refused = _folded(folder, said, sent)
             reasons = self._reasons(failed) | refused
             seconds = time.monotonic() - started
@@ -167,6 +170,22 @@ class Host:
         for client, error in failed.items():
             log(DEBUG, "client %d failed", client, exc_info=error)
         return reasons
+
+
+def _weight_in(algorithm: str, clients: Iterable[Any]) -> Callable[..., float]:
+    """Return the weight of an upload in ``algorithm``: its strategy's, or that of its clients.
+
+    Raises ``ValueError`` if neither is known here.
+    """
+    own = (getattr(client, "weight", None) for client in clients)
+    strategy = STRATEGIES.get(algorithm)
+    found = strategy.weight if strategy else next(filter(None, own), None)
+    if found is None:
+        raise ValueError(
+            f"no weight of {algorithm!r} is known here, by which uploads would be folded: give its"
+            ' client class the attribute `weight`, or its strategy fold="off"'
+        )
+    return found
 
 
 def _folded(

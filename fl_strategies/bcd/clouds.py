@@ -19,9 +19,10 @@ from fl_strategies.bcd.latency import Clock
 from fl_strategies.core.hyperparameters import Scalar, Schedule, choice, number, option
 from fl_strategies.core.log import LOGGER
 from fl_strategies.core.randomness import share
-from fl_strategies.core.records import Upload, Uploads
+from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.schedules import at, check, require, values
 from fl_strategies.core.vectors import Vector
+from fl_strategies.server.algorithm import Next
 from fl_strategies.server.strategy import FederatedStrategy
 
 Reduce: TypeAlias = Literal["mean", "sum"]
@@ -40,10 +41,26 @@ class CloudState:
     cloud_of: Mapping[int, int]
     origin: Vector
     seconds: float = 0.0
+    left_out: tuple[int, ...] = ()
+    """Clients for which a summed step has no room."""
 
     def devices(self, cloud: int, clients: Iterable[int]) -> list[int]:
         """Return those of ``clients`` that belong to ``cloud``, sorted."""
         return sorted(client for client in clients if self.cloud_of.get(client) == cloud)
+
+
+def weight(upload: Upload, *, gamma: float | Sequence[float]) -> float:
+    """Return the device's gamma, its weight in a server step."""
+    return gamma_of(gamma, upload.client)
+
+
+def gamma_of(gamma: float | Sequence[float], client: int) -> float:
+    """Return the client's gamma; raise ``ValueError`` if a sequence ends before it."""
+    if isinstance(gamma, int | float):
+        return gamma
+    if len(gamma) > 1 and client >= len(gamma):
+        raise ValueError(f"gamma must have a value for client {client}, got {len(gamma)}")
+    return gamma[client if len(gamma) > 1 else 0]
 
 
 class CloudStrategy(FederatedStrategy):
@@ -56,6 +73,8 @@ class CloudStrategy(FederatedStrategy):
 
     clock: ClassVar[Clock] = Clock()
     """The virtual clock; assign another to a strategy before it starts."""
+    reports = ("virtual-seconds",)
+    weight = staticmethod(weight)
     step_per_cloud: ClassVar[bool] = False
     """Whether a server step sums over the devices of one cloud server; else over all devices."""
 
@@ -111,7 +130,6 @@ class CloudStrategy(FederatedStrategy):
         numbers = isinstance(gamma, Sequence) and not isinstance(gamma, str) and len(gamma) > 0
         accepted = numbers or isinstance(gamma, int | float)
         require(accepted, "gamma", "a number > 0 or a sequence of them", gamma)
-        self.gammas = (gamma,) if isinstance(gamma, int | float) else tuple(gamma)
         for value in self.gammas:
             check("gamma", value, above=0.0)
         if self.reduce == "mean":
@@ -122,7 +140,12 @@ class CloudStrategy(FederatedStrategy):
             if given != 0.0 and given != own:
                 raise ValueError(f"{name} of local is this strategy's to set ({own}), got {given}")
         self._check_step(max(1, self.min_available_nodes))
-        self._left_out: set[int] = set()
+
+    @property
+    def gammas(self) -> tuple[float, ...]:
+        """All values of gamma."""
+        gamma = self.gamma
+        return (gamma,) if isinstance(gamma, int | float) else tuple(gamma)
 
     @property
     def scalar_bounds(self) -> Mapping[str, tuple[float, float]]:
@@ -132,8 +155,8 @@ class CloudStrategy(FederatedStrategy):
         """Return the state of a server before any client is connected."""
         return CloudState({}, theta)
 
-    def begin(self, state: Any, theta: Vector) -> Any:
-        far = float(np.abs(theta).max())
+    def begin(self, state: Any, round: Round, num_rounds: int) -> Any:
+        far = float(np.abs(round.theta).max())
         if self.box is not None and far > self.box:
             raise ValueError(
                 f"box must hold the initial model, whose largest entry is {far:g}, got {self.box:g}"
@@ -175,12 +198,10 @@ class CloudStrategy(FederatedStrategy):
         return sum(self.gamma_of(client) for client, n in state.cloud_of.items() if n == cloud)
 
     def gamma_of(self, client: int) -> float:
-        """Return the client's gamma; raise ``ValueError`` if the sequence given ends before it."""
-        if len(self.gammas) > 1 and client >= len(self.gammas):
-            raise ValueError(f"gamma must have a value for client {client}, got {len(self.gammas)}")
-        return self.gammas[client if len(self.gammas) > 1 else 0]
+        """Return the client's gamma."""
+        return gamma_of(self.gamma, client)
 
-    def tell(self, state: Any, server_round: int, client: int) -> Mapping[str, Any]:
+    def client_config(self, state: Any, round: Round, client: int) -> Mapping[str, Any]:
         return {"box": self.box or 0.0, "gamma": self.gamma_of(client)}
 
     # ---- devices ------------------------------------------------------------------------------
@@ -189,9 +210,9 @@ class CloudStrategy(FederatedStrategy):
         """Return the state once ``client``, which has its cloud server, is a device of it."""
         return state
 
-    def meet(self, state: Any, clients: Iterable[int]) -> Any:
+    def on_connect(self, state: Any, clients: Collection[int]) -> Any:
         """Assign clients without a cloud server to one; a summed step may have no room for some."""
-        new = sorted(self.nodes.known - state.cloud_of.keys() - self._left_out)
+        new = sorted({*clients} - state.cloud_of.keys() - {*state.left_out})
         if not new:
             return state
         first: dict[int, int] = {}
@@ -208,7 +229,7 @@ class CloudStrategy(FederatedStrategy):
                 try:
                     self.check_one_more(state, cloud, self.gamma_of(client))
                 except ValueError as error:  # no reason to end a run for the others
-                    self._left_out.add(client)
+                    state = replace(state, left_out=(*state.left_out, client))
                     LOGGER.warning("client %d does not take part: %s", client, error)
                     continue
                 sizes[cloud] += 1
@@ -216,10 +237,10 @@ class CloudStrategy(FederatedStrategy):
             state = self.joined(state, client)
         return state
 
-    def active(self, server_round: int, cloud: int, clients: Iterable[int]) -> list[int]:
-        """Return the active devices of ``cloud`` among ``clients``: those who request first."""
-        devices = self.state.devices(cloud, clients)
-        return self.first_to_call(server_round, devices, self.active_size(len(devices)))
+    def active(self, state: Any, round: Round, cloud: int) -> list[int]:
+        """Return the connected devices of ``cloud`` that are active: those who request first."""
+        devices = state.devices(cloud, round.connected)
+        return self.first_to_call(round, devices, self.active_size(len(devices)))
 
     def active_size(self, devices: int) -> int:
         """Return how many of a cloud server's devices are active."""
@@ -229,42 +250,46 @@ class CloudStrategy(FederatedStrategy):
     def asked_of(self, clients: int) -> int:
         return self.servers * self.active_size(clients // self.servers)
 
-    def first_to_call(self, server_round: int, clients: Collection[int], size: int) -> list[int]:
+    def first_to_call(self, round: Round, clients: Collection[int], size: int) -> list[int]:
         """Return the ``size`` clients whose requests arrive first by the virtual clock, sorted."""
-        arrival = {c: self.clock.arrival(self.seed, server_round, c) for c in clients}
+        arrival = {c: self.clock.arrival(round.seed, round.number, c) for c in clients}
         return sorted(sorted(clients, key=lambda client: arrival[client])[:size])
 
-    def choose(self, server_round: int, nodes: Mapping[int, int]) -> list[int]:
-        clouds = range(self.servers)
-        return sorted(c for n in clouds for c in self.active(server_round, n, nodes))
+    def select(self, state: Any, round: Round) -> list[int]:
+        return sorted(c for n in range(self.servers) for c in self.active(state, round, n))
 
     # ---- rounds -------------------------------------------------------------------------------
 
-    def weight(self, upload: Upload) -> float:
-        return self.gamma_of(upload.client)
+    def aggregate(self, state: Any, round: Round, uploads: Sequence[Upload]) -> Next:
+        theta, state = self.next_theta(state, round, uploads)
+        return theta, *self.skipped(state, round, uploads)
 
-    def end_round(
-        self, before: Any, state: Any, uploads: Uploads, metrics: Mapping[str, Any]
-    ) -> tuple[Any, dict[str, float]]:
-        """Return the state at the end of the round by the virtual clock, void or not."""
-        state = self.ended(state, uploads)
+    def next_theta(self, state: Any, round: Round, uploads: Sequence[Upload]) -> tuple[Vector, Any]:
+        """Return the next global model and server state, but for the virtual clock."""
+        raise NotImplementedError
+
+    def skipped(
+        self, state: Any, round: Round, uploads: Sequence[Upload]
+    ) -> tuple[Any, Mapping[str, float]]:
+        """Return the state at the end of the round by the virtual clock, which skips none."""
+        state = self.ended(state, round, uploads)
         return state, {"virtual-seconds": state.seconds}
 
-    def ended(self, state: Any, uploads: Uploads) -> Any:
+    def ended(self, state: Any, round: Round, uploads: Iterable[Upload]) -> Any:
         """Return the state with the virtual seconds, from the start of the run, to its end."""
-        work = {client: row["work"] for client, row in self.run.clients.items()}
-        took = self.duration(uploads.round, uploads.asked, work)
+        work = {upload.client: upload.scalars["work"] for upload in uploads}
+        took = self.duration(round.seed, round.number, round.asked, work)
         return replace(state, seconds=state.seconds + took)
 
     def duration(
-        self, server_round: int, clients: Iterable[int], work: Mapping[int, float]
+        self, seed: int, server_round: int, clients: Iterable[int], work: Mapping[int, float]
     ) -> float:
         """Return the virtual seconds that the slowest of ``clients`` takes.
 
         ``work`` is the K of the usable replies; one without counts with K = 1.
         """
         times = [
-            self.clock.latency(self.seed, server_round, client, work.get(client, 1.0))
+            self.clock.latency(seed, server_round, client, work.get(client, 1.0))
             for client in clients
         ]
         return max(times, default=0.0)

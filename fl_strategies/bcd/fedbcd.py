@@ -58,7 +58,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from fl_strategies.bcd.clouds import PAPER_LOCAL, CloudState, CloudStrategy, Reduce
 from fl_strategies.core.hyperparameters import Scalar
 from fl_strategies.core.oracle import Oracle, Solved, Step
-from fl_strategies.core.records import BadReply, Upload, Uploads
+from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector
 from fl_strategies.server.algorithm import Card
@@ -159,10 +159,6 @@ class BookedStrategy(CloudStrategy):
         "random-steps": True,
     }
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._anew: dict[int, float] = {}
-
     @property
     def scalar_bounds(self) -> Mapping[str, tuple[float, float]]:
         return {**super().scalar_bounds, "fresh": (0.0, 1.0)}
@@ -180,21 +176,23 @@ class BookedStrategy(CloudStrategy):
         weight: float = state.books[cloud].weight
         return weight
 
-    def meet(self, state: Any, clients: Iterable[int]) -> Any:
-        self._anew = {}
-        return super().meet(state, clients)
-
-    def accept(self, upload: Upload) -> Upload:
-        if not upload.newcomer and upload.scalars["fresh"] > 0.0:
-            cloud, gamma = self.state.cloud_of[upload.client], self.gamma_of(upload.client)
-            among = [cloud] if self.step_per_cloud else list(self._anew)
-            begun = sum(self._anew.get(n, 0.0) for n in among)
+    def unusable(self, state: Any, round: Round, uploads: Iterable[Upload]) -> Mapping[int, str]:
+        """Return which devices lost their state and would be one more than the bound allows."""
+        anew: dict[int, float] = {}
+        faults = {}
+        for upload in uploads:
+            if upload.newcomer or upload.scalars["fresh"] == 0.0:
+                continue
+            cloud, gamma = state.cloud_of[upload.client], self.gamma_of(upload.client)
+            among = [cloud] if self.step_per_cloud else list(anew)
+            begun = sum(anew.get(n, 0.0) for n in among)
             try:
-                self.check_one_more(self.state, cloud, begun + gamma)
+                self.check_one_more(state, cloud, begun + gamma)
             except ValueError as error:
-                raise BadReply(f"it lost its state and would be one more device: {error}") from None
-            self._anew[cloud] = self._anew.get(cloud, 0.0) + gamma
-        return upload
+                faults[upload.client] = f"it lost its state and would be one more device: {error}"
+            else:
+                anew[cloud] = anew.get(cloud, 0.0) + gamma
+        return faults
 
     def with_uploads(self, state: Kept, uploads: Iterable[Upload]) -> Kept:
         """Return the state with the uploads added to the cloud servers' sums."""
@@ -207,13 +205,13 @@ class BookedStrategy(CloudStrategy):
             books[cloud] = booked(books[cloud], change, gamma=gamma, devices=again)
         return replace(state, books=tuple(books))
 
-    def sent(self, client: int) -> Vector:
-        """Return the model [d] that ``client`` got in this round."""
-        return self.theta
+    def sent(self, state: Any, round: Round, client: int) -> Vector:
+        """Return the model [d] that ``client`` got in the round."""
+        return round.theta
 
-    def reference(self, upload: Upload) -> Vector | float:
+    def reference(self, state: Any, round: Round, upload: Upload) -> Vector | float:
         fresh = upload.scalars["fresh"] > 0.0  # which uploads its model whole
-        return self.sent(upload.client) if fresh else 0.0
+        return self.sent(state, round, upload.client) if fresh else 0.0
 
 
 class FedBCD(BookedStrategy):
@@ -228,11 +226,11 @@ class FedBCD(BookedStrategy):
         paper="Wu et al., AAAI 2021",
     )
 
-    def aggregate(
-        self, state: ServerState, theta: Vector, uploads: Uploads
+    def next_theta(
+        self, state: ServerState, round: Round, uploads: Sequence[Upload]
     ) -> tuple[Vector, ServerState]:
         state = self.with_uploads(state, uploads)
         total = sum(book.total for book in state.books)
         everyone = Sum(total, sum(book.weight for book in state.books))
-        (z,) = server_rule([theta], [everyone], **self.step(uploads.round))
+        (z,) = server_rule([round.theta], [everyone], **self.step(round.number))
         return z, state

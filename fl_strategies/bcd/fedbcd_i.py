@@ -35,7 +35,7 @@ Personalized Models", AAAI 2021, Algorithm 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -45,7 +45,7 @@ from fl_strategies.core.columns import clip, repeated
 from fl_strategies.core.hyperparameters import Scalar, number, option
 from fl_strategies.core.oracle import Oracle, Solved, Step
 from fl_strategies.core.randomness import draw, share, stream
-from fl_strategies.core.records import Uploads
+from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.schedules import check
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector
@@ -113,7 +113,6 @@ class FedBCDI(CloudStrategy):
     """FedBCD-I's server half; see the module's docstring for the rule and every symbol."""
 
     algorithm = "fedbcd-i"
-    client_module = "clients.fedbcd"
     card = Card(
         "FedBCD-I",
         "FedBCD whose clients also train without contact to the server",
@@ -158,35 +157,34 @@ class FedBCDI(CloudStrategy):
         super().__post_init__()
         for gamma in self.gammas:
             check("gamma", gamma, above=0.0, high=1.0)
-        self.available: set[int] = set()
 
     def first_state(self, theta: Vector) -> ServerState:
         return ServerState({}, theta)
 
-    def tell(self, state: ServerState, server_round: int, client: int) -> Mapping[str, Any]:
+    def client_config(self, state: ServerState, round: Round, client: int) -> Mapping[str, Any]:
         rounds = min(state.offline.get(client, 0) + 1, self.offline_rounds)
-        return {**super().tell(state, server_round, client), "offline-rounds": rounds}
+        return {**super().client_config(state, round, client), "offline-rounds": rounds}
 
-    def choose(self, server_round: int, nodes: Mapping[int, int]) -> list[int]:
-        self.available = set()
-        return super().choose(server_round, nodes)
-
-    def active(self, server_round: int, cloud: int, clients: Iterable[int]) -> list[int]:
-        devices = self.state.devices(cloud, clients)
+    def available(self, state: ServerState, round: Round, cloud: int) -> list[int]:
+        """Return the connected devices of ``cloud`` that are available in the round."""
+        devices = state.devices(cloud, round.connected)
         size = self.active_size(len(devices))
         many = max(size, share(self.fraction_available, len(devices)))
-        available = draw(stream(self.seed, "available", server_round, cloud), devices)[:many]
-        self.available |= set(available)
-        return self.first_to_call(server_round, available, size)
+        return draw(stream(round.seed, "available", round.number, cloud), devices)[:many]
 
-    def aggregate(
-        self, state: ServerState, theta: Vector, uploads: Uploads
+    def active(self, state: ServerState, round: Round, cloud: int) -> list[int]:
+        size = self.active_size(len(state.devices(cloud, round.connected)))
+        return self.first_to_call(round, self.available(state, round, cloud), size)
+
+    def next_theta(
+        self, state: ServerState, round: Round, uploads: Sequence[Upload]
     ) -> tuple[Vector, ServerState]:
         book = Sum()
         for upload in uploads:
             gamma = self.gamma_of(upload.client)
             book = booked(book, upload.vector, gamma=gamma, devices=1)
-        (z,) = server_rule([theta], [book], **self.step(uploads.round))
-        waited = {client: state.offline.get(client, 0) + 1 for client in self.available}
+        (z,) = server_rule([round.theta], [book], **self.step(round.number))
+        available = (c for n in range(self.servers) for c in self.available(state, round, n))
+        waited = {client: state.offline.get(client, 0) + 1 for client in available}
         met = {upload.client: 0 for upload in uploads}
         return z, replace(state, offline={**state.offline, **waited, **met})

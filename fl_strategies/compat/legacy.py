@@ -52,9 +52,10 @@ from fl_strategies.compat.translation import (
     undecoded,
 )
 from fl_strategies.core.log import quiet_log
-from fl_strategies.core.records import Upload
+from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.schedules import check
 from fl_strategies.messages.wire import decode
+from fl_strategies.server.composition import Caller
 from fl_strategies.server.replies import one_line
 from fl_strategies.server.strategy import EvaluateFn, FederatedStrategy
 
@@ -114,7 +115,7 @@ def as_legacy(
 def _check_secure(strategy: FederatedStrategy, secure: SecAggPlusWorkflow) -> None:
     check("max_weight", secure.max_weight, low=1.0)
     name = type(strategy).__name__
-    if not strategy.composition.averages:
+    if not strategy.mean_of:
         raise ValueError(
             f"{name} does not work with secure aggregation: the server learns only the mean of all"
             " uploads, and the rule needs more; FedAvg, FedProx, SCAFFOLD, FedADMM, FedDyn and"
@@ -133,8 +134,7 @@ class _LegacyStrategy(Strategy):
     ) -> None:
         self.strategy, self.num_rounds, self.evaluate_fn = strategy, num_rounds, evaluate_fn
         self.secure = secure
-        strategy.composition.legacy = True
-        strategy.composition.masked = secure is not None
+        strategy.caller = Caller(legacy=True, masked=secure is not None)
         self._arrays = ArrayRecord()
         self._requests: dict[int, Message] = {}
         self._stopped = False
@@ -201,7 +201,7 @@ class _LegacyStrategy(Strategy):
     ) -> tuple[Parameters | None, dict[str, Any]]:
         if len(results) > 1:
             self._check_masks([result for _, result in results])
-        read = functools.partial(trained, masked=self.strategy.composition.masked)
+        read = functools.partial(trained, masked=self.strategy.caller.masked)
         arrays, metrics = self.strategy.aggregate_train(
             server_round, self._replies(results, failures, read)
         )
@@ -266,11 +266,12 @@ class _LegacyStrategy(Strategy):
     def _secure_config(self) -> ConfigRecord:
         if self.secure is None:
             return ConfigRecord()
+        weights = self.strategy.weights_of(Round(), [Upload(0, np.zeros(0), 2)])
         return ConfigRecord(
             {
                 "secure-range": float(self.secure.clipping_range),
                 "secure-max-weight": float(self.secure.max_weight),
-                "secure-alike": self.strategy.weight(Upload(0, np.zeros(0), 2, {})) == 1.0,
+                "secure-alike": weights == [1.0],
             }
         )
 

@@ -65,10 +65,8 @@ class Ledger:
 
     def settle(self, used: Sequence[Upload]) -> None:
         """Book the uploads of a successful round."""
-        for upload in used:
-            self.acked[upload.client] = upload.round
-            if upload.nonce:
-                self.nonces[upload.client] = upload.nonce
+        self.acked = self.acked | {upload.client: upload.round for upload in used}
+        self.nonces = self.nonces | {u.client: u.nonce for u in used if u.nonce}
 
     @property
     def record(self) -> dict[str, Mapping[int, Any]]:

@@ -2,8 +2,9 @@
 
 Metrics of a round come from three sources, and each source has its own names:
 
-- the server: ``SERVER``, names that begin with "test-" or "busy-share", and every name that
-  ``evaluate_fn`` has reported in the run (it should report before the first round, or use "test-");
+- the server: ``SERVER``, names that begin with "test-" or "busy-share", the algorithm's
+  ``reports``, and every name that ``evaluate_fn`` has reported in the run (it should report before
+  the first round, or use "test-");
 - clients in evaluation: names that begin with "eval-", "eval_", "own-" or "tuned-"; any other name
   that a client reports there gets the prefix "eval-";
 - clients in training: all other names.
@@ -13,6 +14,8 @@ metric has a name of the server, and no metric of an evaluation has a name of tr
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 COUNTS = (
     "clients-asked",
@@ -40,16 +43,12 @@ SERVER = frozenset(
         "round",
         "client",
         "seconds",
-        "algorithm-round",
-        "exchanges",
-        "bytes-saved",
-        "virtual-seconds",
         "gradient-norm2",
         *(f"{phase}{name}" for name in ("samples", *COUNTS) for phase in ("", "eval-")),
         *(f"{share}{end}" for share in SHARES for end in ("", "-smallest", "-largest")),
     }
 )
-"""All names of the server's own numbers, of any algorithm, and of its tests in ``simulations``."""
+"""The names of the server's own numbers; an algorithm's further names are its ``reports``."""
 
 TESTED = "test-"
 BUSY = "busy-share"
@@ -58,8 +57,10 @@ EVALUATED = ("eval-", "eval_", "own-", "tuned-")
 FOREIGN = "client-"
 
 
-def in_training(name: str) -> str:
+def in_training(name: str, *, reports: Collection[str] = ()) -> str:
     """Return the metric's name for a client's number ``name`` in a training reply.
+
+    ``reports`` are the names that the algorithm's server half reports.
 
     Examples
     --------
@@ -67,7 +68,9 @@ def in_training(name: str) -> str:
     ['train-loss', 'client-seconds', 'client-test-accuracy', 'client-loss-mean']
     """
     # "client-" too, so that different names stay different
-    taken = name in SERVER or name.startswith((TESTED, BUSY, *EVALUATED, FOREIGN))
+    taken = (
+        name in SERVER or name in reports or name.startswith((TESTED, BUSY, *EVALUATED, FOREIGN))
+    )
     return f"{FOREIGN}{name}" if taken or name.endswith(SPREAD) else name
 
 

@@ -1,14 +1,17 @@
-"""The round as records: a client's reply, and the server rule's input."""
+"""The round as records: what a rule may know of it, a client's reply, and the rule's input."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from fl_strategies.core.layout import Arrays
-from fl_strategies.core.vectors import Vector
+from fl_strategies.core.layout import Arrays, Layout
+from fl_strategies.core.vectors import Vector, weighted_mean
+
+Mean: TypeAlias = Callable[[Iterable[tuple[Vector, Any]]], Vector]
+"""Returns one vector [d] for pairs of a vector [d] and its weight."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -59,21 +62,25 @@ class Upload(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Uploads:
-    """A round's usable uploads, ascending by client: the argument of ``aggregate``.
+class Round:
+    """A communication round: all that hooks and rules know of it.
 
-    ``round`` is the number 1, 2, ... of the communication round, by which schedules are read;
-    ``population`` is m, the number of clients ever connected (or declared, if more); ``asked`` are
-    the clients asked in this round.
+    ``number`` is 1, 2, ... over all calls of ``start``, and 0 before the first; schedules are read
+    by it. ``theta`` [d] is the global model that the round begins with, ``layout`` its arrays.
+    ``connected`` and ``asked`` are clients, ascending; ``population`` is m, the number of clients
+    ever connected (or declared, if more). ``acked`` holds, by client, the round of its last used
+    reply before this round. ``seed`` is the run's, ``run`` its id. ``traffic`` counts the bytes of
+    the round's messages once replies are read. A rule that averages does so by ``mean`` alone.
     """
 
-    uploads: Sequence[Upload]
-    round: int = 1
+    number: int = 1
+    theta: Vector = 0.0
+    layout: Layout | None = None
+    connected: tuple[int, ...] = ()
+    asked: tuple[int, ...] = ()
     population: int = 0
-    asked: Sequence[int] = field(default=())
-
-    def __iter__(self) -> Iterator[Upload]:
-        return iter(self.uploads)
-
-    def __len__(self) -> int:
-        return len(self.uploads)
+    acked: Mapping[int, int] = field(default_factory=dict)
+    seed: int = 0
+    run: str = ""
+    traffic: int = 0
+    mean: Mean = weighted_mean

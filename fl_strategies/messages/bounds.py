@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from fl_strategies.core.clipping import clip, norm
 from fl_strategies.core.layout import Arrays, Layout
-from fl_strategies.core.records import BadReply, Reply, Upload
+from fl_strategies.core.records import BadReply, Upload
 from fl_strategies.core.vectors import Vector
 
 
@@ -28,11 +27,7 @@ class NormBound:
     books_changes: bool
     model: Arrays
 
-    def ask(self, client: int) -> dict[str, Any]:
-        """Clients need not know."""
-        return {}
-
-    def check(self, reply: Reply, upload: Upload) -> Upload:
+    def check(self, upload: Upload) -> Upload:
         """Return ``upload``, scaled if it is beyond the bound, else unchanged to the bit.
 
         Raises :class:`BadReply` for an upload beyond the bound that must not be scaled.
@@ -65,6 +60,3 @@ class NormBound:
         if norm(change) <= self.bound:
             return buffers
         return {**buffers, **layout.unpack(start + clip(change, self.bound), {})}
-
-    def settle(self, used: Sequence[Upload]) -> None:
-        """Nothing to keep."""

@@ -17,8 +17,7 @@ would. By rounding, sums then depend on how clients are spread over hosts.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fl_strategies.core.layout import Arrays, BufferMean, Layout
-from fl_strategies.core.records import BadReply, Reply
+from fl_strategies.core.records import BadReply
 from fl_strategies.messages.bounds import NormBound
 from fl_strategies.messages.identity import Identity
 from fl_strategies.messages.wire import Content, decode_model, opened, upload_of
@@ -36,18 +35,18 @@ ROUNDING = 1e-9
 LOST = "the state which the server booked for it is lost"
 DISTANCE = "folded-distance2"
 """The number of a folded client that is ||v_i - theta||^2."""
-WEIGHT = re.compile(r"(?:\(([\w-]+) \+ (\S+)\)\^(\S+)|([\w-]+))(?: / ([\w-]+))?")
 
 
 @dataclass(frozen=True)
 class Terms:
     """The weights by which a host folds, and the checks that each upload must pass first.
 
-    ``by`` names the weight (``Algorithm.folds_by``). ``nonces`` are, by client, those of the states
-    that the server requires. ``distances`` says whether the host sends ``DISTANCE``.
+    ``hyperparameters`` are those of the algorithm's weight (``Algorithm.weight``). ``nonces`` are,
+    by client, those of the states that the server requires.
+    ``distances`` says whether the host sends ``DISTANCE``.
     """
 
-    by: str
+    hyperparameters: Mapping[str, Any]
     weighted_by: str
     strategy: str
     algorithm: str
@@ -72,15 +71,6 @@ class Terms:
         """Return the terms that a request carries."""
         return cls(**json.loads(text))
 
-    def weight(self, reply: Reply) -> float:
-        """Return p_i."""
-        numbers = {**reply.numbers, "num-examples": reply.num_examples, "1": 1.0}
-        if not (found := WEIGHT.fullmatch(self.by)):
-            raise ValueError(f"a weight must be written as folds_by is, got {self.by!r}")
-        base, shift, power, plain, under = found.groups()
-        over = (numbers[base] + float(shift)) ** float(power) if base else float(numbers[plain])
-        return over / float(numbers[under]) if under else over
-
 
 @dataclass(frozen=True)
 class Fold:
@@ -93,11 +83,12 @@ class Fold:
 class Folder:
     """Checks uploads one by one, and holds only their sum.
 
-    ``received`` are the arrays of the request: the model and what travels beside it.
+    ``received`` are the arrays of the request: the model and what travels beside it. ``weight``
+    is that of an upload, in the file of the algorithm that ``terms`` name.
     """
 
-    def __init__(self, terms: Terms, received: Arrays) -> None:
-        self.terms, self.received = terms, received
+    def __init__(self, terms: Terms, received: Arrays, weight: Callable[..., float]) -> None:
+        self.terms, self.received, self.weight = terms, received, weight
         ahead = tuple(f"{name}/" for name in terms.beside)
         model = (
             {n: a for n, a in received.items() if not n.startswith(ahead)} if ahead else received
@@ -141,8 +132,8 @@ class Folder:
         reply = replace(reply, arrays=decode_model(arrays, self.wire))
         upload = upload_of(reply, self.layout, self.terms.beside)
         if self.bound is not None:
-            upload = self.bound.check(reply, upload)
-        weight = self.terms.weight(reply)
+            upload = self.bound.check(upload)
+        weight = self.weight(upload, **self.terms.hyperparameters)
         vectors = [upload.vector, *(upload.beside[name] for name in self.terms.beside)]
         mine = [np.asarray(vector, np.float64) for vector in vectors]
         if self._weight == 0.0:

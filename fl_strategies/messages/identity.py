@@ -6,21 +6,18 @@ is trusted as far as the algorithm allows, and the log says once what the client
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from logging import WARNING
-from typing import Any
 
 from fl_strategies.core.layout import Layout
-from fl_strategies.core.log import log
 from fl_strategies.core.reasons import brief
-from fl_strategies.core.records import BadReply, Reply, Upload
+from fl_strategies.core.records import BadReply, Reply
 
 FREE = "as with any client"
 """FedAvg's trust in a client that does not say which algorithm it ran."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Identity:
     """The algorithm and layout that replies must have.
 
@@ -31,16 +28,7 @@ class Identity:
     strategy: str
     algorithm: str
     trust: str
-    layout: Layout | None = None
-    warned: bool = False
-
-    def ask(self, client: int) -> dict[str, Any]:
-        """Return the algorithm and layout, which each request names."""
-        named = {"algorithm": self.algorithm}
-        if self.layout is None:
-            return named
-        frozen = {"frozen": self.layout.frozen_digests} if self.layout.frozen else {}
-        return {**named, "layout": self.layout.signature, **frozen}
+    layout: Layout
 
     def admit(self, client: int, words: Mapping[str, str]) -> None:
         """Raise :class:`BadReply` for a reply of another algorithm, before its arrays are read."""
@@ -52,7 +40,6 @@ class Identity:
                 f"its client ran {ran!r} and {self.strategy} needs {self.algorithm!r}:"
                 " AnyAlgorithmClient runs the algorithm that a request names"
             )
-        assert self.layout is not None
         roles = words.get("layout", "")
         if roles and roles != self.layout.signature:
             try:
@@ -71,26 +58,17 @@ class Identity:
                 f" it report algorithm={self.algorithm!r} or set assume_algorithm=True"
             )
 
-    def check(self, reply: Reply, upload: Upload) -> Upload:
-        """Return ``upload``: :meth:`admit` has already checked it."""
-        return upload
+    def doubts(self, used: Iterable[Reply], local: Iterable[str]) -> str:
+        """Return, if a usable reply names no algorithm, what its client may have ignored, or "".
 
-    def settle(self, used: Sequence[Upload]) -> None:
-        """Nothing to keep."""
-
-    def warn(self, used: Iterable[Reply], local: Iterable[str]) -> None:
-        """Warn once, if usable replies name no algorithm, which of ``local`` may be ignored."""
+        ``local`` names the settings of local training that clients were told.
+        """
         unnamed = [reply.client for reply in used if not reply.words.get("algorithm")]
         told = sorted(local)
-        if not unnamed or self.warned or not (told or self.trust != FREE):
-            return
-        self.warned = True
-        ignored = f"; it may ignore the local settings {told}" * bool(told)
-        log(
-            WARNING,
-            "client %s does not say which algorithm it ran: %s trusts it %s%s",
-            brief(unnamed[0]),
-            self.strategy,
-            self.trust,
-            ignored,
+        if not unnamed or not (told or self.trust != FREE):
+            return ""
+        ignored = f"; it may ignore the local settings {told}" if told else ""
+        return (
+            f"client {brief(unnamed[0])} does not say which algorithm it ran: {self.strategy}"
+            f" trusts it {self.trust}{ignored}"
         )

@@ -1,20 +1,22 @@
-"""An algorithm's description of itself, and the hooks by which it takes part in a run."""
+"""An algorithm's description of itself, and the hooks by which it takes part in a run.
+
+A hook is a function of the server's state, the round and what is given; of the strategy it reads
+declared hyperparameters alone. So a round can be computed without Flower, and several at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
-import numpy as np
-
 from fl_strategies.core.hyperparameters import number
-from fl_strategies.core.ledger import Ledger
-from fl_strategies.core.records import NOTHING, Upload, Uploads
+from fl_strategies.core.randomness import draw, share, stream
+from fl_strategies.core.records import NOTHING, Round, Upload
+from fl_strategies.core.schedules import at
 from fl_strategies.core.vectors import Vector
 from fl_strategies.server.composition import Averages
-from fl_strategies.server.nodes import Nodes
 from fl_strategies.server.options import Options
-from fl_strategies.server.run import Run
 
 State: TypeAlias = Any
 """The state of an algorithm's server: an immutable record of named fields (a named tuple or frozen
@@ -31,7 +33,7 @@ NUM_CLIENTS: Any = number(
 """The hyperparameter ``num_clients`` of algorithms whose rule divides by :attr:`population`."""
 
 
-GETS_UPLOADS = ("accept", "aggregate", "aggregate_train", "end_round")
+GETS_UPLOADS = ("unusable", "aggregate", "skipped", "use", "aggregate_train")
 """The hooks that see uploads: a class that overrides one may have another rule than its base."""
 
 
@@ -47,29 +49,26 @@ class Card(NamedTuple):
     paper: str
 
 
-class Algorithm(Options):
-    """The server half of an algorithm, besides its hyperparameters.
+Next: TypeAlias = tuple[Vector, State, Mapping[str, float]]
+"""What a server rule returns: the next global model [d], the next state, the round's numbers."""
 
-    Attributes
-    ----------
-    state : record or None
-        The state of the algorithm's server (:data:`State`) after the last successful round.
-    ledger : fl_strategies.core.ledger.Ledger
-        Which reply of each client was used last.
-    run : fl_strategies.server.run.Run
-        The run so far.
-    nodes : fl_strategies.server.nodes.Nodes
-        The clients that are connected, and those that ever were.
-    theta : ndarray [d]
-        The global model of the current round.
-    """
+
+def equal(upload: Upload) -> float:
+    """Return 1: each upload counts alike."""
+    return 1.0
+
+
+class Algorithm(Options):
+    """The server half of an algorithm, besides its hyperparameters."""
 
     algorithm: ClassVar[str]
-    """Name by which clients know the algorithm."""
+    """Name by which strategies, commands and replies know the algorithm."""
+    runs: ClassVar[str] = ""
+    """The algorithm whose clients train, if it is another: this one changes the server alone."""
     card: ClassVar[Card]
     """Its row in a table of algorithms; an algorithm that is in no table needs no card."""
-    client_module: ClassVar[str] = ""
-    """Module of its client half; by default the module of the same name in ``clients``."""
+    reports: ClassVar[tuple[str, ...]] = ()
+    """Names of the numbers that the algorithm adds to a round's metrics."""
     beside: ClassVar[tuple[str, ...]] = ()
     """Names of vectors [d] that travel beside the model, in training requests and replies."""
     averages: ClassVar[Averages] = ""
@@ -78,6 +77,10 @@ class Algorithm(Options):
     overrides one of :data:`GETS_UPLOADS` says it anew."""
     books_changes: ClassVar[bool] = False
     """Whether uploads are changes that the server and the client both add to their states."""
+    weight: ClassVar[Callable[..., float]] = staticmethod(equal)
+    """The weight of an upload in the rule. Its keyword arguments are hyperparameters."""
+    folds: ClassVar[bool] = False
+    """Whether the rule needs only sum_i weight_i v_i of the uploads v_i: hosts may send means."""
     folds_distances: ClassVar[bool] = False
     """Whether the rule also needs ||v_i - theta||^2 of each upload (``Upload.distance2``)."""
     unnamed: ClassVar[str] = ""
@@ -99,52 +102,82 @@ class Algorithm(Options):
                     f' else ""; it inherits "{cls.averages}"'
                 )
 
-    def __post_init__(self) -> None:
-        kept_rounds = self.checkpoints.kept_rounds if self.checkpoints else None
-        lost_state = self.lost_state or ("warn" if self.books_changes else "reset")
-        self.lost_state = lost_state
-        self.state: State = None
-        self.ledger = Ledger(lost_state, self.acknowledge, kept_rounds)
-        self.nodes = Nodes(self.node_wait, self.shared_population)
-        self.run = Run(self.algorithm)
-        self.theta: Vector = np.zeros(0)
+    @property
+    def mean_of(self) -> Averages:
+        """:attr:`averages`, with these hyperparameters."""
+        return self.averages
 
     @property
-    def population(self) -> int:
-        """Number m of clients that were ever connected, and at least ``num_clients``."""
-        return max(len(self.nodes.known), self.num_clients)
+    def trust(self) -> str:
+        """What a client that names no algorithm is trusted to do; "" if it is refused."""
+        return self.unnamed or ("to implement it" if self.assume_algorithm else "")
 
-    def aggregate(self, state: State, theta: Vector, uploads: Uploads) -> tuple[Vector, State]:
-        """Return the next global model [d] and server state, from the current ones and the uploads.
+    # ---- the rule -----------------------------------------------------------------------------
 
-        The arguments must not be changed.
+    def aggregate(self, state: State, round: Round, uploads: Sequence[Upload]) -> Next:
+        """Return the next global model [d], the next server state and numbers of the round.
+
+        ``uploads`` are ascending by client. The arguments must not be changed.
         """
         raise TypeError(f"{type(self).__name__} must define aggregate")
+
+    def skipped(
+        self, state: State, round: Round, uploads: Sequence[Upload]
+    ) -> tuple[State, Mapping[str, float]]:
+        """Return the state after a round that was skipped, and numbers of that round.
+
+        ``uploads`` were usable, and are not used.
+        """
+        return state, NOTHING
+
+    def weight_options(self, server_round: int) -> dict[str, Any]:
+        """Return the values of the hyperparameters that :attr:`weight` takes, in the round."""
+        names = inspect.signature(type(self).weight).parameters
+        return {name: at(getattr(self, name), server_round) for name in [*names][1:]}
+
+    def weights_of(self, round: Round, uploads: Iterable[Upload]) -> list[float]:
+        """Return the weight of each of ``uploads`` in :meth:`aggregate`."""
+        options = self.weight_options(round.number)
+        return [type(self).weight(upload, **options) for upload in uploads]
+
+    # ---- the server's state -------------------------------------------------------------------
 
     def first_state(self, theta: Vector) -> State:
         """Return the server state before the first round, on the initial model [d]."""
         return None
 
-    def begin(self, state: State, theta: Vector) -> State:
-        """Return the state at a run's beginning, given the state before; may raise ``ValueError``.
+    def begin(self, state: State, round: Round, num_rounds: int) -> State:
+        """Return the state at the beginning of a ``start``, given the state before.
 
-        ``theta`` [d] is the initial model. Each ``start`` calls this; by default the state stays.
+        ``round`` is the last of earlier calls; its theta is the initial model [d]. May raise
+        ``ValueError``. By default the state stays.
         """
         return state
 
-    def meet(self, state: State, clients: Iterable[int]) -> State:
-        """Return the state when these ``clients`` are connected, before a round asks any."""
+    def on_connect(self, state: State, clients: Collection[int]) -> State:
+        """Return the state when ``clients`` are all that were ever connected, before a round."""
         return state
 
-    def tell(self, state: State, server_round: int, client: int) -> Mapping[str, Any]:
+    # ---- requests -----------------------------------------------------------------------------
+
+    def select(self, state: State, round: Round) -> list[int]:
+        """Return which of ``round.connected`` train in the round, ascending."""
+        return self.sample("sample", round, self.fraction_train, self.min_train_nodes)
+
+    def sample(self, purpose: str, round: Round, fraction: float, least: int) -> list[int]:
+        """Return a random share of the connected clients, ascending, by the stream ``purpose``."""
+        size = max(share(fraction, len(round.connected)), least)
+        return sorted(draw(stream(round.seed, purpose, round.number), round.connected, size))
+
+    def client_config(self, state: State, round: Round, client: int) -> Mapping[str, Any]:
         """Return what ``client`` is told besides the hyperparameters that are declared as sent."""
         return NOTHING
 
-    def vectors(self, state: State) -> Mapping[str, Vector]:
+    def vectors(self, state: State, round: Round) -> Mapping[str, Vector]:
         """Return the vectors [d] that a training request carries, one for each of ``beside``."""
         return NOTHING
 
-    def missed(self, state: State, since: int) -> Vector | None:
+    def catch_up(self, state: State, since: int) -> Vector | None:
         """Return the vector [d] that a client is sent, whose last reply used is of round ``since``.
 
         -1: none was used. A training request carries it for that client alone, where it is not
@@ -152,51 +185,37 @@ class Algorithm(Options):
         """
         return None
 
-    def accept(self, upload: Upload) -> Upload:
-        """Return the upload for the rule; raise :class:`BadReply` if the rule cannot use it.
-
-        Called in the order of clients, for uploads that have passed all other checks.
-        """
-        return upload
-
-    def weight(self, upload: Upload) -> float:
-        """Return the weight of ``upload`` in :meth:`aggregate`, for the history."""
-        return 1.0
-
-    @property
-    def folds_by(self) -> str:
-        """:meth:`weight` as text, if the rule needs only sum_i weight_i v_i of the uploads v_i.
-
-        "1", a number that clients report, a power "(n + c)^q" of one, or a quotient "... / a" of
-        these (:mod:`fl_strategies.messages.folding`); "" if the rule needs more.
-        """
-        return ""
-
-    def reference(self, upload: Upload) -> Vector | float:
-        """Return the point, [d] or 0, from which ``clipping_norm`` measures ``upload``."""
-        return 0.0 if self.books_changes else self.theta
-
-    def end_round(
-        self, before: State, state: State, uploads: Uploads, metrics: Mapping[str, Any]
-    ) -> tuple[State, dict[str, float]]:
-        """Return the state with the changes of every round, even a void one, and further metrics.
-
-        ``before`` is the state before the round; after a void round ``state`` is equal to it.
-        """
-        return state, {}
+    # ---- replies ------------------------------------------------------------------------------
 
     @property
     def scalar_bounds(self) -> Mapping[str, tuple[float, float]]:
         """Metrics that each reply must carry, and the range of each."""
         return NOTHING
 
-    def check_clients(self, clients: int) -> None:
-        """Raise ``ValueError`` if the algorithm cannot run with this number of clients."""
+    def unusable(self, state: State, round: Round, uploads: Iterable[Upload]) -> Mapping[int, str]:
+        """Return why the rule cannot use some of ``uploads``, by client.
 
-    def replies_needed(self) -> int:
+        The uploads, ascending by client, have passed all other checks.
+        """
+        return {}
+
+    def reference(self, state: State, round: Round, upload: Upload) -> Vector | float:
+        """Return the point, [d] or 0, from which ``clipping_norm`` measures ``upload``."""
+        return 0.0 if self.books_changes else round.theta
+
+    def replies_needed(self, round: Round) -> int:
         """Return the number of usable replies below which the round is skipped."""
         return self.min_replies
 
-    def exchanges_in(self, num_rounds: int) -> int:
+    # ---- numbers of clients and rounds --------------------------------------------------------
+
+    def asked_of(self, clients: int) -> int:
+        """Return how many of so many connected clients are asked to train in a round."""
+        return min(clients, max(share(self.fraction_train, clients), self.min_train_nodes))
+
+    def check_clients(self, clients: int) -> None:
+        """Raise ``ValueError`` if the algorithm cannot run with this number of clients."""
+
+    def communication_rounds(self, state: State, num_rounds: int) -> int:
         """Return the number of communication rounds in a run of ``num_rounds``."""
         return num_rounds

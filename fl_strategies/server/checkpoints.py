@@ -1,7 +1,7 @@
 """Checkpoints of a run's server half, from which ``start(resume=True)`` continues.
 
 A checkpoint is one safetensors file with a checksum, written completely or not at all. It holds the
-global model, the algorithm's server state (its record, field by field), the ledger, the run's id
+global model, the server's states (their records, field by field), the ledger, the run's id
 and history, and the version of this format; another version is refused. It holds no random state,
 because every stream derives from the seed and the round. The directory is locked during a run.
 
@@ -33,18 +33,19 @@ RUN = frozenset(
      "metrics", "history", "devices"}
 )  # fmt: skip
 """The content of ``Checkpoint.run``."""
-VERSION = 2
-"""The version of the format. Version 1 held attributes of the strategy instead of records."""
+VERSION = 3
+"""The version of the format."""
 
 
 class Checkpoint(NamedTuple):
-    """A file's content: the model's arrays by name, the server state, the ledger, the run so far.
+    """A file's content: the model's arrays by name, the states, the ledger, the run so far.
 
-    ``state`` holds the fields of the algorithm's record by name; it is empty without a record.
+    ``states`` holds, by whose state it is ("algorithm"), the fields of its record by name; a state
+    that is None has none.
     """
 
     model: dict[str, npt.NDArray[Any]]
-    state: dict[str, Any]
+    states: dict[str, dict[str, Any]]
     ledger: Mapping[str, Mapping[int, Any]]
     run: dict[str, Any]
 
@@ -142,7 +143,7 @@ class Checkpoints:
         """Write the checkpoint after round ``number``, then delete those that are not kept."""
         arrays = {f"model/{name}": array for name, array in checkpoint.model.items()}
         kept = {
-            "state": _pack(checkpoint.state, arrays),
+            "states": _pack(checkpoint.states, arrays),
             "ledger": _pack(checkpoint.ledger, arrays),
             "run": checkpoint.run,
         }
@@ -184,12 +185,11 @@ class Checkpoints:
         arrays, text = load_arrays(self.path(number))
         try:
             about = json.loads(text)
-            older = "version" not in about and "rounds-before" in about["run"]
-            version = 1 if older else about["version"]
+            version = about["version"]
             model = {name: arrays[f"model/{name}"] for name in about["names"]}
             if version == VERSION:
-                state, ledger = (_unpack(about[name], arrays) for name in ("state", "ledger"))
-                found = Checkpoint(model, state, ledger, about["run"])
+                states, ledger = (_unpack(about[name], arrays) for name in ("states", "ledger"))
+                found = Checkpoint(model, states, ledger, about["run"])
                 if missing := sorted(RUN - found.run.keys()):
                     raise ValueError(f"it lacks {missing}")
                 self._hold(number, found)

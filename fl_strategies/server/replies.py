@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from logging import DEBUG, WARNING
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
@@ -18,6 +17,7 @@ from fl_strategies.core.records import BadReply, Reply
 from fl_strategies.messages.folding import Fold
 from fl_strategies.messages.hosting import busy_seconds, unpack_reply
 from fl_strategies.messages.wire import MAX_METRICS, Content, Failed
+from fl_strategies.server.asked import Asked, Request
 
 T = TypeVar("T")
 
@@ -26,41 +26,6 @@ MOST_HOSTS = 16
 
 Naming: TypeAlias = Callable[[str], str]
 """Returns the metric's name of a client's number: ``names.in_training`` or ``in_evaluation``."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """One message: the node it goes to, the clients it is about, and its identity.
-
-    ``hosted`` says that it is packed for several clients (:mod:`fl_strategies.messages.hosting`),
-    ``folds`` that it asks for one mean of their uploads.
-    """
-
-    node: int
-    clients: tuple[int, ...]
-    about: Metadata | None = None
-    hosted: bool = False
-    folds: bool = False
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The requests of one phase: who was asked, by which messages, and since when."""
-
-    clients: Sequence[int]
-    bytes_down: int
-    started: float
-    rounds: Mapping[int, int] = field(default_factory=dict)
-    """By client, the round of its request if it is not the current one."""
-    requests: Sequence[Request] = ()
-
-    @cached_property
-    def by_node(self) -> dict[int, list[Request]]:
-        """The requests to each node."""
-        found: dict[int, list[Request]] = {}
-        for request in self.requests:
-            found.setdefault(request.node, []).append(request)
-        return found
 
 
 @dataclass(frozen=True)
@@ -82,16 +47,18 @@ def sift(
     replies: Iterable[Message],
     asked: Asked,
     read: Callable[[int, Content], T],
+    check: Callable[[Sequence[T]], Mapping[int, str]] = lambda good: {},
     check_fold: Callable[[Sequence[T]], None] = lambda folded: None,
     told: set[str] | None = None,
 ) -> Sifted[T]:
     """Tell usable replies from the rest.
 
     A usable reply answers a request of this phase, is the first from its client, and passes
-    ``read``. ``check_fold`` raises :class:`BadReply` if replies that share one mean contradict it.
-    Replies are read in the order of clients, not of arrival. The log has one line for
-    each distinct reason to leave replies out, and one for clients without a reply. The set ``told``
-    holds the errors of clients that the log has already: these are for debugging alone.
+    ``read`` and ``check``, which returns faults by client. ``check_fold`` raises
+    :class:`BadReply` if replies that share one mean contradict it. Replies are read in the order
+    of clients, not of arrival. The log has one line for each distinct reason not to use replies,
+    and one for clients without a reply. The set ``told`` holds the errors of clients that the log
+    has already: these are for debugging alone.
     """
     told = set() if told is None else told
     good: dict[int, T] = {}
@@ -143,6 +110,9 @@ def sift(
             good[client] = content_as(client, content, read)
         except BadReply as fault:
             left_out(client, fault)
+    for client, why in check([*good.values()]).items():
+        del good[client]
+        left_out(client, BadReply(why))
     fold_of = {client: getattr(content, "fold", None) for client, content in came.items()}
     folds: dict[int, Fold] = {id(fold): fold for fold in fold_of.values() if fold is not None}
     for fold in folds.values():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from logging import INFO, WARNING
 from typing import Any
@@ -53,6 +53,8 @@ class Run:
     """
 
     algorithm: str
+    reports: tuple[str, ...] = ()
+    """Names of the algorithm's own metrics."""
     id: str = ""
     rounds_before: int = 0
     round: int = 0
@@ -65,6 +67,14 @@ class Run:
     """The numbers of each client in the current round."""
     tested: set[str] = field(default_factory=set)
     """Names of the metrics that the server's own tests have reported."""
+    faults: Mapping[int | None, str] = field(default_factory=dict)
+    """The faults of the last phase's unusable replies, by client."""
+    stopped: bool = False
+    """Whether a callback had ended the run when the checkpoint was made that it continues from."""
+    known: set[int] = field(default_factory=set)
+    """The clients ever connected, of that checkpoint."""
+    opened: bool = False
+    """Whether the strategy's ``start`` or ``open``, not a wrapper, began the run."""
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.algorithm}-{secrets.token_hex(8)}"
@@ -90,11 +100,12 @@ class Run:
     def open(self, arrays: ArrayRecord, num_rounds: int) -> None:
         """Begin a call: forget the result of the last."""
         self.num_rounds, self.result, self.tested = num_rounds, Result(arrays=arrays), set()
+        self.opened = True
 
     def close(self) -> None:
         """End a call."""
         self.rounds_before += self.round
-        self.round = 0
+        self.round, self.opened = 0, False
 
     # ---- a round's numbers --------------------------------------------------------------------
 
@@ -111,7 +122,8 @@ class Run:
             for phase in self.phases
         )
         clients = {**evaluated, **trained}
-        own = {name: clients.pop(name) for name in list(clients) if name in SERVER}
+        ours = SERVER.union(self.reports)
+        own = {name: clients.pop(name) for name in list(clients) if name in ours}
         theirs = {f"{FOREIGN}{n}" if n in self.tested else n: v for n, v in clients.items()}
         return {**tested, **theirs, **own}
 
@@ -150,9 +162,9 @@ class Run:
     def checkpoint(
         self,
         identity: Mapping[str, Any],
-        state: Any,
+        states: Mapping[str, Any],
         ledger: Ledger,
-        known: set[int],
+        known: Iterable[int],
         *,
         stopped: bool,
     ) -> Checkpoint:
@@ -172,15 +184,48 @@ class Run:
             ],
         }
         model = {name: array.numpy() for name, array in self.result.arrays.items()}
-        return Checkpoint(model, fields_of(state), ledger.record, run)
+        kept = {name: fields_of(state) for name, state in states.items()}
+        return Checkpoint(model, kept, ledger.record, run)
 
-    def restore(self, run: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-        """Restore the run as it was when a checkpoint was made."""
-        self.id, self.devices = run["run-id"], dict(run["devices"])
-        self.rounds_before, self.round = run["rounds-before"], run["round"]
-        self.result.arrays = ArrayRecord({name: Array(array) for name, array in model.items()})
-        for phase, rows in zip(self.phases, run["history"], strict=True):
+    def resume(
+        self,
+        checkpoints: Checkpoints,
+        identity: Mapping[str, Any],
+        states: Mapping[str, Any],
+        ledger: Ledger,
+        *,
+        resume: bool,
+    ) -> dict[str, Any] | None:
+        """Lock the checkpoints; with ``resume`` restore the run and the ledger from the last.
+
+        Returns the states of the last checkpoint, None if the run begins anew. ``identity`` is what
+        checkpoint and run must have in common, ``states`` are records like those to restore.
+        """
+        before = checkpoints.take()
+        found = checkpoints.last() if resume else None
+        if found is None:
+            # killed before its first, clients may have states of it
+            if resume and before.rpartition("-")[0] == self.algorithm:
+                self.id = before
+            self.claim(checkpoints, before)
+            return None
+        where, saved = checkpoints.directory, found.run
+        if other := {n: saved[n] for n, ours in identity.items() if saved[n] != ours}:
+            ours = {name: identity[name] for name in other}
+            raise ValueError(f"{where} is of a run with {other}, not {ours}")
+        after = {
+            name: restored(state, found.states.get(name, {}), where)
+            for name, state in states.items()
+        }
+        ledger.restore(found.ledger)
+        self.id, self.devices = saved["run-id"], dict(saved["devices"])
+        self.rounds_before, self.round = saved["rounds-before"], saved["round"]
+        self.known, self.stopped = set(saved["clients"]), bool(saved["stopped"])
+        self.result.arrays = ArrayRecord({n: Array(array) for n, array in found.model.items()})
+        for phase, rows in zip(self.phases, saved["history"], strict=True):
             phase.update({number: MetricRecord(row) for number, row in rows})
+        checkpoints.sign(self.id)
+        return after
 
     def claim(self, checkpoints: Checkpoints, before: str) -> None:
         """Sign the locked directory, which belonged to run ``before``, for this run."""

@@ -1,35 +1,55 @@
-"""The base of all strategies: a run of communication rounds, with callbacks and checkpoints.
+"""The base of all strategies: what Flower calls, and a run of communication rounds.
 
 An algorithm declares its hyperparameters and adds :meth:`FederatedStrategy.aggregate`, its server
-rule. The module ``algorithm`` holds the other hooks, ``round`` the steps between Flower and the
-rule. This package, ``fl_strategies.messages`` and the legacy adapter use Flower.
+rule; the module ``algorithm`` holds the other hooks. A round is
+
+    select -> send -> [clients] -> read -> aggregate
+
+This package, ``fl_strategies.messages`` and the legacy adapter use Flower.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable
+import inspect
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from logging import INFO, WARNING
 from typing import ParamSpec, TypeAlias, cast
 
-from flwr.app import (
-    ArrayRecord,
-    ConfigRecord,
-    MetricRecord,
-)
-from flwr.clientapp import ClientApp
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fl_strategies.core.hyperparameters import Scalar
-from fl_strategies.core.local import default_training
+from fl_strategies.core.layout import Arrays, Layout, conventional_buffers, few
+from fl_strategies.core.ledger import Ledger
+from fl_strategies.core.local import check_local
 from fl_strategies.core.log import log, quiet_log
-from fl_strategies.core.near import misspelt
+from fl_strategies.core.names import SKIPPED
 from fl_strategies.core.reasons import said_once
-from fl_strategies.core.records import MISSED
-from fl_strategies.core.schedules import check, require
-from fl_strategies.server.round import Round
-from fl_strategies.server.run import Result, restored
+from fl_strategies.core.records import Round
+from fl_strategies.server.algorithm import Algorithm, State
+from fl_strategies.server.arguments import check_configs, check_start
+from fl_strategies.server.asked import Asked
+from fl_strategies.server.composition import (
+    Caller,
+    check_hosts,
+    check_wrapper,
+    told_bound,
+    unequal,
+)
+from fl_strategies.server.model import Model, decoded, encoded_model
+from fl_strategies.server.nodes import Nodes
+from fl_strategies.server.options import Options
+from fl_strategies.server.patience import Patience
+from fl_strategies.server.reading import Read, Reader
+from fl_strategies.server.round import Outcome, next_model, shares
+from fl_strategies.server.run import Result, Run
+from fl_strategies.server.sending import Sender
 
 P = ParamSpec("P")
 EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -47,10 +67,55 @@ def _in_one_log(start: Callable[P, Result]) -> Callable[P, Result]:
     return started
 
 
-class FederatedStrategy(Round):
+class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its default
     """Base of all strategies. Raises ``ValueError`` before anything is sent, for an argument
     outside its range, and ``TypeError`` for one that the strategy does not have.
+
+    Attributes
+    ----------
+    state : record or None
+        The state of the algorithm's server (:data:`.algorithm.State`) after the last round.
+    ledger : fl_strategies.core.ledger.Ledger
+        Which reply of each client was used last.
+    run : fl_strategies.server.run.Run
+        The run so far.
+    nodes : fl_strategies.server.nodes.Nodes
+        The clients that are connected, and those that ever were.
+    model : fl_strategies.server.model.Model
+        The global model, once a run was opened.
     """
+
+    def __post_init__(self) -> None:
+        flowers = inspect.signature(FlowerFedAvg).parameters
+        given = {name: getattr(self, name) for name in Options.declarations if name in flowers}
+        # Flower warns of 0, which is no mistake
+        FlowerFedAvg.__init__(self, **given | {"fraction_evaluate": 1.0})
+        vars(self).update(given)
+        self.buffers = None if self.buffers is None else tuple(self.buffers)
+        self.frozen = dict(self.frozen)
+        self.ties = tuple(tuple(group) for group in self.ties)
+        self.local = dict(self.local or {})
+        check_local(self.local)
+        self.callbacks = tuple(self.callbacks)
+        self.lost_state = self.lost_state or ("warn" if self.books_changes else "reset")
+        kept_rounds = self.checkpoints.kept_rounds if self.checkpoints else None
+        self.state: State = None
+        self.ledger = Ledger(self.lost_state, self.acknowledge, kept_rounds)
+        self.nodes = Nodes(self.node_wait, self.shared_population)
+        self.run = Run(self.algorithm, self.reports)
+        self.patience = Patience(self.max_unusable_rounds)
+        self.sender = Sender(self, self.ledger, self.nodes)
+        self.reader = Reader(self, self.ledger)
+        self.caller = Caller()
+        self.model: Model | None = None
+        self._asked = Asked(Round())
+        if self.fold == "on" and not self.folds:
+            raise ValueError(
+                f'fold must be "auto" or "off" for {type(self).__name__}, whose rule needs each'
+                ' upload, got "on"'
+            )
+
+    # ---- a run --------------------------------------------------------------------------------
 
     @_in_one_log
     def start(
@@ -86,21 +151,20 @@ class FederatedStrategy(Round):
         arrays that cannot be trained, for a config that sets what the strategy itself sends, and
         for checkpoints of another run or in use.
         """
-        _check_start(grid, initial_arrays, num_rounds, timeout, evaluate_fn)
+        check_start(grid, initial_arrays, num_rounds, timeout, evaluate_fn)
         run = self.run
         if run.rounds_before and not resume:
             log(INFO, "continues the run of an earlier start; make a new strategy for a new run")
+        self.caller = replace(self.caller, wrapped=False)
         self.open(initial_arrays, num_rounds)
-        declared = {d.sent for d in type(self).declarations.values() if d.sent}
-        ours = self.request(1, 0).keys() | declared | {MISSED}
-        for name, config in (("train_config", train_config), ("evaluate_config", evaluate_config)):
-            if clash := sorted(ours & set(config or ())):
-                raise ValueError(f"{name} must not set {clash}: the strategy does")
-            if near := misspelt(config or (), default_training().settings.keys() | declared):
-                log(WARNING, "%s has %s", name, near)
+        check_configs(
+            {"train_config": train_config, "evaluate_config": evaluate_config},
+            ours=self.request(1, 0),
+            declared=[d.sent for d in type(self).declarations.values() if d.sent],
+        )
         try:
-            stopped = self._take_checkpoints(resume=resume)
-            run.num_rounds = self.exchanges_in(num_rounds)
+            stopped = self._resume(resume=resume)
+            run.num_rounds = self.communication_rounds(self.state, num_rounds)
             arrays = run.result.arrays
             said = f"{self.algorithm}: {run.num_rounds} rounds, from round {run.number + 1}"
             log(INFO, "%s; run %s", said, run.id)
@@ -109,14 +173,14 @@ class FederatedStrategy(Round):
             run.first = run.round + 1
             while run.round < run.num_rounds and not stopped:
                 run.round += 1
-                new = self.train_round(
-                    run.round, arrays, grid, timeout, train_config or ConfigRecord()
-                )
+                self._load(arrays)
+                new = self.train_round(grid, timeout, train_config or ConfigRecord())
                 arrays = arrays if new is None else new
-                asked = self.configure_evaluate(
+                evaluated = self.configure_evaluate(
                     run.round, arrays, evaluate_config or ConfigRecord(), grid
                 )
-                self.aggregate_evaluate(run.round, grid.send_and_receive(asked, timeout=timeout))
+                replies = grid.send_and_receive(evaluated, timeout=timeout)
+                self.aggregate_evaluate(run.round, replies)
                 self._evaluate(arrays, evaluate_fn)
                 stopped = self.close_round(arrays)
             if (skipped := run.result.skipped) and skipped == [*run.numbers]:
@@ -127,21 +191,237 @@ class FederatedStrategy(Round):
             if self.checkpoints:
                 self.checkpoints.release()
             run.close()
-            self.composition.opened = False
         return run.result
 
-    def train_round(
-        self,
-        server_round: int,
-        arrays: ArrayRecord,
-        grid: Grid,
-        timeout: float,
-        config: ConfigRecord,
-    ) -> ArrayRecord | None:
+    def open(self, initial_arrays: ArrayRecord, num_rounds: int) -> None:
+        """Begin a run with the initial model, and forget the result of the last run."""
+        self.run.open(initial_arrays, num_rounds)
+        self.reader.forget()
+        self.model = None
+        self._load(initial_arrays)
+        first = self._first(self.state)
+        self.state = self.begin(first, self.make_round(self.run.number), num_rounds)
+
+    def train_round(self, grid: Grid, timeout: float, config: ConfigRecord) -> ArrayRecord | None:
         """Have clients train, and return the next global model; None if the round is skipped."""
-        requests = self.configure_train(server_round, arrays, config, grid)
-        replies = grid.send_and_receive(requests, timeout=timeout)
-        return self.aggregate_train(server_round, replies)[0]
+        asked = self.ask(config, grid)
+        replies = grid.send_and_receive(asked.messages, timeout=timeout)
+        return self.use(asked, replies)[0]
+
+    # ---- a round: select -> send -> [clients] -> read -> aggregate ----------------------------
+
+    def ask(self, config: ConfigRecord, grid: Grid) -> Asked:
+        """Select the clients of the round, and return the requests to them."""
+        nodes = self.nodes.wait(grid, self.clients_needed)
+        check_hosts(type(self).__name__, self.caller, self.nodes.hosts)
+        self.state = self.on_connect(self.state, self.nodes.known)
+        round = self.make_round(self.run.number, nodes)
+        round = replace(round, asked=tuple(self.select(self.state, round)))
+        self.check_enough(len(round.asked), "asked")
+        return self.send(round, self.opened_model, config, nodes)
+
+    def send(
+        self, round: Round, model: Model, config: ConfigRecord, nodes: Mapping[int, int]
+    ) -> Asked:
+        """Return the requests to train ``model`` in ``round``."""
+        asked = self.sender.send(
+            self.state, round, model, config, nodes, MessageType.TRAIN, self.caller
+        )
+        return replace(asked, bound=told_bound(config))
+
+    def use(
+        self, asked: Asked, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord]:
+        """Return the next global model from the ``replies``, None if the round is skipped.
+
+        Also returns the round's metrics.
+        """
+        run, hosts = self.run, self.nodes.hosts
+        read = self.reader.training(self.state, asked, replies, self.caller, hosts)
+        run.clients, run.faults = read.rows, read.faults
+        run.devices |= read.devices
+        self.patience.settle(len(read.uploads), read.unusable, len(self.nodes.known))
+        fault = self._fault(read)
+        outcome = next_model(self, self.state, read.round, read.uploads, fault=fault)
+        metrics, number = read.metrics, asked.round.number
+        if outcome.model is not None:
+            self.ledger.settle(read.uploads)
+            metrics.update(self._shares(read))
+        else:
+            metrics[SKIPPED] = 1
+            why = outcome.skipped
+            log(WARNING, "round %d is skipped: %s; model and state unchanged", number, why)
+        self.state = outcome.state
+        seconds = time.monotonic() - asked.started
+        metrics.update({**read.hosts, **outcome.info, "seconds": seconds})
+        self.result.train_metrics_clientapp[number] = metrics
+        return _record(outcome), metrics
+
+    def _fault(self, read: Read) -> str:
+        """Return why the round must be skipped for what its usable replies do not show, or ""."""
+        if read.faults and self.caller.exact:
+            return (
+                f"{len(read.faults)} unusable replies cannot be taken out of a masked sum, nor the"
+                " noise of a wrapper be made for fewer"
+            )
+        return ""
+
+    def _shares(self, read: Read) -> dict[str, float]:
+        """Note each client's share of the samples and of the next global model."""
+        weights = self.weights_of(read.round, read.uploads)
+        by_client = {u.client: w for u, w in zip(read.uploads, weights, strict=True)}
+        self.run.clients, ends = shares(by_client, read.rows)
+        given = [row["weight-share"] for row in self.run.clients.values()]
+        if self.caller.wrapped and (warning := unequal(given)):
+            log(WARNING, "round %d %s", read.round.number, warning)
+        return ends
+
+    @property
+    def clients_needed(self) -> int:
+        """How many clients a round waits for.
+
+        The first one after a resumption waits for ``min_replies``, if the run has had so many: some
+        may be away, for as long as their nodes take to come back.
+        """
+        least, run, known = max(self.min_available_nodes, self.min_train_nodes), self.run, 0
+        if run.round == run.first > 1:
+            known = len(self.nodes.known)
+        enough = bisect_left(range(known + 1), self.min_replies, key=self.asked_of)
+        return max(least, enough) if enough <= known else least
+
+    def check_enough(self, clients: int, how: str) -> None:
+        """Raise ``ValueError`` if a call's first round has too few clients for ``min_replies``.
+
+        In later rounds clients may have left for a while: then the round is skipped.
+        """
+        if self.run.round == self.run.first:
+            self._check_replies(clients, how)
+
+    def check_population(self, clients: int) -> None:
+        """Raise ``ValueError`` if no run with so many clients, all connected, can succeed."""
+        self.check_clients(clients)
+        self._check_replies(self.asked_of(clients), f"that {self.algorithm} asks in a round")
+
+    def _check_replies(self, clients: int, how: str) -> None:
+        if clients < self.min_replies:
+            raise ValueError(
+                f"min_replies is {self.min_replies}, and the number of clients {how} is {clients}"
+            )
+
+    # ---- what Flower's wrappers and servers call ----------------------------------------------
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return the requests to the clients selected for this round."""
+        if server_round == 1 and not self.run.opened:
+            self.run.close()
+            self.open(arrays, 0)
+            self.run.opened = False
+            watched = bool(self.callbacks or self.checkpoints)
+            check_wrapper(type(self).__name__, self.mean_of, self.untrained, watched=watched)
+            self.caller = replace(self.caller, wrapped=True)
+        self.run.round = server_round
+        self._load(arrays)
+        self._asked = self.ask(config, grid)
+        return self._asked.messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Return the next global model and the round's metrics; None if the round is skipped."""
+        return self.use(self._asked, replies)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return the requests to the clients sampled to evaluate; none if the fraction is 0."""
+        if self.fraction_evaluate == 0.0:
+            self._asked = Asked(Round())
+            return []
+        nodes = self.nodes.wait(grid, max(self.min_available_nodes, self.min_evaluate_nodes))
+        round = self.make_round(self.run.rounds_before + server_round, nodes)
+        clients = self.sample("evaluate", round, self.fraction_evaluate, self.min_evaluate_nodes)
+        self._asked = self.sender.send(
+            self.state,
+            replace(round, asked=tuple(clients)),
+            replace(self.opened_model, record=arrays),
+            config,
+            nodes,
+            MessageType.EVALUATE,
+            self.caller,
+        )
+        return self._asked.messages
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Return the clients' evaluation: weighted means, and the variation between clients."""
+        if not self._asked.clients:
+            return None
+        read = self.reader.evaluation(self._asked, replies, self.run.clients)
+        self.run.clients, self.run.faults = read.rows, read.faults
+        self.result.evaluate_metrics_clientapp[self._asked.round.number] = read.metrics
+        return read.metrics
+
+    # ---- what a round is made of --------------------------------------------------------------
+
+    @property
+    def result(self) -> Result:
+        """The record of the current or last call of ``start``."""
+        return self.run.result
+
+    @property
+    def untrained(self) -> list[str]:
+        """The names of the model's buffers, once the run has begun."""
+        return [] if self.model is None else self.model.layout.untrained
+
+    @property
+    def population(self) -> int:
+        """Number m of clients that were ever connected, and at least ``num_clients``."""
+        return max(len(self.nodes.known), self.num_clients)
+
+    @property
+    def opened_model(self) -> Model:
+        """The global model of an opened run."""
+        assert self.model is not None
+        return self.model
+
+    def _load(self, arrays: ArrayRecord) -> None:
+        """Make ``arrays`` the global model of the round."""
+        layout = self._layout_of(decoded(arrays)) if self.model is None else self.model.layout
+        self.model = Model.of(arrays, layout)
+
+    def _layout_of(self, arrays: Arrays) -> Layout:
+        buffers = self.buffers
+        if buffers is None and (buffers := conventional_buffers(arrays)):
+            log(INFO, "buffers, which no client trains, by PyTorch's names: %s", few(buffers))
+        return Layout.of(arrays, buffers or (), self.ties, self.frozen)
+
+    def _first(self, state: State) -> State:
+        theta = np.zeros(0) if self.model is None else self.model.theta
+        return self.first_state(theta) if state is None else state
+
+    def make_round(self, number: int, nodes: Iterable[int] = ()) -> Round:
+        """Return round ``number``, of the current model and the connected clients."""
+        model = self.model
+        return Round(
+            number=number,
+            theta=np.zeros(0) if model is None else model.theta,
+            layout=None if model is None else model.layout,
+            connected=tuple(sorted(nodes)),
+            population=self.population,
+            acked=self.ledger.acked,
+            seed=self.seed,
+            run=self.run.id,
+        )
+
+    def request(self, server_round: int, client: int) -> dict[str, Scalar]:
+        """Return the config for ``client`` in ``server_round``."""
+        state, round = self._first(self.state), self.make_round(server_round)
+        return self.sender.request(state, round, client, self.caller)
+
+    # ---- the end of a round, checkpoints ------------------------------------------------------
 
     def _evaluate(self, arrays: ArrayRecord, evaluate_fn: EvaluateFn | None) -> None:
         metrics = evaluate_fn(self.run.number, arrays) if evaluate_fn else None
@@ -159,7 +439,7 @@ class FederatedStrategy(Round):
         if self.checkpoints and (last or self.run.number % self.checkpoints.every == 0):
             found = self.run.checkpoint(
                 self._named,
-                self.state,
+                self._states,
                 self.ledger,
                 self.nodes.known,
                 stopped=stopped,
@@ -172,52 +452,33 @@ class FederatedStrategy(Round):
     @property
     def _named(self) -> dict[str, Scalar]:
         """What a checkpoint and the run that continues from it must have in common."""
-        assert self.layout is not None
-        model = self.layout.signature
+        model = self.opened_model.layout.signature
         return {"algorithm": self.algorithm, "seed": self.seed, "model": model}
 
-    def _take_checkpoints(self, *, resume: bool) -> bool:
+    @property
+    def _states(self) -> dict[str, State]:
+        """The states that a checkpoint holds, by whose they are."""
+        return {"algorithm": self.state}
+
+    def _resume(self, *, resume: bool) -> bool:
         """Lock the checkpoints; with ``resume`` restore the last; return whether the run ended."""
         if self.checkpoints is None:
             if resume:
                 raise ValueError("resume needs checkpoints: give the strategy some")
             return False
-        before = self.checkpoints.take()
-        found = self.checkpoints.last() if resume else None
-        if found is None:
-            # killed before its first, clients may have states of it
-            if resume and before.rpartition("-")[0] == self.algorithm:
-                self.run.id = before
-            self.run.claim(self.checkpoints, before)
+        states = self.run.resume(
+            self.checkpoints, self._named, self._states, self.ledger, resume=resume
+        )
+        if states is None:
             return False
-        where, saved = self.checkpoints.directory, found.run
-        if other := {n: saved[n] for n, ours in self._named.items() if saved[n] != ours}:
-            raise ValueError(
-                f"{where} is of a run with {other}, not { {n: self._named[n] for n in other} }"
-            )
-        self.state = restored(self.state, found.state, where)
-        self.ledger.restore(found.ledger)
-        self.run.restore(saved, found.model)
-        self.nodes.known |= set(saved["clients"])
-        self.checkpoints.sign(self.run.id)
+        self.state = states["algorithm"]
+        self.nodes.known |= self.run.known
         rows = {number: self.run.metrics(number) for number in self.run.numbers}
         for callback in self.callbacks:
             if recall := getattr(callback, "recall", None):
                 recall(rows)
-        return bool(saved["stopped"])
+        return self.run.stopped
 
 
-def _check_start(
-    grid: object, initial_arrays: object, num_rounds: int, timeout: float, evaluate_fn: object
-) -> None:
-    """Raise ``ValueError`` for an argument of ``start`` of another kind or outside its range."""
-    if isinstance(grid, ClientApp):
-        raise ValueError("grid must be a Grid, got a ClientApp: InProcessGrid(app, ...) makes one")
-    require(hasattr(grid, "send_and_receive"), "grid", "a Grid", grid)
-    wanted = "an ArrayRecord: ArrayRecord(module.state_dict())"
-    require(isinstance(initial_arrays, ArrayRecord), "initial_arrays", wanted, initial_arrays)
-    check("num_rounds", num_rounds, low=1, integer=True)
-    if timeout not in (None, math.inf):  # both mean: no limit
-        check("timeout", timeout, low=0.0)
-    if evaluate_fn is not None:
-        require(callable(evaluate_fn), "evaluate_fn", "a function (round, arrays)", evaluate_fn)
+def _record(outcome: Outcome) -> ArrayRecord | None:
+    return None if outcome.model is None else encoded_model(outcome.model)

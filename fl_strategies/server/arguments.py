@@ -1,0 +1,47 @@
+"""Checks of what ``start`` is given, before anything is sent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from logging import WARNING
+
+from flwr.app import ArrayRecord, ConfigRecord
+from flwr.clientapp import ClientApp
+
+from fl_strategies.core.local import default_training
+from fl_strategies.core.log import log
+from fl_strategies.core.near import misspelt
+from fl_strategies.core.records import MISSED
+from fl_strategies.core.schedules import check, require
+
+
+def check_start(
+    grid: object, initial_arrays: object, num_rounds: int, timeout: float, evaluate_fn: object
+) -> None:
+    """Raise ``ValueError`` for an argument of ``start`` of another kind or outside its range."""
+    if isinstance(grid, ClientApp):
+        raise ValueError("grid must be a Grid, got a ClientApp: InProcessGrid(app, ...) makes one")
+    require(hasattr(grid, "send_and_receive"), "grid", "a Grid", grid)
+    wanted = "an ArrayRecord: ArrayRecord(module.state_dict())"
+    require(isinstance(initial_arrays, ArrayRecord), "initial_arrays", wanted, initial_arrays)
+    check("num_rounds", num_rounds, low=1, integer=True)
+    if timeout not in (None, math.inf):  # both mean: no limit
+        check("timeout", timeout, low=0.0)
+    if evaluate_fn is not None:
+        require(callable(evaluate_fn), "evaluate_fn", "a function (round, arrays)", evaluate_fn)
+
+
+def check_configs(
+    configs: Mapping[str, ConfigRecord | None], *, ours: Collection[str], declared: Collection[str]
+) -> None:
+    """Raise ``ValueError`` if a config sets what the strategy itself sends; warn of misspellings.
+
+    ``ours`` are the names in a request, ``declared`` those of hyperparameters that may be sent.
+    """
+    taken = {*ours, *declared, MISSED}
+    for name, config in configs.items():
+        if clash := sorted(taken & {*(config or ())}):
+            raise ValueError(f"{name} must not set {clash}: the strategy does")
+        if near := misspelt(config or (), {*default_training().settings, *declared}):
+            log(WARNING, "%s has %s", name, near)

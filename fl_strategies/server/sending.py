@@ -1,0 +1,233 @@
+"""Sending: the model, the settings that clients are told, and the messages that carry both.
+
+Every request is a new message; the caller's arguments are never changed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from logging import INFO
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+
+from fl_strategies.core.hyperparameters import Scalar, told
+from fl_strategies.core.ledger import Ledger
+from fl_strategies.core.log import log
+from fl_strategies.core.records import MISSED, Round
+from fl_strategies.core.schedules import at
+from fl_strategies.core.spread import expected_work, spread
+from fl_strategies.messages.encoding import encoded
+from fl_strategies.messages.folding import Terms
+from fl_strategies.messages.hosting import pack_request, per_message
+from fl_strategies.server.algorithm import Algorithm, State
+from fl_strategies.server.asked import Asked, Request
+from fl_strategies.server.composition import Caller
+from fl_strategies.server.model import Model
+from fl_strategies.server.nodes import ANY_HOST, Nodes
+
+
+@dataclass
+class Sender:
+    """Makes the messages of a phase."""
+
+    algorithm: Algorithm
+    ledger: Ledger
+    nodes: Nodes
+    _said_folds: bool = field(default=False, repr=False)
+
+    def send(
+        self,
+        state: State,
+        round: Round,
+        model: Model,
+        config: Mapping[str, Any],
+        nodes: Mapping[int, int],
+        message_type: str,
+        caller: Caller,
+    ) -> Asked:
+        """Return the messages to the clients ``round.asked``, by what each is told.
+
+        Each client has its own message, except clients of a host: a host gets the model once.
+        ``nodes`` gives each client's node.
+        """
+        wire = model.layout.beside(self.algorithm.beside)
+        asked = Asked(round, model.arrays, wire, started=time.monotonic())
+        trains = message_type == MessageType.TRAIN
+        arrays = model.record
+        if trains and self.algorithm.beside:
+            arrays = self._with_vectors(state, asked, arrays)
+        size = sum(len(array.data) for array in arrays.values())
+        configs = self._configs(state, round, config, caller)
+        if trains:
+            self._add_missed(state, asked, configs)
+        requests, messages, sent = [], [], 0
+        terms = self._terms(round, configs, nodes, size) if trains else None
+        work = self._expected(configs, trains=trains)
+        keys = self.algorithm.arrayrecord_key, self.algorithm.configrecord_key
+        for node, clients in self._by_node(nodes, work, size if trains else 0):
+            hosted = node in self.nodes.hosts
+            if hosted:
+                theirs = {client: configs[client] for client in clients}
+                content = pack_request(keys, arrays, theirs, self._fold(terms, clients))
+            else:
+                content = RecordDict({keys[0]: arrays, keys[1]: ConfigRecord(configs[clients[0]])})
+            message = Message(content, dst_node_id=node, message_type=message_type)
+            messages.append(message)
+            folds = hosted and terms is not None
+            requests.append(Request(node, tuple(clients), message.metadata, hosted, folds))
+            missed = [configs[client].get(MISSED, b"") for client in clients]
+            if nodes[clients[0]] == ANY_HOST:  # hosts stand for as many nodes as clients
+                sent += size * len(clients) + sum(map(len, missed))
+            else:
+                sent += size + sum(map(len, {*missed}))
+        return replace(asked, messages=messages, requests=requests, bytes_down=sent)
+
+    # ---- what clients are told ----------------------------------------------------------------
+
+    def request(self, state: State, round: Round, client: int, caller: Caller) -> dict[str, Scalar]:
+        """Return the config for ``client``."""
+        return self._alike(round, caller) | self._own(state, round, client)
+
+    def _configs(
+        self, state: State, round: Round, config: Mapping[str, Any], caller: Caller
+    ) -> dict[int, dict[str, Any]]:
+        alike = {**config, **self._alike(round, caller)}
+        return {client: {**alike, **self._own(state, round, client)} for client in round.asked}
+
+    def _alike(self, round: Round, caller: Caller) -> dict[str, Scalar]:
+        """Return what every client is told."""
+        algorithm, layout = self.algorithm, round.layout
+        own = told(type(algorithm).declarations, lambda name: getattr(algorithm, name))
+        alike = _at({**(algorithm.local or {}), **own}, round.number) | {
+            "run-id": round.run,
+            "server-round": round.number,
+            "seed": round.seed,
+            "algorithm": algorithm.runs or algorithm.algorithm,
+        }
+        if layout is not None:
+            alike["layout"] = layout.signature
+            if layout.frozen:
+                alike["frozen"] = layout.frozen_digests
+            if caller.intact(algorithm.mean_of, layout.beside(algorithm.beside)):
+                alike["checksums"] = True
+        return alike
+
+    def _own(self, state: State, round: Round, client: int) -> dict[str, Scalar]:
+        """Return what ``client`` is told besides or instead of that."""
+        own = self.algorithm.client_config(state, round, client)
+        return _at(own, round.number) | self.ledger.ask(client)
+
+    def _add_missed(
+        self, state: State, asked: Asked, configs: Mapping[int, dict[str, Any]]
+    ) -> None:
+        """Tell each client what it missed: the same bytes to all that were last used together."""
+        layout = asked.round.layout
+        assert layout is not None
+        known: dict[int, bytes] = {}
+        for client, config in configs.items():
+            since = asked.round.acked.get(client, -1)
+            if since not in known:
+                vector = self.algorithm.catch_up(state, since)
+                known[since] = b"" if vector is None else layout.to_bytes(vector)
+            if known[since]:
+                config[MISSED] = known[since]
+
+    def _with_vectors(self, state: State, asked: Asked, arrays: ArrayRecord) -> ArrayRecord:
+        """Return ``arrays``, followed by the arrays of the vectors beside the model."""
+        assert asked.wire is not None
+        vectors = self.algorithm.vectors(state, asked.round)
+        every = [asked.round.theta, *(vectors[name] for name in self.algorithm.beside)]
+        unpacked = asked.wire.unpack(np.concatenate(every), asked.model)
+        return ArrayRecord(
+            {name: encoded(array) for name, array in unpacked.items()} | dict(arrays)
+        )
+
+    # ---- hosts --------------------------------------------------------------------------------
+
+    def _terms(
+        self,
+        round: Round,
+        configs: dict[int, dict[str, Any]],
+        nodes: Mapping[int, int],
+        size: int,
+    ) -> Terms | None:
+        """Return the terms by which hosts fold, or None if they do not."""
+        algorithm, layout = self.algorithm, round.layout
+        hosted = [c for c in configs if nodes[c] == ANY_HOST or nodes[c] in self.nodes.hosts]
+        memory = size * len(hosted) / 1e6
+        if algorithm.fold == "off" or not algorithm.folds or not hosted:
+            return None
+        if algorithm.fold == "auto" and memory <= algorithm.fold_memory:
+            return None
+        if not self._said_folds:
+            self._said_folds = True
+            limit = f", more than fold_memory={algorithm.fold_memory}"
+            why = limit if algorithm.fold == "auto" else ""
+            line = "uploads of %d clients take %.0f MB%s: hosts send weighted means in their place"
+            log(INFO, line, len(hosted), memory, why)
+        for client in hosted:
+            configs[client].pop("checksums", None)  # nothing is between a client and its host
+        assert layout is not None
+        return Terms(
+            hyperparameters=algorithm.weight_options(round.number),
+            weighted_by=algorithm.weighted_by_key,
+            strategy=type(algorithm).__name__,
+            algorithm=algorithm.runs or algorithm.algorithm,
+            trust=algorithm.trust,
+            buffers=layout.untrained,
+            ties=[[*group] for group in layout.ties],
+            frozen=dict(layout.frozen),
+            beside=algorithm.beside,
+            bounds=dict(algorithm.scalar_bounds),
+            clipping_norm=algorithm.clipping_norm,
+            max_samples=algorithm.max_samples,
+            books_changes=algorithm.books_changes,
+            distances=algorithm.folds_distances,
+        )
+
+    def _fold(self, terms: Terms | None, clients: Sequence[int]) -> str:
+        """Return the ``terms`` for a request to the host of ``clients``."""
+        if terms is None:
+            return ""
+        booked = self.ledger.nonces if self.ledger.lost_state == "refuse" else {}
+        nonces = {str(client): booked[client] for client in clients if client in booked}
+        return replace(terms, nonces=nonces).to_text()
+
+    def _expected(
+        self, configs: Mapping[int, Mapping[str, Any]], *, trains: bool
+    ) -> dict[int, float]:
+        """Return each asked client's expected work, from its samples.
+
+        A client whose samples are unknown gets the mean of the others.
+        """
+        known = [n for client in configs if (n := self.nodes.samples.get(client)) is not None]
+        usual = sum(known) / len(known) if known else 1.0
+        return {
+            client: expected_work(self.nodes.samples.get(client, usual), config, trains=trains)
+            for client, config in configs.items()
+        }
+
+    def _by_node(
+        self, nodes: Mapping[int, int], work: Mapping[int, float], size: int
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Yield the node and the clients of each message; ``size`` is that of a client's upload."""
+        of: dict[int, list[int]] = {}
+        for client in work:
+            if nodes[client] != ANY_HOST:
+                of.setdefault(nodes[client], []).append(client)
+        hosts = sorted(node for node, any_client in self.nodes.hosts.items() if any_client)
+        shared = {client: each for client, each in work.items() if nodes[client] == ANY_HOST}
+        of |= spread(shared, hosts)
+        most = min(self.algorithm.clients_per_message, per_message(size))
+        for node, clients in of.items():
+            for start in range(0, len(clients), most):
+                yield node, clients[start : start + most]
+
+
+def _at(values: Mapping[str, Any], server_round: int) -> dict[str, Scalar]:
+    """Return ``values`` with each schedule's value in the round."""
+    return {n: at(v, server_round) if isinstance(v, Mapping) else v for n, v in values.items()}
