@@ -96,6 +96,7 @@ notebooks/[0-9]*
 :hidden:
 :caption: Project
 CONTRIBUTING
+notebooks/pages/inside
 CHANGELOG
 ```
 

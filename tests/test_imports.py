@@ -243,6 +243,39 @@ def test_no_floor_imports_what_is_above_it(folder: str) -> None:
     assert not found
 
 
+MAP = (ROOT / "notebooks/pages/inside.md").read_text()
+
+
+def test_the_map_shows_the_folders_in_the_order_of_their_imports() -> None:
+    """No folder of the picture imports one that stands above it, but for the papers' rules."""
+    picture = MAP.split("```")[1]
+    folders = [line.split()[0] for line in picture.strip().splitlines()]
+    there = {
+        str(path.parent.relative_to(ROOT))
+        for top in ("fl_strategies", "clients", "simulations")
+        for path in (ROOT / top).rglob("*.py")
+    }
+    inner = ("fl_strategies/apps", "fl_strategies/bcd")  # templates, and the files of one paper
+    assert {*folders} == {folder for folder in there if not folder.startswith(inner)}
+    allowed = ("clients", "fl_strategies")  # each is above its own folders, which they import
+    wrong = []
+    for place, folder in enumerate(folders):
+        above = [f"{name.replace('/', '.')}." for name in folders[:place] if name not in allowed]
+        for path in sorted((ROOT / folder).glob("*.py")):
+            for module in imported(path):
+                if module.startswith(tuple(above)):
+                    wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert not wrong
+
+
+def test_every_file_of_the_map_is_there() -> None:
+    tops = ("", "fl_strategies", "clients", "simulations")
+    named = [n for n in re.findall(r"`([\w/-]+\.py)`", MAP) if "NAME" not in n]
+    assert len(named) > 20
+    missing = [n for n in named if not any((ROOT / top / n).is_file() for top in tops)]
+    assert not missing
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     paths = [
         path
