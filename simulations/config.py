@@ -117,7 +117,6 @@ class RunConfig:
     device: str = key("auto", "`auto`: `cuda` if there is one; `cpu`, `cuda`, `xpu`, `mps`")
     dtype: str = key("float32", "type of the model: `float32`, `float64`, `bfloat16`")
     autocast: str = key("", "lower precision of forward passes: `bfloat16`")
-    cuda_graph: bool = key(False, "experimental: a local step is one CUDA graph")
     output: str = key("", "results folder; empty: a new one under `~/fl-strategies-results`")
 
     @classmethod
@@ -313,11 +312,6 @@ class RunConfig:
             raise ValueError(
                 f"device is {shown(self.device)}, which this process ({socket.gethostname()}) does"
                 f" not see{advice * self.device.startswith('cuda')}"
-            )
-        if self.cuda_graph and self.torch_device.type != "cuda":
-            raise ValueError(
-                f"cuda-graph needs a CUDA device, and this process ({socket.gethostname()})"
-                f" computes on {self.torch_device.type}"
             )
 
 

@@ -170,8 +170,7 @@ def fresh_model(config: RunConfig, device: torch.device = CPU) -> FlatModel:
             config.model_params, f"model {name!r}", models.build, partial(models.options_of, name)
         ),
     )
-    graph = config.cuda_graph and device.type == "cuda"
-    return FlatModel(module, device=device, dtype=getattr(torch, config.dtype), cuda_graph=graph)
+    return FlatModel(module, device=device, dtype=getattr(torch, config.dtype))
 
 
 @functools.lru_cache(maxsize=1)

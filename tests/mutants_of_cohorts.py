@@ -1,4 +1,4 @@
-"""Mutants of what trains clients at once, and of local steps as graphs. See mutants.py."""
+"""Mutants of what trains clients at once. See mutants.py."""
 
 from trials import of
 
@@ -10,7 +10,6 @@ PATH = (
 )
 
 MOON = "tests/test_moon_stacks.py -x"
-GRAPHS = "tests/test_graphs.py -x"
 DROPOUT = "tests/test_cohort.py tests/test_cohort_alone.py -x -k 'dropout or masks'"
 
 COHORTS = [
@@ -112,30 +111,6 @@ COHORTS = [
         "clients/learning/layers.py",
         DROPOUT,
         {"if layer.training and layer.p else x": "if layer.p else x"},
-    ),
-    *of(
-        "clients/learning/graphs.py",
-        GRAPHS,
-        {
-            "kept.copy_(given)": "pass",
-            "mine.copy_(given)": "pass",
-            "self._velocity.copy_(made)": "pass",
-            "self.optimizer.velocity = None": "pass",
-            "self.optimizer.velocity = self._velocity": "pass",
-            "return _copied(self._found)": "return self._found",
-            " or type(problem) not in (Problem, StreamedProblem)": "",
-            "if any(_layout(mine) != _layout(given) for mine, given in pairs):": "if False:",
-            "problem.autocast, training, *kinds)": "problem.autocast, *kinds)",
-            "training, *kinds)": "training)",
-            "if len(graphs) > KEPT:": "if False:",
-        },
-    ),
-    *of(
-        "clients/learning/solvers.py",
-        GRAPHS,
-        {
-            "subproblem = graph.optimizer, graph.subproblem": "_ = graph.optimizer, None",
-        },
     ),
     *of(
         "clients/learning/layers.py",

@@ -23,17 +23,17 @@ CLOSE = 1e-4
 """In float32: other kernels add up in another order."""
 
 
-def members(module: nn.Module, device: str, **options: Any) -> list[FedAvgClient]:
-    """Return clients of ``module``, which is moved to ``device``; ``options`` are the model's."""
-    model = FlatModel(module, device=device, **options)
+def members(module: nn.Module, device: str) -> list[FedAvgClient]:
+    """Return clients of ``module``, which is moved to ``device``."""
+    model = FlatModel(module, device=device)
     return [
         FedAvgClient(Problem(model, p.loss, p.inputs, p.targets, rows=p.rows), client_id=number)
         for number, p in enumerate(classified(smooth(torch.float32)))
     ]
 
 
-def uploads(module: nn.Module, device: str, cohort: Any, **options: Any) -> list[list[np.ndarray]]:
-    clients = members(module, device, **options)
+def uploads(module: nn.Module, device: str, cohort: Any) -> list[list[np.ndarray]]:
+    clients = members(module, device)
     start = [array.copy() for array in clients[0].get_parameters({})]
     outcomes = fit_cohort(clients, start, [ASKED] * len(clients), cohort=cohort)
     assert not any(isinstance(outcome, Exception) for outcome in outcomes)
@@ -82,22 +82,3 @@ def test_the_host_waits_for_a_gpu_in_no_step(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Problem, "gradient", watched)
     for client in clients:
         client.fit(client.get_parameters({}), ASKED)
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_steps_as_graphs_have_the_bits_of_steps(momentum: float) -> None:
-    """With dropout, whose masks the replays draw from the generator's state."""
-    asked = {**ASKED, "epochs": 9, "momentum": momentum}
-
-    def trained(**options: Any) -> tuple[list[list[np.ndarray]], Any]:
-        clients = members(nn.Sequential(nn.Dropout(0.5), smooth(torch.float32)), "cuda", **options)
-        start = [array.copy() for array in clients[0].get_parameters({})]
-        rounds = [client.fit(start, asked)[0] for client in clients + clients]
-        return rounds, clients[0].problem.model.graphs
-
-    found, graphs = trained(cuda_graph=True)
-    expected, none = trained()
-    assert none is None
-    assert [graph._graph is not None for graph in graphs.values()] == [True]
-    for mine, theirs in zip(found, expected, strict=True):
-        assert all(map(np.array_equal, mine, theirs))

@@ -47,9 +47,6 @@ class FlatModel:
         travels and is stored as float32, which holds each of its numbers; received numbers are
         rounded to bfloat16. So clients with bfloat16 and float32 models may share a run, if no
         parameter is frozen.
-    cuda_graph : bool (default False)
-        Whether to capture local steps as CUDA graphs (``clients.learning.graphs``), which is
-        experimental.
     head : str, optional
         Name of the submodule whose input is the model's features, for algorithms that use
         features; by default the ``nn.Linear`` that a forward pass runs last.
@@ -73,8 +70,6 @@ class FlatModel:
     layout : fl_strategies.core.layout.Layout
         Names, shapes and types of the arrays that travel; which names are one tied parameter;
         digests of the frozen arrays.
-    graphs : dict or None
-        The captured steps; None without ``cuda_graph``.
     heads : list of torch.nn.Module
         Of these submodules, the one that a forward pass runs last gets the features.
     layout_options : dict
@@ -85,8 +80,7 @@ class FlatModel:
     ------
     ValueError
         If no parameter is trained and shared, if a trained one is not of a floating-point type, if
-        their types differ, if a pattern matches nothing, if ``head`` is unknown, or if
-        ``cuda_graph`` is set for a model on another device than CUDA's.
+        their types differ, if a pattern matches nothing, or if ``head`` is unknown.
     """
 
     def __init__(
@@ -98,7 +92,6 @@ class FlatModel:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         head: str | None = None,
-        cuda_graph: bool = False,
     ) -> None:
         require(isinstance(module, nn.Module), "module", "a torch.nn.Module", module)
         typed = dtype is None or isinstance(dtype, torch.dtype)
@@ -123,11 +116,6 @@ class FlatModel:
         self._parameters = self.shared + [p for n, p in trained.items() if n in parts.local]
         self.trained = torch.cat([p.detach().reshape(-1) for p in self._parameters])
         self.trained_gradient = torch.zeros_like(self.trained)
-        if cuda_graph and self.trained.device.type != "cuda":
-            raise ValueError(
-                f"cuda_graph needs a CUDA device, the model is on {self.trained.device}"
-            )
-        self.graphs: dict[Any, Any] | None = {} if cuda_graph else None
         d = sum(parameter.numel() for parameter in self.shared)
         self.vector, self.gradient = self.trained[:d], self.trained_gradient[:d]
         self._values, self._slopes = self.views(self.trained), self.views(self.trained_gradient)

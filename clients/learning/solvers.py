@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from clients.learning.choice import say_once
 from clients.learning.delta_sgd import DeltaSGD
-from clients.learning.graphs import graph_of
 from clients.learning.objective import Inputs, Move, Objective
 from clients.learning.sps import SPS
 from fl_strategies.core.local import TORCH, LocalTraining, build, torch_solver
@@ -108,20 +106,13 @@ def solve(
     optimizer = _optimizer(problem, training, batch_size)
     half = model.vector.element_size() < 4  # too coarse to move along slope and pull apart from f
     subproblem = subproblem if half else _completed(subproblem, start)
-    graph = None
-    if isinstance(optimizer, Descent):
-        graph = graph_of(problem, optimizer, subproblem, training)
-    elif model.graphs is not None:
-        say_once(f"cuda_graph: steps of the solver {training.solver} are not captured")
-    if graph is not None:
-        optimizer, subproblem = graph.optimizer, graph.subproblem  # type: ignore[assignment]
     needs_loss = training.solver not in GRADIENT_ONLY
     bent = _bend(problem, subproblem, start, needs_loss)
     plain = isinstance(optimizer, Descent) and optimizer.plain and problem.descends
     plain = plain and not (half and subproblem.bends)
     follow = _follower(model.vector, subproblem, training.rate)
 
-    def taken(x: Inputs, y: Tensor) -> tuple[Tensor, ...]:
+    def step(x: Inputs, y: Tensor) -> tuple[Tensor, Tensor]:
         """Take a step on a mini-batch; return its loss and outputs before the step."""
         if plain:
             first = [problem.descend(x, y, training.rate, follow)]
@@ -150,7 +141,7 @@ def solve(
             here = model.vector.clone() if keeps_previous else before
             if training.extrapolation:
                 model.vector.add_(here - before, alpha=training.extrapolation)
-            loss, outputs = taken(x, y) if graph is None else graph.take(taken, x, y)
+            loss, outputs = step(x, y)
             before = here
             seen.append((loss, outputs, y))
             steps += 1
