@@ -99,7 +99,7 @@ def traffic(name: str) -> str:
     what = "the model" if vectors == 1 else f"the model and {', '.join(strategy.beside)}"
     times = "" if vectors == 1 else f"{vectors} "
     each_way = f"{what}: {times}d numbers each way, {4 * vectors}d bytes in float32"
-    if strategy.missed is FederatedStrategy.missed:
+    if strategy.catch_up is FederatedStrategy.catch_up:
         return each_way
     return f"{each_way}; a client that missed a round receives d numbers more"
 
