@@ -80,8 +80,8 @@ def run(
     """Run ``config`` on ``grid``, write its results folder, and return the summary.
 
     Each round prints a line; with ``quiet`` only rounds with lost clients do, which are clients
-    that gave no reply or an error. ``lost-rounds`` such rounds in a row end a simulation with
-    ``RuntimeError``.
+    that gave no reply or an error, and the log leaves out what is only informative.
+    ``lost-rounds`` such rounds in a row end a simulation with ``RuntimeError``.
 
     ``callbacks`` are called at the end of each round in which the model was tested. The callbacks
     that write the results are called in every round.
@@ -97,7 +97,7 @@ def run(
     directory that holds another run's states, and ``RuntimeError`` if all rounds were void or a
     disk is full.
     """
-    with room(state_folder(config)):
+    with room(state_folder(config)), quiet_log(quiet):
         return _run(config, grid, callbacks, quiet)
 
 
@@ -147,7 +147,7 @@ def _run_in(
     clients = parts(config) if config.gradient_norm == "true" else []
     train = [problem(config, "train", rows) for rows, _ in clients]
     ridge = LocalTraining().updated(config.local()).ridge
-    if config.algorithm in PERSONALIZED and state_folder(config) is None and not quiet:
+    if config.algorithm in PERSONALIZED and state_folder(config) is None:
         LOGGER.info("clients' personalized models go with this run: %s", HOW_TO_KEEP)
     if config.stop_at_target:
         callbacks = [*callbacks, EarlyStop(target=config.target)]
@@ -339,11 +339,7 @@ def metrics_of(**keys: Scalar) -> list[Mapping[str, float]]:
     """
     rows: list[Mapping[str, float]] = []
     config = {name.replace("_", "-"): value for name, value in keys.items()}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        redirect_stdout(io.StringIO()),
-        quiet_log(True),
-    ):
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
         given = RunConfig.parse(config | {"output": folder})
-        run_in_process(given, [lambda info: rows.append(info.metrics)])
+        run_in_process(given, [lambda info: rows.append(info.metrics)], quiet=True)
     return rows

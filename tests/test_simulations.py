@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
 import tomllib
 from dataclasses import replace
@@ -77,6 +78,15 @@ def test_metrics_of_is_a_run_that_prints_nothing_and_leaves_no_file(
     assert [row["test-loss"] for row in rows] == [row["test-loss"] for row in expected]
     assert capsys.readouterr().out == ""
     assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_a_quiet_run_logs_nothing_that_is_only_informative(
+    quiet: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    run_in_process(small(tmp_path, algorithm="fedbc"), quiet=quiet)
+    assert (caplog.records == []) == quiet
 
 
 def test_an_interrupted_run_leaves_what_was_computed_so_far(tmp_path: Path) -> None:
