@@ -268,7 +268,6 @@ RULES = [
         {
             "arrival + work * each": "arrival + each",
             "math.lgamma(k) -": "math.lgamma(k + 1) -",
-            "math.log(servers)) ** (1.0 / shape)": "math.log(servers)) ** shape",
             "self.mean_arrival * arrival": "arrival",
             "self.mean_work * work": "work",
             '"clock", server_round, client)': '"clock", server_round)',
@@ -279,8 +278,7 @@ RULES = [
             "servers, servers)\n": "1, servers)\n",
             "at[0] / at[1]": "at[1] / at[0]",
             "1.0 - 1.0 / servers": "1.0 - share / servers",
-            "/ math.log(servers))": "* math.log(servers))",
-            "scale * (-np": "(-np",
+            "return -np.log1p": "return np.log1p",
         },
     ),
     *of(
