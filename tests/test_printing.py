@@ -20,8 +20,18 @@ from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, 
 from flwr.clientapp import ClientApp
 from laws import START, Row, every_algorithm, local
 from problems import CLIENT_OF, grid, quadratics, to_record
+from torch.nn import Linear
+from torch.nn.functional import cross_entropy
 
-from clients import FedAvgClient, FlatModel, Problem, client_app
+from clients import (
+    AnyAlgorithmClient,
+    ContextStore,
+    FedAvgClient,
+    FlatModel,
+    Problem,
+    client_app,
+    client_id,
+)
 from clients.node.in_process import InProcessGrid
 from fl_strategies import FedADMM, FedAvg, FederatedStrategy, NothingUsable
 from fl_strategies.core.reasons import TRACEBACK, of_exception
@@ -111,6 +121,24 @@ def test_a_line_has_at_most_160_characters_whatever_the_numbers(value: float, cl
     assert len(line) <= 160
     assert line.isprintable()
     assert line.endswith("99999.0 s")
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+@every_algorithm
+def test_loss_and_accuracy_of_a_round_are_of_one_model(
+    row: Row, fraction: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    def client_fn(context: Context) -> AnyAlgorithmClient:
+        problem = Problem(FlatModel(Linear(3, 3)), cross_entropy, torch.eye(3), torch.arange(3))
+        me, store = client_id(context), ContextStore(context)
+        return AnyAlgorithmClient(problem, client_id=me, test=problem, store=store)
+
+    strategy = row.strategy(local=local(), fraction_evaluate=fraction)
+    on = InProcessGrid(client_app(client_fn), 2)
+    strategy.start(on, ArrayRecord(Linear(3, 3).state_dict()), 1)
+    phase, optional = ("eval", "") if fraction else ("train", "?")  # some do not measure it
+    pair = rf": {phase}-loss [\d.]+(, {phase}-accuracy [\d.]+){optional}, 2 of 2 clients"
+    assert re.search(pair, round_lines(caplog)[0])
 
 
 def test_the_servers_tests_are_shown_before_clients_evaluation_and_that_before_training(

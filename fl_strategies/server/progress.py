@@ -13,13 +13,17 @@ LONGEST = 160
 LONGEST_NAME = 20
 """Metrics with longer names are not shown."""
 
+LAST = ("own-", "tuned-", "global-")
+"""Metrics of these models are shown only where there are no others."""
+
 _PLAIN = re.compile(r"[A-Za-z][\w.-]*", re.ASCII)
 
 
 def round_line(number: int, of: int, metrics: Mapping[str, float]) -> str:
     """Return round ``number`` of ``of`` in at most 160 characters.
 
-    Loss and accuracy are the first of ``metrics`` with this word in their name. Of the clients that
+    Loss and accuracy are the first of ``metrics`` with this word in their name; those of ``LAST``
+    come last, so that both are of one model where it has both. Of the clients that
     were asked, the line counts those that were used, and what happened to the others: lost (no
     reply), failed (an error), rejected (a reply that cannot be used).
 
@@ -45,6 +49,7 @@ def _loss_and_accuracy(metrics: Mapping[str, float]) -> list[str]:
         for name in metrics
         if len(name) <= LONGEST_NAME and _PLAIN.fullmatch(name) and not name.endswith(SPREAD)
     ]
+    plain.sort(key=lambda name: name.startswith(LAST))
     found = [
         next((name for name in plain if {*re.split("[-_.]", name.lower())} & {*words}), "")
         for words in KINDS.values()
