@@ -2,14 +2,14 @@
 
 Metrics of a round come from three sources, and each source has its own names:
 
-- the server: ``SERVER``, names that begin with "test-" or "busy-share", the algorithm's
+- the server: ``SERVER``, names that begin with ``test-`` or ``busy-share``, the algorithm's
   ``reports``, and every name that ``evaluate_fn`` has reported in the run (it should report before
-  the first round, or use "test-");
-- clients in evaluation: names that begin with "eval-", "eval_", "own-" or "tuned-"; any other name
-  that a client reports there gets the prefix "eval-";
+  the first round, or use ``test-``);
+- clients in evaluation: names that begin with ``eval-``, ``eval_``, ``own-`` or ``tuned-``; any
+  other name that a client reports there gets the prefix ``eval-``;
 - clients in training: all other names.
 
-A client's metric whose name belongs to another source gets the prefix "client-". So no client's
+A client's metric whose name belongs to another source gets the prefix ``client-``. So no client's
 metric has a name of the server, and no metric of an evaluation has a name of training.
 """
 
