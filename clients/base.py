@@ -24,7 +24,7 @@ from fl_strategies import STRATEGIES
 from fl_strategies.core.hyperparameters import check_request
 from fl_strategies.core.local import LocalTraining, default_training
 from fl_strategies.core.log import log
-from fl_strategies.core.near import misspelt
+from fl_strategies.core.near import hinted, misspelt
 from fl_strategies.core.oracle import Oracle, Solved, Step
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.records import MISSED
@@ -50,6 +50,7 @@ class Begun(NamedTuple):
     """As of :class:`.Received`."""
 
 
+@hinted
 class FederatedClient(NumPyClient):
     """One client's data, model and store; an algorithm adds :meth:`step`, and perhaps a state.
 

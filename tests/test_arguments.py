@@ -77,6 +77,10 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
      "initial_arrays must be an ArrayRecord: ArrayRecord(module.state_dict()), got"),
     (lambda: start(grid=make_client_app(quadratics(1))), "grid must be a Grid, got a ClientApp"),
     (lambda: start(evaluate_fn=3), "evaluate_fn must be a function (round, arrays), got 3"),
+    (lambda: start(evaluate_fn=lambda *_: (0.5, {})),
+     "what evaluate_fn returns must be a MetricRecord, or None, got (0.5, {})"),
+    *[(lambda name=name: start(**{name: 3}), f"{name} must be a ConfigRecord, or None, got 3")
+      for name in ("train_config", "evaluate_config")],
     (lambda: InProcessGrid(client, 4),  # type: ignore[arg-type]
      "client_app must be a ClientApp: clients.client_app(client_fn) makes one, got"),
     (lambda: InProcessGrid(make_client_app(quadratics(1)), "4"),  # type: ignore[arg-type]

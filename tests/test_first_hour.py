@@ -5,6 +5,7 @@ Each step is small; other files test its subject in detail.
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -28,9 +29,13 @@ from clients import (
     AnyAlgorithmClient,
     ContextStore,
     DirectoryStore,
+    FedADMMClient,
+    FederatedClient,
     FlatModel,
     InProcessGrid,
+    LocalTraining,
     Problem,
+    StreamedProblem,
     client_app,
     client_id,
     personalized_model,
@@ -184,11 +189,26 @@ def test_6_a_typo_in_any_argument_or_setting_is_answered_with_its_name(algorithm
     one_line(lambda: make(local={"learning-rate": 0.1}), "mean 'lr'?")
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        *(InProcessGrid, FlatModel, Problem, StreamedProblem, LocalTraining, DirectoryStore),
+        *(AnyAlgorithmClient, FedADMMClient, Checkpoints, BestModel, EarlyStop),
+        FedAvg(quiet=True).start,
+    ],
+    ids=lambda made: made.__name__,
+)
+def test_7_so_is_a_typo_in_any_other_call(made: Callable[..., Any]) -> None:
+    shape = FederatedClient if made is AnyAlgorithmClient else made
+    for name in inspect.signature(shape).parameters:
+        one_line(lambda name=name: made(**{typo(name): 1}), f"mean {name!r}?")
+
+
 NEW = {"fraction_fit": "fraction_train", "min_fit_clients": "min_train_nodes"}
 
 
 @pytest.mark.parametrize("name", sorted(set(legacy.FedAvg.__init__.__annotations__) - {"return"}))
-def test_7_flowers_legacy_names_are_answered_with_what_is_used_now(name: str) -> None:
+def test_8_flowers_legacy_names_are_answered_with_what_is_used_now(name: str) -> None:
     if name in FedAvg.declarations:
         return
     one_line(lambda: FedAvg(**{name: 1}), "FedAvg has no argument ")
@@ -200,7 +220,7 @@ def test_7_flowers_legacy_names_are_answered_with_what_is_used_now(name: str) ->
 # ---- what is printed -----------------------------------------------------------------------------
 
 
-def test_8_a_round_is_one_short_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_9_a_round_is_one_short_line(caplog: pytest.LogCaptureFixture) -> None:
     config = ConfigRecord({"local-epochs": 1})
     FedADMM(local=LOCAL).start(grid(), initial(), num_rounds=2, train_config=config)
     rounds = [line for line in shown(caplog) if line.startswith("round ")]
@@ -216,7 +236,7 @@ def test_8_a_round_is_one_short_line(caplog: pytest.LogCaptureFixture) -> None:
     assert not shown(caplog)
 
 
-def test_9_a_clients_error_is_told_once_with_the_users_line(
+def test_10_a_clients_error_is_told_once_with_the_users_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def broken(client: int) -> tuple[Any, ...]:
@@ -230,7 +250,7 @@ def test_9_a_clients_error_is_told_once_with_the_users_line(
     assert result.skipped == [1, 2]
 
 
-def test_10_a_run_in_which_nobody_could_answer_says_so_in_its_result() -> None:
+def test_11_a_run_in_which_nobody_could_answer_says_so_in_its_result() -> None:
     def lost(request: Message, reply: Message) -> Message | None:
         return None if request.metadata.message_type == "train" else reply
 
@@ -243,7 +263,7 @@ def test_10_a_run_in_which_nobody_could_answer_says_so_in_its_result() -> None:
 
 
 @pytest.mark.parametrize("kept", ["files", "contexts"])
-def test_11_a_personalized_model_is_loaded_into_the_plain_module(kept: str, tmp_path: Path) -> None:
+def test_12_a_personalized_model_is_loaded_into_the_plain_module(kept: str, tmp_path: Path) -> None:
     states = tmp_path if kept == "files" else None
     on = grid(states=states)
     FedBC(local=LOCAL).start(on, initial(), num_rounds=2)
@@ -255,7 +275,7 @@ def test_11_a_personalized_model_is_loaded_into_the_plain_module(kept: str, tmp_
     assert not torch.equal(module(tensors(1)[0]), before)
 
 
-def test_12_a_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+def test_13_a_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     def start(folder: str, rounds: int) -> Any:
         checkpoints = Checkpoints(tmp_path / folder / "checkpoints")
         strategy = FedADMM(local=LOCAL, checkpoints=checkpoints, fraction_train=0.7)
@@ -267,7 +287,7 @@ def test_12_a_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     assert all((parts[name].numpy() == array.numpy()).all() for name, array in whole.items())
 
 
-def test_13_fedavg_averages_a_plain_flower_app() -> None:
+def test_14_fedavg_averages_a_plain_flower_app() -> None:
     app = ClientApp()
 
     @app.train()

@@ -16,11 +16,13 @@ from clients.learning.arrays import copy_into, numpy_type, to_host, to_numpy
 from clients.learning.contiguous import contiguous_where_needed
 from clients.learning.parts import Patterns, digests, split
 from fl_strategies.core.layout import Layout
+from fl_strategies.core.near import hinted
 from fl_strategies.core.schedules import require
 
 T = TypeVar("T")
 
 
+@hinted
 class FlatModel:
     """A module whose trained parameters are views of one vector, and their gradients of another.
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from clients.learning.model import FlatModel
 from clients.learning.objective import TESTED, Batch, Loss, Objective, Penalty
 from clients.learning.samples import all_samples, as_targets, as_tensor
+from fl_strategies.core.near import hinted
 from fl_strategies.core.schedules import require
 
 BLOCK = 1 << 20
@@ -25,6 +26,7 @@ INDICES = (torch.int64, torch.int32)
 """The types of ``rows``."""
 
 
+@hinted
 class Problem(Objective):
     """f(w) = mean loss of a model with parameters w on ``inputs`` [n, ...], ``targets`` [n, ...].
 

@@ -27,10 +27,12 @@ from clients.learning.samples import (
     parted,
 )
 from fl_strategies.core.local import LocalTraining
+from fl_strategies.core.near import hinted
 
 T = TypeVar("T")
 
 
+@hinted
 class StreamedProblem(Objective):
     """f(w) = mean loss over samples that are fetched, and perhaps augmented, for each mini-batch.
 

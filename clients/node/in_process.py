@@ -26,6 +26,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from clients.node.host import HostContext
 from fl_strategies.core.hyperparameters import Scalar
 from fl_strategies.core.log import log
+from fl_strategies.core.near import hinted
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.reasons import of_exception
 from fl_strategies.core.schedules import check, require
@@ -45,6 +46,7 @@ def node_ids(count: int) -> list[int]:
     return [int(node) for node in ids]
 
 
+@hinted
 class InProcessGrid(Grid):
     """A federation of ``num_clients`` nodes, each with its own ``context.state``.
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from flwr.app import ArrayRecord, ConfigRecord, Context
 
 from fl_strategies.core.files import DamagedFile, load_arrays, save_arrays, write_atomically
+from fl_strategies.core.near import hinted
 from fl_strategies.core.schedules import check
 from fl_strategies.messages.encoding import encoded
 from fl_strategies.messages.wire import decode
@@ -155,6 +156,7 @@ class ContextStore:
         del self.context.state[self._key(server_round)]
 
 
+@hinted
 class DirectoryStore:
     """Versions in a directory: a folder per client, which holds a safetensors file per round.
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from fl_strategies import delta_sgd, sps
-from fl_strategies.core.near import listed, unknown, unknown_of
+from fl_strategies.core.near import hinted, listed, unknown, unknown_of
 from fl_strategies.core.params import parse_params
 from fl_strategies.core.schedules import at, brief, check, check_flag, one_of, plain, shown
 
@@ -57,6 +57,7 @@ FINE_TUNE = ("off", "train", "test-batch")
 """The allowed values of ``fine_tune``."""
 
 
+@hinted
 @dataclass(frozen=True)
 class LocalTraining:
     """How a client solves its subproblem. Each field can be set from the server (kebab-case).

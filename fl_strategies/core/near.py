@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 from fl_strategies.core.schedules import shown
+
+Made = TypeVar("Made", bound=Callable[..., Any])
 
 OTHER_WORDS = {
     # settings of ``local`` under the names that others give them
@@ -140,6 +145,30 @@ def unknown_of(names: Iterable[object], known: Sequence[str]) -> str:
     "'x'; it has none"
     """
     return f"{unknown(names, known)}; it has {listed(known) if known else 'none'}"
+
+
+def hinted(made: Made) -> Made:
+    """Have a function, or a class when it is called, answer an unknown argument with its own names.
+
+    Examples
+    --------
+    >>> hinted(lambda num_rounds: None)(rounds=5)
+    Traceback (most recent call last):
+    TypeError: <lambda> has no argument 'rounds' (did you mean 'num_rounds'?); it has ['num_rounds']
+    """
+    if isinstance(made, type):
+        made.__init__ = hinted(made.__init__)  # type: ignore[misc]
+        return made
+    known = [name for name in inspect.signature(made).parameters if name != "self"]
+
+    @functools.wraps(made)
+    def checked(*args: Any, **named: Any) -> Any:
+        if wrong := [name for name in named if name not in known]:
+            called = type(args[0]).__name__ if made.__name__ == "__init__" else made.__name__
+            raise TypeError(f"{called} has no argument {unknown_of(wrong, known)}")
+        return made(*args, **named)
+
+    return cast(Made, checked)
 
 
 def _kebab(name: object) -> str:

@@ -35,12 +35,16 @@ def check_start(
 def check_configs(
     configs: Mapping[str, ConfigRecord | None], *, ours: Collection[str], declared: Collection[str]
 ) -> None:
-    """Raise ``ValueError`` if a config sets what the strategy itself sends; warn of misspellings.
+    """Raise ``ValueError`` for what is no config, or sets what the strategy itself sends.
+
+    Misspellings are warned of.
 
     ``ours`` are the names in a request, ``declared`` those of hyperparameters that may be sent.
     """
     taken = {*ours, *declared, MISSED}
     for name, config in configs.items():
+        wanted = "a ConfigRecord, or None"
+        require(config is None or isinstance(config, Mapping), name, wanted, config)
         if clash := sorted(taken & {*(config or ())}):
             raise ValueError(f"{name} must not set {clash}: the strategy does")
         if near := misspelt(config or (), {*default_training().settings, *declared}):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from safetensors.numpy import save
 
 from fl_strategies.core.files import DamagedFile, naming, read_lines, write_atomically
+from fl_strategies.core.near import hinted
 from fl_strategies.core.schedules import check
 from fl_strategies.server.watched import Watched
 
@@ -98,6 +99,7 @@ class ClientHistory(_Lines):
         self.append(info.server_round, rows)
 
 
+@hinted
 class BestModel:
     """Keeps the global model of the best round, by ``metric``, in ``path`` (safetensors).
 
@@ -131,6 +133,7 @@ class BestModel:
         return better
 
 
+@hinted
 class EarlyStop:
     """Stops at ``target``, or after ``patience`` rounds without an improvement of ``metric``.
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from fl_strategies.core.files import DamagedFile, FolderLock, load_arrays, save_arrays
 from fl_strategies.core.log import log
-from fl_strategies.core.near import unknown
+from fl_strategies.core.near import hinted, unknown
 from fl_strategies.core.schedules import check
 
 PREFIX, SUFFIX = "round-", ".safetensors"
@@ -50,6 +50,7 @@ class Checkpoint(NamedTuple):
     run: dict[str, Any]
 
 
+@hinted
 class Checkpoints:
     """Where checkpoints are written, how often, and which of them are kept.
 

@@ -30,8 +30,10 @@ from fl_strategies.core.ledger import Ledger
 from fl_strategies.core.local import check_local
 from fl_strategies.core.log import log, quiet_log
 from fl_strategies.core.names import SKIPPED
+from fl_strategies.core.near import hinted
 from fl_strategies.core.reasons import said_once
 from fl_strategies.core.records import Round
+from fl_strategies.core.schedules import require
 from fl_strategies.server.algorithm import Algorithm, State
 from fl_strategies.server.arguments import check_configs, check_start
 from fl_strategies.server.asked import Asked
@@ -117,6 +119,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
 
     # ---- a run --------------------------------------------------------------------------------
 
+    @hinted
     @_in_one_log
     def start(
         self,
@@ -426,6 +429,8 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
     def _evaluate(self, arrays: ArrayRecord, evaluate_fn: EvaluateFn | None) -> None:
         metrics = evaluate_fn(self.run.number, arrays) if evaluate_fn else None
         if metrics is not None:
+            wanted = "a MetricRecord, or None"
+            require(isinstance(metrics, Mapping), "what evaluate_fn returns", wanted, metrics)
             self.result.evaluate_metrics_serverapp[self.run.number] = metrics
 
     def close_round(self, arrays: ArrayRecord) -> bool:
