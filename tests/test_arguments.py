@@ -164,10 +164,13 @@ def test_a_callback_stops_a_run_by_numpys_truth() -> None:
 @pytest.mark.parametrize(
     ("client_fn", "reason"),
     [
-        (lambda context: None, "client_fn's result must be a NumPyClient, got None"),
+        (
+            lambda context: None,
+            "client_fn's result must be a NumPyClient (without .to_client()), got None",
+        ),
         (
             lambda context: client().to_client(),
-            "must be a NumPyClient, got NumPyClientWrapper(...)",
+            "must be a NumPyClient (without .to_client()), got NumPyClientWrapper(...)",
         ),
         (lambda context: client(client_id=7), "must be the node's partition-id, 0, got 7"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,13 +48,14 @@ def test_a_second_start_that_was_killed_goes_on_from_its_checkpoint(tmp_path: Pa
     assert outcome(found[0]) == outcome(found[1])
 
 
-def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
+def test_a_finished_run_is_not_run_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     done = run(strategy(FEDADMM, tmp_path), tmp_path, 4)
 
     def fault(request: Message, reply: Message) -> Message | None:
         raise AssertionError("a client was asked")
 
     assert outcome(run(strategy(FEDADMM, tmp_path), tmp_path, 4, fault=fault)) == outcome(done)
+    assert re.search(r"fedadmm: all 4 rounds of run fedadmm-\w+ are done", caplog.text)
 
 
 def test_a_run_that_a_callback_ended_stays_ended(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ ClientFn: TypeAlias = Callable[[Context], NumPyClient]
 def make_client(client_fn: ClientFn, context: Context) -> NumPyClient:
     """Return the context's client; raise ``ValueError`` unless it is a NumPyClient."""
     client = client_fn(context)
-    require(isinstance(client, NumPyClient), "client_fn's result", "a NumPyClient", client)
+    wanted = "a NumPyClient (without .to_client())"
+    require(isinstance(client, NumPyClient), "client_fn's result", wanted, client)
     return client
 
 

@@ -97,6 +97,12 @@ class Run:
         """The numbers of the current call's rounds so far."""
         return range(self.rounds_before + 1, self.number + 1)
 
+    def beginning(self, algorithm: str) -> str:
+        """Return what a person reads when a call begins its rounds."""
+        if self.round >= self.num_rounds:
+            return f"{algorithm}: all {self.num_rounds} rounds of run {self.id} are done"
+        return f"{algorithm}: {self.num_rounds} rounds, from round {self.number + 1}; run {self.id}"
+
     def open(self, arrays: ArrayRecord, num_rounds: int) -> None:
         """Begin a call: forget the result of the last."""
         self.num_rounds, self.result, self.tested = num_rounds, Result(arrays=arrays), set()

@@ -169,8 +169,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
             stopped = self._resume(resume=resume)
             run.num_rounds = self.communication_rounds(self.state, num_rounds)
             arrays = run.result.arrays
-            said = f"{self.algorithm}: {run.num_rounds} rounds, from round {run.number + 1}"
-            log(INFO, "%s; run %s", said, run.id)
+            log(INFO, run.beginning(self.algorithm))
             if run.round == 0:
                 self._evaluate(arrays, evaluate_fn)
             run.first = run.round + 1
