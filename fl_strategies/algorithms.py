@@ -11,6 +11,7 @@ from fl_strategies.fedadmm import FedADMM as FedADMM
 from fl_strategies.feddyn import FedDyn as FedDyn
 from fl_strategies.a_fedpd import AFedPD as AFedPD
 from fl_strategies.fedpd import FedPD as FedPD
+from fl_strategies.fedpd_vr import FedPDVR as FedPDVR
 from fl_strategies.fedbc import FedBC as FedBC
 from fl_strategies.per_fedbc import PerFedBC as PerFedBC
 from fl_strategies.bcd.fedbcd import FedBCD as FedBCD

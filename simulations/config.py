@@ -15,10 +15,11 @@ import torch
 from clients import CLIENTS, LocalTraining
 from clients.base import MAX_STEPS
 from clients.learning.choice import setting_of
-from fl_strategies import STRATEGIES, FederatedStrategy, fedpd, step_decay
+from fl_strategies import STRATEGIES, FederatedStrategy, step_decay
 from fl_strategies.core.local import idle
 from fl_strategies.core.near import listed, unknown, unknown_of
 from fl_strategies.core.params import format_params, parse_params
+from fl_strategies.core.plain import not_for_fine_tuning
 from fl_strategies.core.schedules import check, shown
 from simulations.models import MODELS, TEXT
 from simulations.partitions import KINDS
@@ -235,8 +236,8 @@ class RunConfig:
     def _unused(self) -> dict[str, str]:
         """Return the local settings that the algorithm cannot use, each with the reason."""
         settings = self._settings()
-        if self.algorithm == "fedpd" and parse_params(self.params).get("oracle") == "II":
-            return dict.fromkeys(fedpd.unused_by("II", settings), "oracle II has steps of its own")
+        if not STRATEGIES[self.algorithm].uses_local:
+            return dict.fromkeys(not_for_fine_tuning(settings), "its hyperparameters set its steps")
         if self.fine_tune == "off":
             return idle(settings) | {"fine-tune-lr": "fine-tune is off"}
         measure = ("fine-tune", "fine-tune-lr") if self.fraction_evaluate == 0.0 else ()

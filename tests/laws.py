@@ -32,6 +32,7 @@ from clients.node.in_process import InProcessGrid
 from fl_strategies import STRATEGIES, FederatedStrategy
 from fl_strategies.core.hyperparameters import Hyperparameter
 from fl_strategies.core.local import idle
+from fl_strategies.core.plain import not_for_fine_tuning
 
 Made = TypeVar("Made", bound=FederatedStrategy)
 
@@ -91,8 +92,9 @@ class Row:
     def strategy(self, **options: Any) -> FederatedStrategy:
         if not self.partial:
             options.pop("fraction_train", None)
-        own_steps = options.get("oracle") == "II"
-        options["local"] = {} if own_steps else options["local"] | self.local
+        settings = options["local"] | self.local
+        useless = [] if STRATEGIES[self.name].uses_local else not_for_fine_tuning(settings)
+        options["local"] = {n: value for n, value in settings.items() if n not in useless}
         return STRATEGIES[self.name](
             **{"fraction_evaluate": 0.0, **self.hyperparameters, **options}
         )
@@ -165,22 +167,18 @@ ROWS = [
         "fedpd",
         optimum,
         {"eta": 0.5},
-        {
-            "gamma": 2.0,
-            "inner_steps": 4,
-            "inner_batch": 0,
-            "full_every": 2,
-        },
-        beside={
-            "gamma": {"oracle": "II", "gamma": 1.0},
-            **{
-                hyperparameter: {"oracle": "II"}
-                for hyperparameter in ("inner_steps", "inner_batch", "full_every")
-            },
-        },
         policies=frozenset({"missing", "num_clients"}),
         partial=False,
         rounds=70,
+    ),
+    Row(
+        "fedpd-vr",
+        optimum,
+        {"eta": 0.3, "gamma": 0.1, "inner_batch": 4, "full_every": 2},
+        policies=frozenset({"missing", "num_clients"}),
+        partial=False,
+        updates=8,
+        rounds=100,
     ),
     Row(
         "fedbc",

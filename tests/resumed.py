@@ -22,6 +22,7 @@ ROUNDS = 60
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "fedpd": {"p": 0.3},
+    "fedpd-vr": {"p": 0.3},
     "fedbcd-async": {"servers": 5, "first": 2, "staleness": 3},
     "fedadmm": {"eta": "fraction"},
 }

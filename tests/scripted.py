@@ -22,9 +22,10 @@ CLIENTS = HONEST + HOSTILE
 
 KNOBS: dict[str, dict[str, Any]] = {
     "fedpd": {"missing": "proceed"},
+    "fedpd-vr": {"missing": "proceed"},
     "fedbcd-async": {"servers": 2, "first": 1},
 }
-"""Beside those of the table: FedPD would stop for who is missing."""
+"""Beside those of the table: FedPD and FedPDVR would stop for who is missing."""
 
 ROWS = {row.name: row for row in TABLE}
 

@@ -50,8 +50,8 @@ def test_every_algorithm_in_single_precision(row: Row) -> None:
 
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    ("fedpd", {"oracle": "II", "inner_steps": 3, "inner_batch": 4, "full_every": 2}),
-    ("fedpd", {"oracle": "II", "inner_steps": 2, "inner_batch": 0}),
+    ("fedpd-vr", {"inner_steps": 3, "inner_batch": 4, "full_every": 2}),
+    ("fedpd-vr", {"inner_steps": 2, "inner_batch": 0}),
     ("fedpd", {"p": 0.6, "x0_rule": "authors"}),
     ("scaffold", {"option": "I"}),
     ("per-fedavg", {"meta_gradient": "first-order"}),

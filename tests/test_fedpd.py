@@ -1,21 +1,20 @@
-"""FedPD: a run is Algorithm 2 by hand, also with clients that are missing."""
+"""FedPD and FedPDVR: a run is Algorithm 2 by hand, also with clients that are missing."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from federations import lose
 from laws import START, train
-from pd import SGD, VR, same, states, strategy
+from pd import SGD, VR, both, same, states, strategy
 from problems import DIM, Quadratic, forget, grid, make_client_app, quadratics, to_record, to_vector
 
 from clients import LocalTraining, client_id, solve
 from clients.node.in_process import InProcessGrid
-from fl_strategies import fedpd
+from fl_strategies import fedpd_vr, skipping
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.subproblem import Subproblem
 
@@ -23,7 +22,7 @@ from fl_strategies.core.subproblem import Subproblem
 
 
 def vr_by_hand(
-    q: Quadratic, state: fedpd.State, x0: np.ndarray, r: int, i: int, eta: float
+    q: Quadratic, state: fedpd_vr.State, x0: np.ndarray, r: int, i: int, eta: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Algorithm 4 with the gradients of a quadratic, whose rows are drawn as clients do."""
     gamma, rng, (x, lam, g) = VR["gamma"], stream(0, "oracle", r, i), state
@@ -44,17 +43,17 @@ def by_hand(
     *,
     p: float = 0.0,
     eta: float = 0.5,
-    oracle: str = "I",
+    name: str = "fedpd",
     absent: tuple[tuple[int, int], ...] = (),
     forget: tuple[tuple[int, int], ...] = (),
-) -> tuple[np.ndarray, list[fedpd.State]]:
+) -> tuple[np.ndarray, list[fedpd_vr.State]]:
     """Run Algorithm 2 as it is printed, every client keeping its own x0.
 
     ``absent`` holds the (algorithm round, client) that are left out and keep their state, and
     ``forget`` those whose state is lost before the round.
     """
     training = LocalTraining().updated(SGD)
-    kept: dict[int, fedpd.State] = {}
+    kept: dict[int, fedpd_vr.State] = {}
     x0 = dict.fromkeys(range(len(problems)), START)
     for r in range(rounds):
         plus = {}
@@ -63,8 +62,8 @@ def by_hand(
                 kept.pop(i)
             if (r, i) in absent:
                 continue
-            state = kept.get(i, fedpd.State(x0[i], np.zeros(DIM), np.zeros(0)))
-            if oracle == "I":
+            state = kept.get(i, fedpd_vr.State(x0[i], np.zeros(DIM), np.zeros(0)))
+            if name == "fedpd":
                 rng, g = stream(0, "local", r, i), np.zeros(0)
                 rng.integers(2**63)  # the seed for torch
                 subproblem = Subproblem(torch.tensor(state.lam), 1 / eta, torch.tensor(x0[i]))
@@ -73,7 +72,7 @@ def by_hand(
             else:
                 x, g = vr_by_hand(q, state, x0[i], r, i, eta)
             lam = state.lam + (x - x0[i]) / eta
-            kept[i] = fedpd.State(x, lam, g)
+            kept[i] = fedpd_vr.State(x, lam, g)
             plus[i] = x + eta * lam
         if stream(0, "coin", r).random() < p:
             x0 = x0 | plus
@@ -84,7 +83,8 @@ def by_hand(
 
 
 def close(
-    found: tuple[np.ndarray, list[fedpd.State]], expected: tuple[np.ndarray, list[fedpd.State]]
+    found: tuple[np.ndarray, list[fedpd_vr.State]],
+    expected: tuple[np.ndarray, list[fedpd_vr.State]],
 ) -> None:
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-11)
     for mine, other in zip(found[1], expected[1], strict=True):
@@ -92,31 +92,31 @@ def close(
             np.testing.assert_allclose(value, wanted, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("hyperparameters", [{}, VR], ids=["I", "II"])
+@both
 @pytest.mark.parametrize("p", [0.0, 0.5])
-def test_a_run_is_algorithm_2(p: float, hyperparameters: dict[str, Any]) -> None:
-    problems, one = quadratics(3), strategy(p=p, **hyperparameters)
+def test_a_run_is_algorithm_2(p: float, name: str) -> None:
+    problems, one = quadratics(3), strategy(name, p=p)
     federation = grid(problems)
     found = train(one, federation, 9)
     done = one.state.done
     assert (done == 9) if p == 0 else (5 < done <= 9)
-    expected = by_hand(problems, done, p=p, oracle=hyperparameters.get("oracle", "I"))
+    expected = by_hand(problems, done, p=p, name=name)
     close((found, states(federation, one.ledger.acked)), expected)
 
 
 # ---- missing clients ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hyperparameters", [{}, VR], ids=["I", "II"])
+@both
 def test_void_rounds_leave_states_equal_to_those_of_an_uninterrupted_run(
-    hyperparameters: dict[str, Any], caplog: pytest.LogCaptureFixture
+    name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     problems = quadratics(3)
-    one = strategy(p=0.4, **hyperparameters)
+    one = strategy(name, p=0.4)
     federation = grid(problems, fault=lose((1, 0), (3, 1), (4, 1), (4, 2)))
     model = train(one, federation, 14)
     assert "round 3 is skipped: 2 usable replies, at least 3 needed" in caplog.text
-    plain, calm = strategy(p=0.4, **hyperparameters), grid(problems)
+    plain, calm = strategy(name, p=0.4), grid(problems)
     np.testing.assert_array_equal(train(plain, calm, one.state.done), model)
     assert one.state.exchanges == plain.state.exchanges > 2
     same(states(federation, one.ledger.acked), states(calm, plain.ledger.acked))
@@ -131,29 +131,29 @@ def test_a_void_round_reports_no_progress_and_no_savings() -> None:
     assert void["bytes-saved"] == 0
 
 
-@pytest.mark.parametrize("hyperparameters", [{}, VR], ids=["I", "II"])
+@both
 def test_with_proceed_newcomers_and_returning_clients_go_on_as_algorithm_2(
-    hyperparameters: dict[str, Any], caplog: pytest.LogCaptureFixture
+    name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Client 1 first takes part in the second round; client 2 misses the third and fourth."""
-    problems, one = quadratics(3), strategy(missing="proceed", **hyperparameters)
+    problems, one = quadratics(3), strategy(name, missing="proceed")
     federation = grid(problems, fault=lose((1, 1), (3, 2), (4, 2)))
     found = train(one, federation, 6)
     assert "round 4 continues with 2 of 3 clients" in caplog.text
     assert "round 5 continues" not in caplog.text
     absent = ((0, 1), (2, 2), (3, 2))
-    expected = by_hand(problems, 6, oracle=hyperparameters.get("oracle", "I"), absent=absent)
+    expected = by_hand(problems, 6, name=name, absent=absent)
     close((found, states(federation, one.ledger.acked)), expected)
 
 
-@pytest.mark.parametrize("hyperparameters", [{}, VR], ids=["I", "II"])
-def test_a_client_whose_state_is_lost_starts_as_a_newcomer(hyperparameters: dict[str, Any]) -> None:
-    problems, one = quadratics(3), strategy(**hyperparameters)
+@both
+def test_a_client_whose_state_is_lost_starts_as_a_newcomer(name: str) -> None:
+    problems, one = quadratics(3), strategy(name)
     federation = grid(problems)
     half = one.start(federation, to_record(START), 4).arrays
     forget(federation, 1)
     found = to_vector(one.start(federation, half, 3).arrays)
-    expected = by_hand(problems, 7, oracle=hyperparameters.get("oracle", "I"), forget=((4, 1),))
+    expected = by_hand(problems, 7, name=name, forget=((4, 1),))
     close((found, states(federation, one.ledger.acked)), expected)
 
 
@@ -169,20 +169,18 @@ def test_more_replies_can_be_asked_for_than_proceed_needs(
 # ---- the client --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hyperparameters", [{}, VR], ids=["I", "II"])
-def test_a_round_reports_loss_steps_and_consensus(hyperparameters: dict[str, Any]) -> None:
+@both
+def test_a_round_reports_loss_steps_and_consensus(name: str) -> None:
     problems = quadratics(2)
-    steps = [VR["inner_steps"]] * 2 if hyperparameters else [2 * -(-q.n // 3) for q in problems]
-    result = strategy(**hyperparameters).start(grid(problems), to_record(START), 1)
+    steps = [VR["inner_steps"]] * 2 if name == "fedpd-vr" else [2 * -(-q.n // 3) for q in problems]
+    result = strategy(name).start(grid(problems), to_record(START), 1)
     metrics = result.train_metrics_clientapp[1]
     assert (metrics["steps-min"], metrics["steps-max"]) == (min(steps), max(steps))
-    _, kept = by_hand(problems, 1, oracle=hyperparameters.get("oracle", "I"))
+    _, kept = by_hand(problems, 1, name=name)
     apart = [float(((state.x - START) ** 2).sum()) for state in kept]
     assert metrics["consensus-mean"] == pytest.approx(np.mean(apart), rel=1e-9)
-    skipping = next(s for s in range(99) if fedpd.rounds_from(0, p=0.5, seed=s) == range(3))
-    result = strategy(p=0.5, seed=skipping, **hyperparameters).start(
-        grid(problems), to_record(START), 3
-    )
+    seed = next(s for s in range(99) if skipping.rounds_from(0, p=0.5, seed=s) == range(3))
+    result = strategy(name, p=0.5, seed=seed).start(grid(problems), to_record(START), 3)
     assert result.train_metrics_clientapp[1]["steps-max"] == 3 * max(steps)
     assert result.train_metrics_clientapp[1]["train-loss"] > 0
 

@@ -1,4 +1,4 @@
-"""FedPD's equations: fixed points, convergence, both oracles, and the study of Fig. 2."""
+"""FedPD's and FedPDVR's equations: fixed points, convergence, and the study of Fig. 2."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from laws import RATE, START
 from problems import DIM, Formula, Linear, Quadratic, half_mean_square, optimum, quadratics
 from torch import nn
 
-from clients import ClientOracle, FedPDClient, FlatModel, Objective, Problem, Received, Step
-from fl_strategies import FedPD, fedpd
+from clients import ClientOracle, FedPDVRClient, FlatModel, Objective, Problem, Received, Step
+from fl_strategies import FedPDVR, fedpd, fedpd_vr, skipping
 from fl_strategies.core.subproblem import Subproblem
 from simulations import data, worker
 from simulations.config import RunConfig
@@ -29,8 +29,8 @@ ETA = 0.12
 """Below the theory's bound (sqrt5 - 1)/(4 L) = 0.1236 for L = 2.5."""
 
 
-FULL = fedpd.VarianceReduced(gamma=0.3, steps=4, samples=0, refresh=False)
-"""Oracle II with all examples in every step."""
+FULL: dict[str, Any] = {"gamma": 0.3, "steps": 4, "samples": 0, "refresh": False}
+"""FedPDVR with all samples in every step."""
 
 
 def descent(q: Quadratic) -> Formula:
@@ -39,18 +39,19 @@ def descent(q: Quadratic) -> Formula:
 
 
 def one_round(
-    problems: list[Quadratic], kept: list[fedpd.State], x0: np.ndarray, kind: str, **rule: Any
-) -> tuple[list[fedpd.State], np.ndarray]:
+    problems: list[Quadratic], kept: list[Any], x0: np.ndarray, kind: str, **rule: Any
+) -> tuple[list[Any], np.ndarray]:
     oracles = [q.oracle() if kind == "exact" else descent(q) for q in problems]
-    two = FULL if kind == "II" else None
     made = [
-        fedpd.client_rule(state, x0, oracle, eta=ETA, two=two, **rule)
+        fedpd_vr.client_rule(state, x0, oracle, eta=ETA, **FULL, **rule)
+        if kind == "VR"
+        else fedpd.client_rule(state, x0, oracle, eta=ETA, **rule)
         for state, oracle in zip(kept, oracles, strict=True)
     ]
-    return [step.state for step in made], fedpd.server_rule(step.upload for step in made)
+    return [step.state for step in made], skipping.server_rule(step.upload for step in made)
 
 
-KINDS = pytest.mark.parametrize("kind", ["exact", "descent", "II"])
+KINDS = pytest.mark.parametrize("kind", ["exact", "descent", "VR"])
 RULES = pytest.mark.parametrize("x0_rule", ["paper", "authors"])
 
 
@@ -59,12 +60,13 @@ RULES = pytest.mark.parametrize("x0_rule", ["paper", "authors"])
 def test_a_stationary_point_with_its_duals_is_a_fixed_point(kind: str, x0_rule: str) -> None:
     problems = quadratics(3)
     best = optimum(problems)
-    kept = [fedpd.State(best, -q.gradient(best), q.gradient(best)) for q in problems]
+    kept: list[Any] = [fedpd.State(best, -q.gradient(best)) for q in problems]
+    if kind == "VR":
+        kept = [fedpd_vr.State(*s, q.gradient(best)) for s, q in zip(kept, problems, strict=True)]
     after, x0 = one_round(problems, kept, best, kind, x0_rule=x0_rule)
     np.testing.assert_allclose(x0, best, atol=1e-12)
     for before, state in zip(kept, after, strict=True):
-        np.testing.assert_allclose(state[:2], before[:2], atol=1e-11)
-        np.testing.assert_allclose(state.g, before.g if kind == "II" else [], atol=1e-11)
+        np.testing.assert_allclose(state, before, atol=1e-11)
 
 
 @KINDS
@@ -74,7 +76,8 @@ def test_with_eta_below_the_bound_the_gradient_vanishes_where_fedavg_stalls(
 ) -> None:
     problems = quadratics(4)
     x0, averaged = START, START
-    kept = [fedpd.first_state(START) for _ in problems]
+    first_state = fedpd_vr.first_state if kind == "VR" else fedpd.first_state
+    kept: list[Any] = [first_state(START) for _ in problems]
     for _ in range(500):
         kept, x0 = one_round(problems, kept, x0, kind, x0_rule=x0_rule)
         averaged = np.mean([descent(q).solve(averaged, Subproblem()).w for q in problems], axis=0)
@@ -89,7 +92,7 @@ def test_with_eta_below_the_bound_the_gradient_vanishes_where_fedavg_stalls(
     np.testing.assert_allclose([state.lam for state in kept], duals, atol=1e-9)
 
 
-def test_the_variance_reduced_oracle_with_one_example_a_step_reaches_the_optimum_exactly() -> None:
+def test_fedpd_vr_with_one_sample_a_step_reaches_the_optimum_exactly() -> None:
     """Its noise is that of gradient differences, which vanish; SGD's stays."""
     problems = quadratics(3)
     x0, rng = START, np.random.default_rng(1)
@@ -98,24 +101,23 @@ def test_the_variance_reduced_oracle_with_one_example_a_step_reaches_the_optimum
         row = q.X[rng.integers(q.n)]
         return row * (row @ (new - old))
 
-    kept = [fedpd.first_state(START) for _ in problems]
+    kept = [fedpd_vr.first_state(START) for _ in problems]
     for r in range(800):
-        two = fedpd.VarianceReduced(gamma=0.05, steps=2, samples=1, refresh=r % 2 == 0)
         made = [
-            fedpd.client_rule(
+            fedpd_vr.client_rule(
                 state, x0, Formula(q.gradient, change=lambda new, old, q=q: change(new, old, q)),
-                eta=0.05, two=two,
+                eta=0.05, gamma=0.05, steps=2, samples=1, refresh=r % 2 == 0,
             )
             for state, q in zip(kept, problems, strict=True)
         ]  # fmt: skip
-        kept, x0 = [step.state for step in made], fedpd.server_rule(step.upload for step in made)
+        kept, x0 = [step.state for step in made], skipping.server_rule(step.upload for step in made)
     np.testing.assert_allclose(x0, optimum(problems), atol=1e-6)
 
 
 def test_an_exact_oracle_leaves_minus_the_gradient_as_dual() -> None:
     """Then the authors' x0+ is one gradient step of rate eta, taken at x+."""
     (q,) = quadratics(1)
-    state = fedpd.State(START, 0.3 * START, START[:0])
+    state = fedpd.State(START, 0.3 * START)
     made = fedpd.client_rule(state, START + 1, q.oracle(), eta=ETA)
     new = made.state
     np.testing.assert_allclose(new.lam, -q.gradient(new.x), rtol=1e-10)
@@ -140,7 +142,8 @@ def test_on_the_problem_of_claim_ii_2_fedavg_diverges_and_fedpd_does_not() -> No
                 return (sub.pull * sub.centre - sub.slope) / (c + sub.pull)
 
             pairs.append(fedpd.client_rule(state, x0, Formula(minimiser=exact), eta=eta))
-        kept, x0 = [step.state for step in pairs], fedpd.server_rule(step.upload for step in pairs)
+        kept = [step.state for step in pairs]
+        x0 = skipping.server_rule(step.upload for step in pairs)
     np.testing.assert_allclose(averaged, (1 + 4 * eta**2) ** rounds, rtol=1e-9)
     assert averaged[0] > 1e4
     assert 0.1 < abs(x0[0]) < 10
@@ -149,51 +152,51 @@ def test_on_the_problem_of_claim_ii_2_fedavg_diverges_and_fedpd_does_not() -> No
         np.testing.assert_allclose(state.lam, -c * x0, atol=1e-9)
 
 
-# ---- oracle II ----------------------------------------------------------------------------------
+# ---- FedPDVR's client ---------------------------------------------------------------------------
 
 
 def request(**others: Any) -> dict[str, Any]:
     first = {"first-algorithm-round": 1, "algorithm-rounds": 1, "round": 1}
     two = {"gamma": 1.0, "inner-steps": 4, "inner-batch": 3, "full-every": 5}
-    return {"eta": 1.0, "oracle": "II", "x0-rule": "paper", **first, **two, **others}
+    return {"eta": 1.0, "x0-rule": "paper", **first, **two, **others}
 
 
-def stepped(client: FedPDClient, state: fedpd.State, x0: torch.Tensor) -> Step:
-    """Return the client's step in algorithm round 1 of oracle II."""
+def stepped(client: FedPDVRClient, state: fedpd_vr.State, x0: torch.Tensor) -> Step:
+    """Return the client's step in algorithm round 1."""
     rng = np.random.default_rng(0)
-    asked_by = f"fedpd asks client {client.client_id}"
+    asked_by = f"fedpd-vr asks client {client.client_id}"
     oracle = ClientOracle(
         client.problem, client.training, rng, lambda purpose: rng, asked_by=asked_by
     )
     return client.step(state, Received(x0), oracle, request())
 
 
-def test_both_gradients_of_oracle_two_see_the_same_dropout_masks() -> None:
+def test_both_gradients_of_a_difference_see_the_same_dropout_masks() -> None:
     """Where the model does not move, g must not either: x = x0 and lam = -g make x' = x."""
     (q,) = quadratics(1)
     model = FlatModel(nn.Sequential(nn.Dropout(0.5), Linear()))
     problem = Problem(model, half_mean_square, torch.tensor(q.X), torch.tensor(q.y))
-    client = FedPDClient(problem, client_id=0)
+    client = FedPDVRClient(problem, client_id=0)
     x, g = torch.tensor(START), torch.tensor(START**2)
     with torch.random.fork_rng():
-        step = stepped(client, fedpd.State(x, -g, g), x)
+        step = stepped(client, fedpd_vr.State(x, -g, g), x)
     assert torch.equal(step.state.g, g)
     assert torch.equal(step.state.x, x)
 
 
-def test_oracle_two_updates_running_statistics_once_a_step() -> None:
+def test_fedpd_vr_updates_running_statistics_once_a_step() -> None:
     norm = nn.BatchNorm1d(2, dtype=torch.float64)
     inputs = torch.tensor(np.random.default_rng(0).normal(size=(6, 2)))
     module = nn.Sequential(norm, nn.Linear(2, 2, dtype=torch.float64))
     problem = Problem(FlatModel(module), nn.functional.cross_entropy, inputs, torch.arange(6) % 2)
     x = problem.model.vector.clone()
-    step = stepped(FedPDClient(problem, client_id=0), fedpd.first_state(x), x)
+    step = stepped(FedPDVRClient(problem, client_id=0), fedpd_vr.first_state(x), x)
     assert norm.num_batches_tracked == 4
     assert step.solved is not None
     assert 0 <= float(step.solved.accuracy) <= 1
 
 
-def test_oracle_two_is_refused_without_access_to_full_gradients() -> None:
+def test_fedpd_vr_is_refused_without_access_to_full_gradients() -> None:
     class Stream(Problem):
         """Examples come and go: f_i is an expectation."""
 
@@ -202,10 +205,10 @@ def test_oracle_two_is_refused_without_access_to_full_gradients() -> None:
     (q,) = quadratics(1)
     model = FlatModel(Linear())
     problem = Stream(model, half_mean_square, torch.tensor(q.X), torch.tensor(q.y))
-    client = FedPDClient(problem, client_id=4)
-    message = "fedpd asks client 4 for a full gradient: a Stream has no fixed samples"
+    client = FedPDVRClient(problem, client_id=4)
+    message = "fedpd-vr asks client 4 for a full gradient: a Stream has no fixed samples"
     with pytest.raises(ValueError, match=message):
-        stepped(client, fedpd.first_state(model.vector), model.vector)
+        stepped(client, fedpd_vr.first_state(model.vector), model.vector)
 
 
 # ---- hyperparameters ---------------------------------------------------------------------------
@@ -218,21 +221,20 @@ def test_oracle_two_is_refused_without_access_to_full_gradients() -> None:
         ({"p": -0.1}, r"p must be >= 0 and < 1, got -0.1"),
         ({"p": 1.0}, r"p must be >= 0 and < 1, got 1.0"),
         ({"p": float("nan")}, r"p must be a finite number >= 0 and < 1, got nan"),
-        ({"oracle": "III"}, r"oracle must be one of \['I', 'II'\], got 'III'"),
         ({"gamma": -1.0}, r"gamma must be > 0, got -1.0"),
         ({"inner_steps": 0}, r"inner_steps must be an integer >= 1, got 0"),
         ({"inner_batch": -1}, r"inner_batch must be an integer >= 0, got -1"),
         ({"full_every": 0}, r"full_every must be an integer >= 1, got 0"),
         ({"x0_rule": "mine"}, r"x0_rule must be one of \['paper', 'authors'\], got 'mine'"),
         ({"missing": "wait"}, r"missing must be one of \['void', 'proceed'\], got 'wait'"),
-        ({"fraction_train": 0.5}, r"fraction_train must be 1: FedPD asks all clients, got 0.5"),
+        ({"fraction_train": 0.5}, r"fraction_train must be 1: FedPDVR asks all clients, got 0.5"),
     ],
 )
 def test_bad_hyperparameters_are_refused_with_bound_and_value(
     hyperparameters: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        FedPD(**hyperparameters)
+        FedPDVR(**hyperparameters)
 
 
 # ---- the benchmark of Fig. 2 -------------------------------------------------------------------
@@ -307,4 +309,5 @@ def test_the_study_of_fig_2_runs_and_tables_the_gradient(
 
 def test_fedpd_asks_all_clients_by_default_on_every_data_set() -> None:
     for name in ("digits", "mnist", "fedpd-weak"):
-        assert RunConfig.parse({"algorithm": "fedpd", "dataset": name}).fraction == 1.0
+        for algorithm in ("fedpd", "fedpd-vr"):
+            assert RunConfig.parse({"algorithm": algorithm, "dataset": name}).fraction == 1.0

@@ -1,21 +1,20 @@
-"""FedPD: exchanges that are skipped cost no message and change no round."""
+"""FedPD and FedPDVR: exchanges that are skipped cost no message and change no round."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-import pytest
 from flwr.app import ArrayRecord, Message
 from laws import START, train
-from pd import VR, same, states, strategy
+from pd import SETTINGS, both, same, states, strategy
 from problems import CLIENT_OF, grid, quadratics, to_record, to_vector
 
-from fl_strategies import FedPD, fedpd
+from fl_strategies import skipping
 from fl_strategies.core.randomness import stream
 
 
-class OneMessageARound(FedPD):
+class OneMessageARound(skipping.SkippingStrategy):
     """Sends each client its own x0 in every algorithm round, and averages when the coin says so."""
 
     averages = ""
@@ -24,7 +23,7 @@ class OneMessageARound(FedPD):
         super().__post_init__()
         self.own = dict[int, ArrayRecord]()
 
-    def next_rounds(self, state: fedpd.ServerState) -> range:
+    def next_rounds(self, state: skipping.ServerState) -> range:
         return range(state.done, state.done + 1)
 
     def communication_rounds(self, state: Any, num_rounds: int) -> int:
@@ -38,26 +37,25 @@ class OneMessageARound(FedPD):
                 message.content["arrays"] = self.own[client]
         return asked
 
-    def aggregate(self, state: fedpd.ServerState, round: Any, uploads: Any) -> Any:
+    def aggregate(self, state: skipping.ServerState, round: Any, uploads: Any) -> Any:
         mean, after, info = super().aggregate(state, round, uploads)
-        if fedpd.exchanges_after(state.done, p=self.p, seed=self.seed):
+        if skipping.exchanges_after(state.done, p=self.p, seed=self.seed):
             self.own = {}
             return mean, after, info
         self.own = {upload.client: to_record(upload.vector) for upload in uploads}
         return round.theta, after, info
 
 
-@pytest.mark.parametrize("hyperparameters", [{}, VR], ids=["I", "II"])
-def test_skipped_rounds_inside_one_message_are_those_of_one_message_each(
-    hyperparameters: dict[str, Any],
-) -> None:
+@both
+def test_skipped_rounds_inside_one_message_are_those_of_one_message_each(name: str) -> None:
     problems = quadratics(3)
-    one, federation = strategy(p=0.6, seed=3, **hyperparameters), grid(problems)
+    one, federation = strategy(name, p=0.6, seed=3), grid(problems)
     model = train(one, federation, 12)
     done = one.state.done
     assert one.state.exchanges < done - 2
-    options = {"eta": 0.5, "fraction_evaluate": 0.0, "local": one.local}
-    twin, apart = OneMessageARound(p=0.6, seed=3, **options, **hyperparameters), grid(problems)
+    split = type("Split", (OneMessageARound, type(one)), {})
+    options = {"eta": 0.5, "fraction_evaluate": 0.0, **SETTINGS[name]}
+    twin, apart = split(p=0.6, seed=3, **options), grid(problems)
     np.testing.assert_array_equal(train(twin, apart, done), model)
     same(states(federation, one.ledger.acked), states(apart, twin.ledger.acked))
 
@@ -90,13 +88,13 @@ def test_skipped_rounds_cost_no_message_and_are_reported() -> None:
 
 def test_about_one_minus_p_of_the_rounds_exchange() -> None:
     for p in (0.0, 0.25, 0.9):
-        share = np.mean([fedpd.exchanges_after(r, p=p, seed=5) for r in range(4000)])
+        share = np.mean([skipping.exchanges_after(r, p=p, seed=5) for r in range(4000)])
         assert abs(share - (1 - p)) <= 4 * np.sqrt(p * (1 - p) / 4000)
 
 
 def test_the_coins_follow_the_seed() -> None:
     def coins(seed: int) -> list[bool]:
-        return [fedpd.exchanges_after(r, p=0.5, seed=seed) for r in range(40)]
+        return [skipping.exchanges_after(r, p=0.5, seed=seed) for r in range(40)]
 
     assert coins(1) == coins(1) != coins(2)
 
@@ -121,5 +119,5 @@ def test_a_second_start_goes_on_with_the_rounds_that_were_left() -> None:
 
 
 def test_a_run_without_any_exchange_leaves_the_model_as_it_was() -> None:
-    seed = next(s for s in range(99) if not fedpd.exchanges_after(0, p=0.9, seed=s))
+    seed = next(s for s in range(99) if not skipping.exchanges_after(0, p=0.9, seed=s))
     np.testing.assert_array_equal(train(strategy(p=0.9, seed=seed), grid(quadratics(2)), 1), START)

@@ -48,16 +48,17 @@ OWN_STEPS: dict[str, Any] = {
 }
 """The defaults: settings that an algorithm with steps of its own has no use for."""
 ANY_SOLVER = [
-    name for name in STRATEGIES
+    name for name, strategy in STRATEGIES.items()
     if name not in ("fedsgd", "scaffold", "fednova", "per-fedavg", "per-fedbc")
+    and strategy.uses_local
 ]  # fmt: skip
-"""Algorithms that are not defined by plain gradient steps."""
+"""Algorithms that run any local solver."""
 SOLVERS = ("adam", "adagrad", "delta-sgd", "sps", "RMSprop")
 ROWS: list[tuple[str, dict[str, Any]]] = [
     *((algorithm, {}) for algorithm in STRATEGIES),  # with dropout
     *((algorithm, {"model": "cnn-bn"}) for algorithm in STRATEGIES),  # with running statistics
     ("fedavg", {"solver": "lbfgs", "steps": 0, "batch-size": 0}),
-    ("fedpd", {"params": "oracle=II inner_steps=3 inner_batch=4 full_every=1"} | OWN_STEPS),
+    ("fedpd-vr", {"params": "inner_steps=3 inner_batch=4 full_every=1"}),
     ("per-fedavg", {"params": "meta_gradient=first-order"}),
     ("scaffold", {"params": "option=I"}),
     ("fedbc", {"local-test": 0.3, "fraction-evaluate": 1.0, "fine-tune": "train"}),
@@ -91,6 +92,8 @@ def settings(algorithm: str, folder: Path, **others: Any) -> dict[str, Any]:
     keys = SMALL | {"algorithm": algorithm, "output": str(folder)}
     if algorithm == "fedsgd":
         keys |= {"batch-size": 0, "steps": 1}
+    if not STRATEGIES[algorithm].uses_local:
+        keys |= OWN_STEPS
     if algorithm == "fedbcd-async":
         keys |= {"clients": 6}
     return keys | {name.replace("_", "-"): value for name, value in others.items()}
@@ -118,7 +121,11 @@ def test_a_run_on_a_gpu_is_the_run_on_the_cpu(
 
 
 WITHOUT_WAITING: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    *((name, {"steps": 2}, {"steps": 7}) for name in STRATEGIES if name != "fedsgd"),
+    *(
+        (name, {"steps": 2}, {"steps": 7})
+        for name, strategy in STRATEGIES.items()
+        if name != "fedsgd" and strategy.uses_local
+    ),
     *(
         ("fedavg", {"solver": solver, "steps": 2}, {"solver": solver, "steps": 7})
         for solver in ("adam", "delta-sgd", "sps", "RMSprop")
@@ -127,9 +134,9 @@ WITHOUT_WAITING: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("pfedme", {"params": "inner_steps=2"}, {"params": "inner_steps=9"}),
     ("per-fedbc", {"params": "inner_steps=2"}, {"params": "inner_steps=6"}),
     (
-        "fedpd",
-        OWN_STEPS | {"params": "oracle=II inner_steps=2 inner_batch=4"},
-        OWN_STEPS | {"params": "oracle=II inner_steps=9 inner_batch=4"},
+        "fedpd-vr",
+        {"params": "inner_steps=2 inner_batch=4"},
+        {"params": "inner_steps=9 inner_batch=4"},
     ),
 ]
 """Runs that differ in their number of local steps alone, all within one epoch."""

@@ -21,7 +21,7 @@ from problems import grid, quadratics, to_record, to_vector
 from trials import ROOT
 
 from clients import SOLVERS, LocalTraining
-from fl_strategies import STRATEGIES, FedAvg, FedBC, FedPD, FedProx, PerFedBC, fedpd
+from fl_strategies import STRATEGIES, FedAvg, FedBC, FedPDVR, FedProx, PerFedBC
 from fl_strategies.core.local import TAKES, TORCH, default_training, torch_solver
 from fl_strategies.server.options import Options
 from simulations.config import RunConfig
@@ -310,16 +310,6 @@ def test_a_rate_that_is_given_holds_for_every_solver() -> None:
 # ---- ignored settings are refused ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", TWO)
-def test_oracle_one_refuses_the_hyperparameters_of_oracle_two(name: str) -> None:
-    words = refused(lambda: FedPD(**{name.replace("-", "_"): TWO[name]}))  # type: ignore[arg-type]
-    assert words == f"oracle I has no use for {name} = {TWO[name]!r}: its steps are set by local"
-    assert refused(lambda: fit("fedpd", PD | {"oracle": "I", name: TWO[name]})) == words
-    default = fedpd.ORACLE_TWO[name]
-    refused(lambda: FedPD(**{name.replace("-", "_"): default}))  # type: ignore[arg-type]
-    fit("fedpd", PD | {"oracle": "I"})
-
-
 @pytest.mark.parametrize(
     ("settings", "idle"),
     [
@@ -344,36 +334,36 @@ def test_a_setting_without_effect_beside_the_others_is_refused(
 
 
 @pytest.mark.parametrize("name", LocalTraining().settings)
-def test_oracle_two_refuses_all_of_local_but_fine_tuning(name: str) -> None:
+def test_an_algorithm_without_a_solver_refuses_all_of_local_but_fine_tuning(name: str) -> None:
     given = {"steps": 4, "lr": 0.3, "residual": 0.0, "fine-tune": "train", "fine-tune-lr": 0.1}
     value = given.get(name)
     setting = {name: LocalTraining().settings[name] if value is None else value}
-    request = PD | {"oracle": "II"} | TWO
+    request = PD | TWO
     if name == "fine-tune":
-        assert FedPD(oracle="II", local=setting).request(1, 0)[name] == "train"
-        fit("fedpd", request | setting)
+        assert FedPDVR(local=setting).request(1, 0)[name] == "train"
+        fit("fedpd-vr", request | setting)
         return
-    words = refused(lambda: FedPD(oracle="II", local=setting))
-    assert words.startswith(f"oracle II has no use for {name} = {setting[name]!r}: its steps are")
-    assert refused(lambda: fit("fedpd", request | setting)) == words
+    words = refused(lambda: FedPDVR(local=setting))
+    assert words.startswith(f"fedpd-vr has no use for {name} = {setting[name]!r}: its hyper")
+    assert refused(lambda: fit("fedpd-vr", request | setting)) == words
     tuned = setting | {"fine-tune": "train"}
     if name in ("fine-tune-lr", "lr", "batch-size"):  # which are those of the step that measures
-        FedPD(oracle="II", local=tuned)
-        fit("fedpd", request | tuned)
+        FedPDVR(local=tuned)
+        fit("fedpd-vr", request | tuned)
     else:
-        refused(lambda: FedPD(oracle="II", local=tuned))
-        refused(lambda: fit("fedpd", request | tuned))
+        refused(lambda: FedPDVR(local=tuned))
+        refused(lambda: fit("fedpd-vr", request | tuned))
 
 
-def test_oracle_two_refuses_a_clients_own_weight_decay() -> None:
+def test_fedpd_vr_refuses_a_clients_own_weight_decay() -> None:
     """It would be missing in the gradients that g is made of."""
     decaying = LocalTraining(weight_decay=0.1)
-    words = refused(lambda: fit("fedpd", PD | {"oracle": "II"} | TWO, training=decaying))
+    words = refused(lambda: fit("fedpd-vr", PD | TWO, training=decaying))
     assert "weight_decay must be 0, got 0.1" in words
 
 
-def test_a_run_with_oracle_two_sends_no_defaults_and_refuses_what_is_set() -> None:
-    run = {"algorithm": "fedpd", "dataset": "fedpd-weak", "params": "oracle=II"}
+def test_a_run_without_a_solver_sends_no_defaults_and_refuses_what_is_set() -> None:
+    run = {"algorithm": "fedpd-vr", "dataset": "fedpd-weak"}
     config = RunConfig.parse(run)
     assert config.strategy().local == {"fine-tune": "off"}
     assert RunConfig.parse(config.to_run_config()) == config  # as clients parse it once more

@@ -103,7 +103,7 @@ def test_fedadmm_uploads_what_the_paper_and_the_authors_code_do(form: str) -> No
 def test_fedpd_uploads_what_the_paper_and_the_authors_code_do(form: str) -> None:
     rule: Mapping[str, Any] = getattr(FedPD, f"{form}_rule")
     lam, x0, eta = 0.3 * START, START + 1.0, 0.7
-    state = fedpd.State(START, lam, np.zeros(0))
+    state = fedpd.State(START, lam)
     oracle = Formula(minimiser=solved_from)
     made = fedpd.client_rule(state, x0, oracle, eta=eta, x0_rule=rule["x0_rule"])
     x = 0.5 * START + 0.25 * x0 + 0.125 * lam
@@ -129,13 +129,13 @@ def test_fedbcds_server_steps_as_the_paper_and_the_authors_code_do(form: str) ->
     rule: Mapping[str, Any] = {**getattr(FedBCD, f"{form}_rule"), "eta_z": 0.1, "box": None}
     uploads: dict[int, Any] = {}
     one = FedBCD(**rule, fraction_evaluate=0.0)
-    plain = one.accept
+    plain = one.aggregate
 
-    def accept(upload: Any) -> Any:
-        uploads[upload.client] = upload.vector
-        return plain(upload)
+    def aggregate(state: Any, round: Any, used: Any) -> Any:
+        uploads.update({upload.client: upload.vector for upload in used})
+        return plain(state, round, used)
 
-    one.accept = accept  # type: ignore[method-assign]
+    one.aggregate = aggregate  # type: ignore[method-assign]
     z = train(one, grid(quadratics(3)), 1)
     x = np.array([*uploads.values()])
     assert x.shape == (3, DIM)

@@ -54,8 +54,8 @@ def test_log_callbacks_results_requests_and_schedules_count_alike_over_two_start
         evaluated.append(server_round)
 
     callbacks = [seen.append, History(tmp_path / "history.jsonl")]
-    options = {"p": 0.5} if row.name == "fedpd" else {}
-    settings = {**local(), "lr": DECAY}
+    options = {"p": 0.5} if row.name in ("fedpd", "fedpd-vr") else {}
+    settings = {**local(), "lr": DECAY, "fine-tune": "train"}  # so that all are told of lr
     one = row.strategy(local=settings, callbacks=callbacks, fraction_evaluate=0.0, **options)
     federation = grid(quadratics(4), fault=note)
     first = one.start(federation, to_record(START), 3, evaluate_fn=evaluate)

@@ -26,6 +26,7 @@ from fl_strategies import (
     feddyn,
     fednova,
     fedpd,
+    fedpd_vr,
     fedprox,
     moon,
     per_fedavg,
@@ -138,10 +139,12 @@ def turn(of: Clients) -> Turn:
     return Turn(of.count(2, 7, 9), of.count(5, 0, 3))
 
 
-def fedpd_two(of: Clients, refresh: Any) -> Step:
-    state = fedpd.State(of.vector(), of.vector(), of.vector())
-    two = fedpd.VarianceReduced(of.number(0.1, 0.5), of.count(3, 1, 4), of.count(1, 2, 5), refresh)
-    return fedpd.client_rule(state, of.vector(), of.oracle(), eta=of.number(0.3, 0.9), two=two)
+def variance_reduced(of: Clients, refresh: Any) -> Step:
+    return fedpd_vr.client_rule(
+        fedpd_vr.State(of.vector(), of.vector(), of.vector()), of.vector(), of.oracle(),
+        eta=of.number(0.3, 0.9), gamma=of.number(0.1, 0.5), steps=of.count(3, 1, 4),
+        samples=of.count(1, 2, 5), refresh=refresh,
+    )  # fmt: skip
 
 
 def bcd_i(of: Clients, **others: Any) -> Step:
@@ -188,11 +191,11 @@ RULES: dict[str, Callable[[Clients], Step]] = {
         of.vector(), of.oracle(), eta=of.number(0.3, 0.9),
     ),
     "fedpd, authors": lambda of: fedpd.client_rule(
-        fedpd.State(of.vector(), of.vector(), of.vector()),
+        fedpd.State(of.vector(), of.vector()),
         of.vector(), of.oracle(), eta=of.number(0.3, 0.9), x0_rule="authors",
     ),
-    "fedpd, oracle II": lambda of: fedpd_two(of, of.flag(True, False, True)),
-    "fedpd, oracle II without full gradients": lambda of: fedpd_two(of, refresh=False),
+    "fedpd-vr": lambda of: variance_reduced(of, of.flag(True, False, True)),
+    "fedpd-vr, without full gradients": lambda of: variance_reduced(of, refresh=False),
     "fedbc": lambda of: fedbc.client_rule(
         near(of), of.vector(), of.oracle(), dual=dual(of), turn=turn(of)
     ),

@@ -46,9 +46,9 @@ class StreamedProblem(Objective):
     augmentation, shuffling, the seeds of a DataLoader's workers. These draws derive from the
     client's random stream, and the generators are left as they were.
 
-    What needs the same samples twice is refused: full gradients (and ``residual``, FedPD's oracle
-    II, SCAFFOLD's option I), draws with replacement, and MOON, which passes each sample through
-    three models.
+    What needs the same samples twice is refused: full gradients (and ``residual``, FedPDVR,
+    SCAFFOLD's option I), draws with replacement, and MOON, which passes each sample through three
+    models.
 
     Parameters
     ----------

@@ -1,9 +1,10 @@
-"""Algorithms that are defined by plain gradient steps, and the local settings for such steps.
+"""Algorithms with steps of their own, and the local settings that these steps use.
 
 SCAFFOLD's option II and FedSGD are defined for the gradient steps of ``sgd`` or ``gd`` only. The
 rules of Per-FedAvg and Per-FedBC take their own steps, each along the gradient of an adapted model.
 Of ``local`` they use ``lr``, ``epochs``, ``random-epochs``, ``steps``, ``random-steps`` and
-``batch-size``; an epoch has one outer step per mini-batch of the client.
+``batch-size``; an epoch has one outer step per mini-batch of the client. FedPDVR's hyperparameters
+set its steps: of ``local`` it uses only what ``fine-tune`` needs, which measures models.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fl_strategies.core.hyperparameters import Schedule
+from fl_strategies.core.local import default_training
 from fl_strategies.core.schedules import all_among
 
 PLAIN: Mapping[str, Sequence[Any]] = MappingProxyType(
@@ -34,6 +36,10 @@ OWN_STEPS: Mapping[str, Sequence[Any]] = MappingProxyType(
 must have."""
 
 
+FINE_TUNING = ("fine-tune", "fine-tune-lr", "lr", "batch-size")
+"""The local settings that ``fine-tune`` reads."""
+
+
 def check_plain_steps(
     settings: Mapping[str, Any] | None, why: str, allowed: Mapping[str, Sequence[Any]] = PLAIN
 ) -> None:
@@ -44,6 +50,23 @@ def check_plain_steps(
 def check_own_steps(algorithm: str, settings: Mapping[str, Any] | None) -> None:
     """Raise ``ValueError`` if ``settings`` ask ``algorithm`` for more than its own steps."""
     check_plain_steps(settings, f"{algorithm} takes plain gradient steps", OWN_STEPS)
+
+
+def not_for_fine_tuning(settings: Mapping[str, Any]) -> list[str]:
+    """Return which of ``settings``, spelt as in requests, say how to train, not how to measure."""
+    tunes = settings.get("fine-tune", "off") != "off"
+    used = FINE_TUNING if tunes else ("fine-tune",)
+    return sorted(settings.keys() & default_training().settings.keys() - set(used))
+
+
+def check_only_fine_tuning(algorithm: str, settings: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if ``settings`` tell ``algorithm``, which runs no solver, how to train.
+
+    ``settings`` are spelt as in requests.
+    """
+    if unused := not_for_fine_tuning(settings):
+        given = ", ".join(f"{name} = {settings[name]!r}" for name in unused)
+        raise ValueError(f"{algorithm} has no use for {given}: its hyperparameters set its steps")
 
 
 def tuned_at(rate: Schedule, local: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -67,6 +67,8 @@ class Algorithm(Options):
     """The algorithm whose clients train, if it is another: this one changes the server alone."""
     card: ClassVar[Card]
     """Its row in a table of algorithms; an algorithm that is in no table needs no card."""
+    uses_local: ClassVar[bool] = True
+    """Whether clients train as ``local`` says; else it may hold only what ``fine-tune`` needs."""
     reports: ClassVar[tuple[str, ...]] = ()
     """Names of the numbers that the algorithm adds to a round's metrics."""
     beside: ClassVar[tuple[str, ...]] = ()

@@ -31,6 +31,7 @@ from fl_strategies.core.local import check_local
 from fl_strategies.core.log import log, quiet_log
 from fl_strategies.core.names import SKIPPED
 from fl_strategies.core.near import hinted
+from fl_strategies.core.plain import check_only_fine_tuning
 from fl_strategies.core.reasons import said_once
 from fl_strategies.core.records import Round
 from fl_strategies.core.schedules import require
@@ -98,6 +99,8 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         self.ties = tuple(tuple(group) for group in self.ties)
         self.local = dict(self.local or {})
         check_local(self.local)
+        if not self.uses_local:
+            check_only_fine_tuning(self.algorithm, self.local)
         self.callbacks = tuple(self.callbacks)
         self.lost_state = self.lost_state or ("warn" if self.books_changes else "reset")
         kept_rounds = self.checkpoints.kept_rounds if self.checkpoints else None

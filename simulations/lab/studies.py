@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fl_strategies import FedADMM, FedBC, FedBCD
+from fl_strategies import STRATEGIES, FedADMM, FedBC, FedBCD
 from fl_strategies.core.params import format_params
 from simulations.config import RunConfig
 from simulations.lab.settings import small
@@ -186,15 +186,14 @@ def fedpd_fig2() -> list[Cell]:
         "dtype": "float64",
         "seed": 1,
     }
-    steps: dict[str, Any] = {"solver": "gd", "epochs": 8, "lr": 0.07}  # oracle II takes its own
+    steps: dict[str, Any] = {"solver": "gd", "epochs": 8, "lr": 0.07}
     rules: dict[str, tuple[str, dict[str, Any]]] = {
         "fedpd-gd-p0": ("fedpd", {"eta": 0.08}),
         "fedpd-gd-p0-authors": ("fedpd", {"eta": 0.08, "x0_rule": "authors"}),
         "fedpd-gd-p0.5": ("fedpd", {"eta": 0.08, "p": 0.5}),
         "fedpd-vr": (
-            "fedpd",
-            {"eta": 0.08, "oracle": "II", "gamma": 0.32, "inner_steps": 8, "inner_batch": 1}
-            | {"full_every": 20},
+            "fedpd-vr",
+            {"eta": 0.08, "gamma": 0.32, "inner_steps": 8, "inner_batch": 1, "full_every": 20},
         ),
         "fedavg-gd": ("fedavg", {"weights": "uniform"}),
     }
@@ -202,7 +201,7 @@ def fedpd_fig2() -> list[Cell]:
         Cell(
             f"{rule}-{kind}",
             base
-            | (steps if params.get("oracle") != "II" else {})
+            | (steps if STRATEGIES[algorithm].uses_local else {})
             | {
                 "algorithm": algorithm,
                 "params": format_params(params),
