@@ -11,7 +11,6 @@ are stopped at the end, also on failure and on Ctrl-C. DEPLOYMENT.md shows the s
 from __future__ import annotations
 
 import datetime
-import ipaddress
 import json
 import subprocess
 from collections.abc import Sequence
@@ -19,10 +18,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
+import trustme
+from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from fl_strategies import STRATEGIES
 from fl_strategies.core.schedules import check
@@ -30,8 +28,6 @@ from simulations.config import RunConfig
 from simulations.experiment import prepare, run_in_process
 from simulations.lab.command_line import Command
 from simulations.lab.superlink import LOOPBACK, ROOT, SuperLink, free_port, print_progress, running
-
-VALID_DAYS = 7
 
 
 class Federation(SuperLink):
@@ -97,51 +93,27 @@ class Federation(SuperLink):
 
 def write_certificates(folder: Path) -> None:
     """Write ``ca.pem``, and ``server.pem`` and ``server.key`` for the loopback address."""
-    authority, server = (
-        ec.generate_private_key(ec.SECP384R1()),
-        ec.generate_private_key(ec.SECP384R1()),
-    )
-    names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address(LOOPBACK))]
-    for file, subject, key, extension in (
-        ("ca.pem", "fl-strategies", authority, x509.BasicConstraints(ca=True, path_length=0)),
-        ("server.pem", "localhost", server, x509.SubjectAlternativeName(names)),
-    ):
-        now = datetime.datetime.now(datetime.UTC)
-        certificate = (
-            x509.CertificateBuilder()
-            .subject_name(_common_name(subject))
-            .issuer_name(_common_name("fl-strategies"))
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(hours=1))
-            .not_valid_after(now + datetime.timedelta(days=VALID_DAYS))
-            .add_extension(extension, critical=isinstance(extension, x509.BasicConstraints))
-            .sign(authority, hashes.SHA256())
-        )
-        (folder / file).write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    _write_private(folder / "server.key", server, serialization.PrivateFormat.PKCS8)
+    authority = trustme.CA()
+    server = authority.issue_cert("localhost", LOOPBACK)
+    authority.cert_pem.write_to_path(folder / "ca.pem")
+    server.cert_chain_pems[0].write_to_path(folder / "server.pem")
+    _write_private(folder / "server.key", server.private_key_pem.bytes())
 
 
 def write_node_key(path: Path) -> Path:
     """Write a SuperNode's private key to ``path``; return the path of its public key."""
     key = ec.generate_private_key(ec.SECP384R1())
-    _write_private(path, key, serialization.PrivateFormat.OpenSSH)
+    pem, ssh = serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH
+    _write_private(path, key.private_bytes(pem, ssh, serialization.NoEncryption()))
     public = path.with_name(path.name + ".pub")
     encoding, form = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
     public.write_bytes(key.public_key().public_bytes(encoding, form))
     return public
 
 
-def _write_private(
-    path: Path, key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat
-) -> None:
-    secret = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+def _write_private(path: Path, secret: bytes) -> None:
     path.touch(mode=0o600)
     path.write_bytes(secret)
-
-
-def _common_name(name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
