@@ -12,7 +12,6 @@ from simulations.lab import chaos
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("waits")  # most of its minutes are waits
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads processes from /proc")
 def test_a_deployment_under_kills_ends_with_the_undisturbed_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,7 @@ from cryptography import x509
 from deployed_apps import HELD, LATE, MORTAL, app_with
 from flwr.app import Message
 from problems import CLIENT_OF
-from processes import members, running_with
+from processes import groups, members
 from safetensors.numpy import load_file
 
 from clients import DirectoryStore, Owner
@@ -30,7 +30,7 @@ from simulations import experiment, worker
 from simulations.config import RunConfig
 from simulations.lab import benchmark
 from simulations.lab.deployment import Federation, main, write_certificates, write_node_key
-from simulations.lab.superlink import ROOT, running
+from simulations.lab.superlink import ROOT, running, with_home
 
 pytestmark = pytest.mark.xdist_group("engine")  # one at a time: each takes all cores
 
@@ -38,13 +38,7 @@ KILLS = 8
 
 
 @pytest.fixture
-def proc() -> None:
-    if not Path("/proc/self/stat").exists():
-        pytest.skip("reads processes from /proc")
-
-
-@pytest.fixture
-def federation(proc: None) -> Iterator[Federation]:
+def federation() -> Iterator[Federation]:
     with running(Federation) as link:
         link.open()
         yield link
@@ -284,15 +278,15 @@ def test_fedadmm_whose_server_is_killed_eight_times_ends_with_the_in_process_mod
 
 
 @pytest.mark.slow
-def test_a_deployment_that_is_interrupted_leaves_nothing(proc: None, tmp_path: Path) -> None:
+def test_a_deployment_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
     """The ServerApp runs in a process group of its own."""
     config = RunConfig.parse({"clients": 1, "rounds": 3, "fraction": 1.0, "output": str(tmp_path)})
     homes: list[str] = []
-    groups: set[int] = set()
+    groups_meanwhile: set[int] = set()
 
     def interrupt(line: str) -> None:
         if " round 1/3 " in line:
-            groups.update(os.getpgid(process) for process in running_with(homes[0]))
+            groups_meanwhile.update(groups(with_home(Path(homes[0]))))
             raise KeyboardInterrupt
 
     def run() -> None:
@@ -305,8 +299,8 @@ def test_a_deployment_that_is_interrupted_leaves_nothing(proc: None, tmp_path: P
 
     with pytest.raises(KeyboardInterrupt):
         run()
-    assert len(groups) > 1
-    assert running_with(homes[0]) == []
+    assert len(groups_meanwhile) > 1
+    assert with_home(Path(homes[0])) == []
 
 
 def test_a_supernode_whose_key_was_not_registered_is_not_let_in(federation: Federation) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 from flwr.app import Error, Message, MessageType
-from processes import processes
+from processes import descendants
 
 from clients.node.in_process import InProcessGrid
 from simulations.config import RunConfig
@@ -194,29 +192,18 @@ def test_of_a_log_progress_and_trouble_are_shown(
 # ---- on Ray --------------------------------------------------------------------------------------
 
 
-def workers_below(pid: int) -> list[int]:
-    """Ray's workers among the processes that this one's descend to, and nobody else's."""
-    table, below = processes(), {pid}
-    for _ in table:
-        more = {child for child, (parent, _, _) in table.items() if parent in below} - below
-        if not more:
-            break
-        below |= more
-    return [child for child in below - {pid} if table[child][2].startswith("ray::ClientApp")]
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
 @pytest.mark.slow
 @pytest.mark.xdist_group("engine")
 def test_a_dead_worker_ends_a_run_on_ray_with_what_happened(tmp_path: Path) -> None:
     lines: list[str] = []
-    killed: list[int] = []
+    killed: list[str] = []
 
     def kill_one(line: str) -> None:
         lines.append(line)
         if " round 1/" in line:
-            killed.append(workers_below(os.getpid())[0])
-            os.kill(killed[0], signal.SIGKILL)
+            names = {process.info["name"]: process for process in descendants()}
+            killed.append(next(name for name in names if name.startswith("ray::ClientApp")))
+            names[killed[0]].kill()
 
     config = config_for(tmp_path, rounds=30)
     with pytest.raises(RuntimeError, match="clients were lost in 3 rounds in a row"):

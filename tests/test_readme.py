@@ -8,7 +8,6 @@ import json
 import os
 import pkgutil
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from processes import running_with
 
 import clients
 import fl_strategies
@@ -29,6 +27,7 @@ import simulations
 from clients.keeping import to_fields
 from fl_strategies.proximity import State as FedBCState
 from simulations.config import RunConfig
+from simulations.lab.superlink import with_home
 
 ROOT = Path(__file__).parents[1]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -138,9 +137,9 @@ def test_flwr_run_as_the_quickstart_types_it_works_and_is_stopped(tmp_path: Path
     finally:
         subprocess.run(["bash", "-c", stop.replace("39091", ports[0])], env=env)
         time.sleep(1.0)
-        left = running_with(str(tmp_path / "home"))
+        left = with_home(tmp_path / "home")
         for process in left:
-            os.kill(process, signal.SIGKILL)
+            process.kill()
     assert not left
 
 

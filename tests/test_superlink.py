@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -12,14 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import descendants, members
+from processes import descendants, groups, members
 
 from simulations.lab.superlink import flwr_run
 
-pytestmark = [
-    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads processes from /proc"),
-    pytest.mark.xdist_group("engine"),  # one at a time: each takes all cores
-]
+pytestmark = pytest.mark.xdist_group("engine")  # one at a time: each takes all cores
 
 PYPROJECT = """
     [project]
@@ -102,11 +98,11 @@ def test_a_run_completes_and_leaves_nothing(app: Path) -> None:
     def on_line(line: str) -> None:
         lines.append(line)
         if line.startswith("groups"):
-            groups_meanwhile.update(descendants(os.getpid()))
+            groups_meanwhile.update(groups(descendants()))
             names.extend(members(group_in(lines)))
 
     text = "two words, a \"quote\", an 'other', ρ 🌻"
-    before = descendants(os.getpid())  # a helper process of multiprocessing, of an earlier test
+    before = groups(descendants())  # a helper process of multiprocessing, of an earlier test
     config = {"text": text, "rate": 1e-05, "nodes": 5}
     flwr_run(config, num_supernodes=5, workers=2, app=app, on_line=on_line)
     assert f"text {text}" in lines

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
-import os
 import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from simulations import worker
 from simulations.config import RunConfig
@@ -65,22 +66,14 @@ def main(grid, context):
 
 def memory_of(program: str) -> tuple[float, float]:
     """Return resident and peak memory, in MB, of the youngest process of that name below this."""
-    parents, found = {}, []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, KeyError):  # gone meanwhile
-            about = dict(
-                re.findall(r"(PPid|VmRSS|VmHWM):\s+(\d+)", (process / "status").read_text())
-            )
-            pid = int(process.name)
-            parents[pid] = int(about["PPid"])
-            if program in (process / "cmdline").read_text():
-                found.append((pid, _mb(about["VmRSS"]), _mb(about["VmHWM"])))
-
-    def ours(pid: int) -> bool:
-        return pid == os.getpid() or (pid in parents and ours(parents[pid]))
-
-    _, resident, peak = max(row for row in found if ours(row[0]))
-    return resident, peak
+    pids = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # gone meanwhile
+            if program in " ".join(process.cmdline()):
+                pids.append(process.pid)
+    status = Path(f"/proc/{max(pids)}/status").read_text()  # psutil does not know the peak
+    sizes = dict(re.findall(r"(VmRSS|VmHWM):\s+(\d+)", status))
+    return int(sizes["VmRSS"]) * 1024 / 1e6, int(sizes["VmHWM"]) * 1024 / 1e6
 
 
 def memory(folder: Path, rounds: int = 50) -> list[list[str]]:
@@ -146,10 +139,4 @@ def _grown(setting: dict[str, Any]) -> list[tuple[str, float]]:
 
 
 def _resident() -> float:
-    found = re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert found is not None
-    return _mb(found[1])
-
-
-def _mb(kilobytes: str) -> float:
-    return int(kilobytes) * 1024 / 1e6
+    return float(psutil.Process().memory_info().rss / 1e6)

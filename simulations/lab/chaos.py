@@ -20,10 +20,8 @@ from __future__ import annotations
 import datetime
 import json
 import logging
-import os
 import random
 import re
-import signal
 import subprocess
 import threading
 import time
@@ -36,6 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 from flwr.app import Message
 
 from clients.node.in_process import InProcessGrid
@@ -167,22 +166,23 @@ class Chaos:
             self.draws.shuffle(self._next)
         name = self._next[-1]
         if name in self.units:
-            main = self.units[name].process.pid
-            running = self.units[name].process.poll() is None
-            victims = [main, *_below(main)] if running else []
+            unit, victims = self.units[name].process, []
+            if unit.poll() is None:
+                main = psutil.Process(unit.pid)
+                victims = [main, *main.children(recursive=True)]
         else:
-            victims = sorted(_running(self.link.home, APPS[name]))
+            victims = [*_running(self.link.home, APPS[name])]
             victims = [self.draws.choice(victims)] if victims else []
         if not victims:
             return
-        for pid in victims:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for victim in victims:
+            with suppress(psutil.NoSuchProcess):
+                victim.kill()
         self._next.pop()
         self._when = self._moment()
         self.kills[name] += 1
         more = f" and {len(victims) - 1} that it started" if victims[1:] else ""
-        self.say(f"SIGKILL {name} (process {victims[0]}{more}) {self.round}")
+        self.say(f"SIGKILL {name} (process {victims[0].pid}{more}) {self.round}")
 
     def say(self, what: str) -> None:
         """Print what happened, and after how many seconds."""
@@ -217,25 +217,12 @@ def _finished(config: RunConfig) -> bool:
     return summary.exists() and bool(json.loads(summary.read_text())["finished"])
 
 
-def _running(home: Path, program: str) -> Iterator[int]:
-    """Yield the processes of a program with this Flower home."""
-    for pid in with_home(home):
-        with suppress(OSError):  # gone meanwhile
-            words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
-            if any(Path(word).name == program for word in words[:2]):
-                yield pid
-
-
-def _below(pid: int) -> list[int]:
-    """Return the processes that a process started, and those that these started."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # gone meanwhile
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    found = [pid]
-    for one in found:
-        found += [child for child, parent in parents.items() if parent == one]
-    return found[1:]
+def _running(home: Path, program: str) -> Iterator[psutil.Process]:
+    """Yield the processes of a program with this Flower home, ascending by id."""
+    for process in with_home(home):
+        with suppress(psutil.NoSuchProcess):  # gone meanwhile
+            if any(Path(word).name == program for word in process.cmdline()[:2]):
+                yield process
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -34,6 +34,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
+import psutil
+
 Scalar = str | int | float | bool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -249,9 +251,9 @@ class SuperLink:
         with suppress(ProcessLookupError, PermissionError):  # macOS refuses to signal zombies
             os.killpg(self.group, signal.SIGKILL)
         # a SuperLink's and a SuperNode's own processes have groups of their own
-        for pid in with_home(self.home):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in with_home(self.home):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         for process in self.processes:
             process.wait()
             for pipe in (process.stdin, process.stdout):
@@ -361,25 +363,19 @@ def _toml(value: Scalar) -> str:
     return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 
-def with_home(home: Path) -> list[int]:
-    """The processes with this Flower home in their environment, if there is a /proc."""
-    found = []
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # gone meanwhile, or somebody else's
-            if f"FLWR_HOME={home}\0".encode() in environment.read_bytes():
-                found.append(int(environment.parent.name))
-    return found
+def with_home(home: Path) -> list[psutil.Process]:
+    """The processes with this Flower home in their environment."""
+    return [
+        process
+        for process in psutil.process_iter(["environ"])
+        if (process.info["environ"] or {}).get("FLWR_HOME") == str(home)  # None: somebody else's
+    ]
 
 
 def _group_lives(group: int) -> bool:
     """Whether a process of the group still runs; a zombie nobody waits for does not count."""
-    try:
-        os.killpg(group, 0)
-    except (ProcessLookupError, PermissionError):
-        return False
-    states = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # gone meanwhile
-            state, _parent, its_group = stat.read_text().rpartition(")")[2].split()[:3]
-            states.append(state not in "ZX" and int(its_group) == group)
-    return any(states) if states else True
+    for process in psutil.process_iter(["status"]):
+        with suppress(ProcessLookupError, PermissionError):
+            if process.info["status"] != psutil.STATUS_ZOMBIE and os.getpgid(process.pid) == group:
+                return True
+    return False
