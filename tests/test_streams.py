@@ -191,13 +191,12 @@ def test_every_algorithm_runs_on_a_stream_or_says_why_not(name: str) -> None:
             problem, client_id=client_id(context), store=ContextStore(context)
         )
 
-    settings = {} if name == "fedsgd" else {"steps": 3, "batch-size": 3}
-    strategy = STRATEGIES[name](
-        fraction_evaluate=0.0, local={"lr": 0.01, **settings}, **model.layout_options
-    )
+    settings = {"lr": 0.01} | ({} if name == "fedsgd" else {"steps": 3, "batch-size": 3})
+    used = settings if STRATEGIES[name].uses_local else {}
+    strategy = STRATEGIES[name](fraction_evaluate=0.0, local=used, **model.layout_options)
     initial = ArrayRecord(model.state_dict())
     grid = InProcessGrid(client_app(client_fn), 2)
-    if name == "moon":
+    if name in ("moon", "fedpd-vr"):
         with pytest.raises(NothingUsable, match="a StreamedProblem has no fixed samples"):
             strategy.start(grid, initial, 3)
         return
