@@ -160,7 +160,7 @@ def test_a_stream_has_the_length_it_is_told_and_its_loader_makes_the_batches() -
     training = LocalTraining(epochs=4, batch_size=3)
     assert (problem.planned(training), problem.most_steps(training)) == (3, 12)
     for settings, asked in (({"batch_size": 5}, "5"), ({"solver": "gd"}, "the full batch")):
-        with pytest.raises(ValueError, match=f"batch_size must be 3, got {asked}"):
+        with pytest.raises(ValueError, match=rf"local\['batch-size'\] must be 3, got {asked}"):
             trained(problem, **settings)
     empty = streamed(DataLoader(TensorDataset(X[:0], Y[:0]), batch_size=3), samples=2)
     with pytest.raises(ValueError, match="the DataLoader has no samples"):

@@ -155,7 +155,8 @@ class StreamedProblem(Objective):
         if batch_size == 0 or (own is not None and batch_size != own):
             asked = batch_size or "the full batch"
             raise ValueError(
-                f"a DataLoader makes its own mini-batches: batch_size must be {own}, got {asked}"
+                "a DataLoader makes its own mini-batches: local['batch-size'] must be"
+                f" {own}, got {asked}"
             )
 
     def _fetched(self, seed: int, order: Sequence[int], batch_size: int) -> Iterator[Batch]:
