@@ -25,6 +25,7 @@ FOLDER = Path(__file__).parents[1] / "simulations/lab"
 COMMANDS = sorted(p.stem for p in FOLDER.glob("*.py") if '__name__ == "__main__"' in p.read_text())
 NEEDED = {
     "benchmark": ["small"],
+    "chaos": ["--minutes", "1"],
     "compare": ["--algorithms", "fedavg", "--output", "{folder}"],
     "fairness": ["{folder}", "--output", "{folder}"],
     "load": ["1", "127.0.0.1:1", "{folder}", "{folder}/ready"],

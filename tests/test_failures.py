@@ -15,7 +15,7 @@ from problems import CLIENT_OF, NODES, make_client_app, quadratics, to_record
 
 from clients.node.in_process import InProcessGrid
 from fl_strategies import FedADMM, FedBCDAsync, FederatedStrategy, RoundInfo
-from fl_strategies.bcd import fedbcd_async
+from fl_strategies.bcd import phases
 from fl_strategies.core.reasons import brief
 from simulations.config import RunConfig
 from simulations.experiment import run
@@ -146,7 +146,7 @@ def test_the_log_names_the_client_of_a_node_that_is_gone_where_the_answer_comes_
             return found
 
     seen: list[RoundInfo] = []
-    monkeypatch.setattr(fedbcd_async, "PAUSE", 0.001)
+    monkeypatch.setattr(phases, "PAUSE", 0.001)
     strategy = FedBCDAsync(
         fraction_evaluate=0.0, local=local(), box=None, order="arrival", callbacks=[seen.append]
     )

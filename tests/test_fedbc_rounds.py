@@ -32,7 +32,7 @@ from tampering import measured, tampered
 from clients import DirectoryStore, FlatModel, LocalTraining, client_id
 from clients.fedbc import dual_of
 from clients.node.in_process import InProcessGrid
-from fl_strategies import FedBC, PerFedBC, fedbc
+from fl_strategies import FedBC, PerFedBC, Round, fedbc
 from fl_strategies.core.randomness import stream
 from fl_strategies.proximity import State, Turn, first_state, server_rule
 
@@ -182,9 +182,9 @@ def test_newcomers_and_returning_clients_follow_the_pure_rule_to_the_bit(
 class Without(FedBC):
     """Does not ask client 1 in rounds 3 and 4."""
 
-    def sample(self, purpose: str, server_round: int, *args: Any) -> list[int]:
-        chosen = super().sample(purpose, server_round, *args)
-        return [c for c in chosen if not (c == 1 and server_round in (3, 4))]
+    def select(self, state: Any, round: Round) -> list[int]:
+        chosen = super().select(state, round)
+        return [c for c in chosen if not (c == 1 and round.number in (3, 4))]
 
 
 def test_lost_replies_leave_the_state_of_a_run_without_them() -> None:
@@ -248,7 +248,7 @@ def test_a_void_round_takes_no_dual_steps() -> None:
 def test_a_round_whose_model_its_type_cannot_hold_takes_no_dual_steps() -> None:
     """The mean is finite in double precision, and too large for the model's float32."""
     one = strategy(dual_momentum=0.5)
-    one.aggregate = lambda state, *_: (np.full(5, 1e39), state)  # type: ignore[method-assign]
+    one.aggregate = lambda state, *_: (np.full(5, 1e39), state, {})  # type: ignore[method-assign]
     app = make_client_app(quadratics(3), dtype=torch.float32)
     model = FlatModel(Linear(), dtype=torch.float32).module.state_dict()
     one.start(InProcessGrid(app, 3), ArrayRecord(model), 1)

@@ -277,13 +277,13 @@ def test_clients_on_the_cpu_of_a_server_on_a_gpu_are_told_of(
     progress.server_device = "cuda"
     caplog.clear()
     progress.note_devices({0: "cuda", 1: "cpu", 2: "cpu"})
-    told = [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "flwr"]
+    told = [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "fl_strategies"]
     assert told[0] == ("INFO", "the server computes on cuda, clients on cpu (2), cuda (1)")
     assert told[1][0] == "WARNING"
     assert "2 clients compute on the CPU, the server on cuda" in told[1][1]
     assert "client-resources-num-gpus" in told[1][1]
     progress.note_devices({0: "cuda", 1: "cpu", 2: "cpu", 3: "cpu"})
-    assert len([r for r in caplog.records if r.name == "flwr"]) == len(told)  # once
+    assert len([r for r in caplog.records if r.name == "fl_strategies"]) == len(told)  # once
     summary = progress.save(finished=False)
     assert (summary.server_device, summary.client_devices) == ("cuda", {"cpu": 3, "cuda": 1})
 
