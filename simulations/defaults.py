@@ -96,7 +96,8 @@ ALGORITHMS: dict[tuple[str, str], dict[str, Any]] = {
     ("fedsgd", "digits"): {"fraction": 1.0, "lr": 1.0},
     ("q-fedavg", ""): {"params": "q=0.1"},  # q = 1 takes much smaller steps
     ("fedpd", ""): {"fraction": 1.0},
-    ("fedpd-vr", ""): {"fraction": 1.0},
+    # B = 1 and gamma = 1 diverge on networks
+    ("fedpd-vr", ""): {"fraction": 1.0, "params": "gamma=0.05 inner_batch=20"},
     ("fedpd", "digits"): {"params": "eta=10"},
     ("fedadmm", "mnist"): {
         "params": "rho=0.01 eta=0.5 local_start=global tracking=global",  # the authors' rule

@@ -38,7 +38,7 @@ from clients.node.in_process import InProcessGrid
 from clients.node.state import Owner
 from fl_strategies import FedAvg, NothingUsable
 
-OWN_STEPS = ("per-fedavg", "per-fedbc")
+OWN_STEPS = ("per-fedavg", "per-fedbc", "fedpd-vr")
 """Algorithms whose clients take steps of their own, not the solver's."""
 
 

@@ -45,7 +45,7 @@ SHARES: dict[str, Any] = {
     "FedPer": {"share": "!head"},
     "FedBN": {"share": ("body.*", "head.*")},
 }
-OWN_STEPS = ("per-fedbc",)
+OWN_STEPS = ("per-fedbc", "fedpd-vr")
 """Algorithms whose clients take steps of their own, for which all that is trained must travel."""
 
 
