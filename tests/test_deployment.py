@@ -73,7 +73,7 @@ def test_async_fedbcd_by_arrival_goes_on_without_a_late_device_and_loses_nothing
         federation.supernode(f"node-{i}", i, 4)
 
     def on_line(line: str) -> None:
-        if " round 2/6 " in line:
+        if "round 2/6:" in line:
             (tmp_path / "run" / "go").touch()
 
     config = RunConfig.parse(
@@ -132,14 +132,14 @@ def test_killed_restarted_and_replaced_clients_are_named_and_leave_the_state_as_
 
     def on_line(line: str) -> None:
         log.append(line)
-        if " round 1/5 " in line:
+        if "round 1/5:" in line:
             os.kill(until(lambda: pid_of(0)), signal.SIGKILL)
             until(lambda: pid_of(1))
             nodes[1].kill()
             until(lambda: logged("Sent successfully") == 7)  # queries, round 1, and client 2's
             nodes[2].kill()
             federation.supernode("spare", 2, 3)
-        if " round 2/5 " in line:
+        if "round 2/5:" in line:
             federation.supernode("node-1", 1, 3)
 
     config = RunConfig.parse(
@@ -285,7 +285,7 @@ def test_a_deployment_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None
     groups_meanwhile: set[int] = set()
 
     def interrupt(line: str) -> None:
-        if " round 1/3 " in line:
+        if "round 1/3:" in line:
             groups_meanwhile.update(groups(with_home(Path(homes[0]))))
             raise KeyboardInterrupt
 
