@@ -112,7 +112,7 @@ class Sender:
             alike["layout"] = layout.signature
             if layout.frozen:
                 alike["frozen"] = layout.frozen_digests
-            if caller.intact(algorithm.mean_of, layout.beside(algorithm.beside)):
+            if caller.intact(algorithm.mean_of, layout):
                 alike["checksums"] = True
         return alike
 
