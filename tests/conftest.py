@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ ON_REAL_DATA = f"on real data ({REAL})"
 ON_STAND_INS = f"on stand-ins, as there is no {REAL}"
 LEFT_OUT = f"left out, as they need real data and there is no {REAL}"
 """How a test's data are told at the end of a test run."""
+SHOWN_LINES = 30
+"""Of each stream that a failed test printed or logged to."""
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +100,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         chosen = item.callspec.params if hasattr(item, "callspec") else {}
         if fixtures and chosen.get("datasets_folder") != "few":
             item.add_marker("data")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the end of what a failed test printed and logged, not some hundred lines of rounds."""
+    report = yield
+    report.sections = [
+        (name, "".join(text.splitlines(keepends=True)[-SHOWN_LINES:]))
+        for name, text in report.sections
+    ]
+    return report
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -270,9 +270,10 @@ def test_one_pass_over_a_loader_is_the_same_each_time_and_leaves_no_trace() -> N
         DataLoader(TensorDataset(X, Y), 3, shuffle=True, generator=own),
         DataLoader(TensorDataset(X, Y), 2, sampler=torch.utils.data.SubsetRandomSampler([1, 4, 6])),
     ]
+    networks = [model(), model()]
     for loader in loaders:
         before, of_its_own = torch.get_rng_state(), own.get_state()
-        problems = [Problem(model(), cross_entropy, loader) for _ in range(2)]
+        problems = [Problem(network, cross_entropy, loader) for network in networks]
         assert torch.equal(torch.get_rng_state(), before)
         assert torch.equal(own.get_state(), of_its_own)
         assert torch.equal(problems[0].inputs, problems[1].inputs)
