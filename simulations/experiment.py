@@ -37,6 +37,7 @@ from fl_strategies import (
 from fl_strategies.core.files import FolderLock, write_atomically
 from fl_strategies.core.log import LOGGER, quiet_log
 from fl_strategies.server.callbacks import Callback, Rows, model_bytes
+from simulations.client_app import app
 from simulations.config import RunConfig, Scalar
 from simulations.differences import differences
 from simulations.figures import PANELS, draw_curves
@@ -47,6 +48,14 @@ from simulations.population import (
     shared_population,
     shared_states,
     state_folder,
+)
+from simulations.problems import (
+    compute_repeatably,
+    dataset,
+    fresh_model,
+    kept_flags,
+    parts,
+    problem,
 )
 from simulations.results import (
     EARLIER,
@@ -60,15 +69,6 @@ from simulations.results import (
 )
 from simulations.stationarity import stationarity
 from simulations.tables import curve
-from simulations.worker import (
-    app,
-    compute_repeatably,
-    dataset,
-    fresh_model,
-    kept_flags,
-    parts,
-    problem,
-)
 
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in a run's folder."""

@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 
 from clients import client_app, client_id
-from simulations import experiment, worker
+from simulations import plain_client_app
 
 
 def client_fn(context):
-    client, me = worker.client_fn(context), client_id(context)
+    client, me = plain_client_app.client_fn(context), client_id(context)
     (problem,), fit, gradient = client._args, client.fit, client._args[0].gradient
 
     def one_batch(*batch):
@@ -43,11 +43,11 @@ import time
 from pathlib import Path
 
 from clients import client_app, client_id
-from simulations import experiment, worker
+from simulations import plain_client_app
 
 
 def client_fn(context):
-    client = worker.client_fn(context)
+    client = plain_client_app.client_fn(context)
     fit = client.fit
 
     def late(parameters, config):
@@ -73,7 +73,7 @@ from pathlib import Path
 
 from flwr.serverapp import ServerApp
 
-from simulations import experiment, worker
+from simulations import experiment
 from simulations.config import RunConfig
 
 app = ServerApp()
@@ -119,11 +119,16 @@ a file, each time a later one."""
 
 
 def app_with(folder: Path, **modules: str) -> Path:
-    """Return a copy of this repository's Flower App with other modules in `simulations`."""
+    """Return a copy of this repository's Flower App with other modules in `simulations`.
+
+    `plain_NAME` is the module that is replaced.
+    """
     for name in ("fl_strategies", "clients", "simulations"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     for name, source in modules.items():
-        (folder / f"simulations/{name}.py").write_text(source)
+        path = folder / f"simulations/{name}.py"
+        path.rename(path.with_stem(f"plain_{name}"))
+        path.write_text(source)
     return folder

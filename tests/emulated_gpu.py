@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from simulations import worker
+from simulations import client_app
 from simulations.config import RunConfig
 
 CPU = torch.device("cpu")
@@ -300,4 +300,4 @@ def _made_on_the_host(name: str) -> Any:
 
 def on_a_client(config: RunConfig) -> None:
     context = mock.Mock(run_config=config.to_run_config(), node_config={"partition-id": 0})
-    worker.client_fn(context)
+    client_app.client_fn(context)

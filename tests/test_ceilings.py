@@ -108,7 +108,8 @@ def test_a_ceiling_is_a_whole_number_above_zero(value: Any) -> None:
 
 
 def test_a_runs_ceiling_reaches_its_clients(tmp_path: Path) -> None:
-    from simulations.worker import client_fn, fresh_model
+    from simulations.client_app import client_fn
+    from simulations.problems import fresh_model
 
     run = {"algorithm": "fedavg", "clients": 4, "max-steps": 77, "output": str(tmp_path)}
     config = RunConfig.parse(run).to_run_config()

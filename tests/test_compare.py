@@ -18,8 +18,8 @@ from simulations.config import RunConfig, configs_for, hyperparameter_defaults, 
 from simulations.experiment import run_in_process
 from simulations.figures import draw_curves, panels_by_line
 from simulations.lab.compare import main
+from simulations.problems import dataset, parts, problem, validation_rows
 from simulations.tables import algorithm_row, curve, markdown, run_figures, score, tuned
-from simulations.worker import dataset, parts, problem, validation_rows
 
 COUNTED = ("final_accuracy", "best_accuracy", "rounds_to_target", "bytes_up", "model_sha256")
 

@@ -26,7 +26,7 @@ from safetensors.numpy import load_file
 
 from clients import DirectoryStore, Owner
 from clients.node.in_process import InProcessGrid
-from simulations import experiment, worker
+from simulations import client_app, experiment, problems
 from simulations.config import RunConfig
 from simulations.lab import benchmark
 from simulations.lab.deployment import Federation, main, write_certificates, write_node_key
@@ -181,7 +181,7 @@ def test_killed_restarted_and_replaced_clients_are_named_and_leave_the_state_as_
         owner = Owner(**json.loads((tmp_path / "state/fedadmm/owner.json").read_text()))
         fields = store.load(owner, number)
         u.append(fields["w"] + fields["y"] / fields["rho"])
-    arrays, model = load_file(output / "model.safetensors"), worker.fresh_model(config)
+    arrays, model = load_file(output / "model.safetensors"), problems.fresh_model(config)
     theta = model.load([arrays[name] for name in model.names]).numpy()
     np.testing.assert_allclose(theta, np.mean(u, axis=0), atol=1e-4)
 
@@ -191,7 +191,7 @@ def test_killed_restarted_and_replaced_clients_are_named_and_leave_the_state_as_
         return None if number and client not in used[int(number)] else reply
 
     again = replace(config, output=str(tmp_path / "again"), state_dir="")
-    grid = InProcessGrid(worker.app, 3, run_config=again.to_run_config(), fault=lose)
+    grid = InProcessGrid(client_app.app, 3, run_config=again.to_run_config(), fault=lose)
     summary = json.loads((output / "summary.json").read_text())
     assert summary["model_sha256"] == experiment.run(again, grid).model_sha256
 

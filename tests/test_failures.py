@@ -17,9 +17,9 @@ from clients.node.in_process import InProcessGrid
 from fl_strategies import FedADMM, FedBCDAsync, FederatedStrategy, RoundInfo
 from fl_strategies.bcd import phases
 from fl_strategies.core.reasons import brief
+from simulations.client_app import app
 from simulations.config import RunConfig
 from simulations.experiment import run
-from simulations.worker import app
 
 COUNT_WHO_IS_ASKED = {"fedbc", "per-fedbc", "fedbcd-i"}
 """Their rules know clients asked in vain from absent ones: FedBC's dual clock, offline rounds."""

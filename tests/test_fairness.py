@@ -12,12 +12,13 @@ import pytest
 from flwr.app import Message
 
 from clients.node.in_process import InProcessGrid
+from simulations.client_app import app
 from simulations.config import RunConfig
 from simulations.experiment import run as run_on
 from simulations.experiment import run_in_process
 from simulations.lab.compare import main
 from simulations.lab.fairness import fairness
-from simulations.worker import app, dataset, parts, problem
+from simulations.problems import dataset, parts, problem
 
 SYNTHETIC: dict[str, Any] = {
     "dataset": "synthetic",

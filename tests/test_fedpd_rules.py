@@ -17,7 +17,7 @@ from torch import nn
 from clients import ClientOracle, FedPDVRClient, FlatModel, Objective, Problem, Received, Step
 from fl_strategies import FedPDVR, fedpd, fedpd_vr, skipping
 from fl_strategies.core.subproblem import Subproblem
-from simulations import data, worker
+from simulations import data, problems
 from simulations.config import RunConfig
 from simulations.lab.reproduce import run_cell, table
 from simulations.lab.studies import STUDIES, Cell
@@ -258,9 +258,9 @@ def test_the_problem_of_fig_2_is_the_penalised_logistic_loss() -> None:
     config = RunConfig.parse(
         {"algorithm": "fedpd", "dataset": "fedpd-strong", "clients": 3, "dtype": "float64"}
     )
-    rows, _ = worker.parts(config)[1]
-    made = worker.problem(config, "train", rows)
-    found = worker.dataset(config)
+    rows, _ = problems.parts(config)[1]
+    made = problems.problem(config, "train", rows)
+    found = problems.dataset(config)
     a, b = found.x[400:800].astype(float), 2 * found.y[400:800] - 1
     np.testing.assert_array_equal(found.owner[rows], 1)  # type: ignore[index]
     w = np.random.default_rng(0).normal(size=20)

@@ -34,7 +34,7 @@ from fl_strategies import (
 )
 from fl_strategies.core.names import EVALUATED, SERVER, SPREAD, TESTED, in_evaluation, in_training
 from fl_strategies.server.callbacks import RoundInfo
-from simulations import experiment, worker
+from simulations import client_app, experiment
 from simulations.config import RunConfig
 from simulations.figures import read_history
 from simulations.lab import fairness
@@ -322,7 +322,7 @@ def simulated(folder: Path, algorithm: str, names: Names) -> tuple[Forger, dict[
     )
     forger = Forger(NODES[HOSTILE], names)
     best = BestModel(folder.parent / f"{folder.name}-best")
-    federation = InProcessGrid(worker.app, 4, run_config=config.to_run_config(), fault=forger)
+    federation = InProcessGrid(client_app.app, 4, run_config=config.to_run_config(), fault=forger)
     summary = experiment.run(config, federation, [best])
     fairness.fairness({"run": folder}, folder)
     found = {

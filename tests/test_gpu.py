@@ -23,7 +23,7 @@ from torch import Tensor
 from clients import FlatModel, keeping
 from clients.learning.problem import Problem
 from fl_strategies import STRATEGIES
-from simulations import experiment, results, worker
+from simulations import client_app, experiment, problems, results
 from simulations.config import RunConfig
 from simulations.experiment import run_in_process
 from simulations.results import Summary
@@ -80,7 +80,7 @@ WITH_SOLVERS = [
 @pytest.fixture(autouse=True)
 def nothing_is_cached() -> Iterator[None]:
     """Forget the data and models that a process places on its device once."""
-    caches = (worker.placed, worker.worker_model, worker.parsed)
+    caches = (problems.placed, problems.shared_model, client_app.parsed)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -102,7 +102,7 @@ def settings(algorithm: str, folder: Path, **others: Any) -> dict[str, Any]:
 def run(algorithm: str, folder: Path, gpu: EmulatedGPU | None = None, **others: Any) -> Summary:
     """Run on the CPU, or on an emulated GPU."""
     device = "cpu" if gpu is None else gpu.device.type
-    for cache in (worker.placed, worker.worker_model, worker.parsed):
+    for cache in (problems.placed, problems.shared_model, client_app.parsed):
         cache.cache_clear()
     with gpu or nullcontext():
         keys = settings(algorithm, folder, device=device) | others
@@ -330,19 +330,22 @@ def test_a_server_on_the_cpu_and_clients_on_a_gpu_make_the_model_of_one_machine(
     answer = experiment.InProcessGrid.answer
 
     def on_the_clients_machine(self: Any, message: Any) -> Any:
-        on_the_server = worker.worker_model, worker.placed
-        worker.worker_model, worker.placed = of_the_client
+        on_the_server = problems.shared_model, problems.placed
+        problems.shared_model, problems.placed = of_the_client
         try:
             with gpu:
                 return answer(self, message)
         finally:
-            worker.worker_model, worker.placed = on_the_server
+            problems.shared_model, problems.placed = on_the_server
 
     of_the_client = tuple(
-        functools.lru_cache(cached.__wrapped__) for cached in (worker.worker_model, worker.placed)
+        functools.lru_cache(cached.__wrapped__)
+        for cached in (problems.shared_model, problems.placed)
     )
-    worker.parsed.cache_clear()
-    grid = experiment.InProcessGrid(worker.app, config.clients, run_config=config.to_run_config())
+    client_app.parsed.cache_clear()
+    grid = experiment.InProcessGrid(
+        client_app.app, config.clients, run_config=config.to_run_config()
+    )
     with mock.patch.object(experiment.InProcessGrid, "answer", on_the_clients_machine):
         both = experiment.run(config, grid)
     assert (both.server_device, both.client_devices) == ("cpu", {"cuda": 3})

@@ -24,7 +24,8 @@ from clients import client_id as id_of
 from clients.keeping import to_fields
 from clients.learning.replay import Generators, kept_generators, seed_generators
 from clients.node.in_process import InProcessGrid
-from simulations import experiment, population, worker
+from simulations import client_app as flower_app
+from simulations import experiment, population, problems
 from simulations.config import RunConfig
 from simulations.lab import compare
 from simulations.lab.superlink import flwr_run, gpu_share
@@ -103,10 +104,10 @@ def test_compare_validates_models_without_touching_the_gpu(engine: str, tmp_path
         configs = compare.configs_for(names, [], {"model": "cnn-bn", "device": "cuda"}, tmp_path)
         compare.Comparison(configs, tmp_path, engine=engine, seeds=[1, 2])
         assert (gpu.launches, gpu.syncs) == (0, 0)
-        worker.worker_model.cache_clear()
-        worker.worker_model(configs[0])  # which a run does
+        problems.shared_model.cache_clear()
+        problems.shared_model(configs[0])  # which a run does
         assert gpu.to_device > 0
-    worker.worker_model.cache_clear()
+    problems.shared_model.cache_clear()
 
 
 @pytest.mark.parametrize("engine", compare.ENGINES)
@@ -311,20 +312,20 @@ def test_a_run_that_does_not_fit_its_gpu_is_refused_with_the_numbers(tmp_path: P
          "output": str(tmp_path)}
     )  # fmt: skip
     with EmulatedGPU() as gpu:
-        worker.check_memory.cache_clear()
+        flower_app.check_memory.cache_clear()
         gpu.free = 460_000
         with pytest.raises(
             ValueError, match=r"some 0\.5 MB on cuda, where 0\.5 are free"
         ) as caught:
-            worker.check_memory(config)
+            flower_app.check_memory(config)
         for part in ("data 0.5", "parameters 0.0", "state 0.0", "batch 0.0", "smaller model"):
             assert part in str(caught.value)
         gpu.free = 600_000
-        worker.check_memory(config)
-        worker.check_memory.cache_clear()
+        flower_app.check_memory(config)
+        flower_app.check_memory.cache_clear()
         at_once = replace(config, cohort="auto", fraction=1.0)
         gpu.free = 550_000
         with pytest.raises(ValueError, match=r"cohort 0\.1"):
-            worker.check_memory(at_once)
-    worker.check_memory.cache_clear()
-    worker.check_memory(replace(config, device="cpu"))
+            flower_app.check_memory(at_once)
+    flower_app.check_memory.cache_clear()
+    flower_app.check_memory(replace(config, device="cpu"))

@@ -13,13 +13,13 @@ from flwr.app import Error, Message, MessageType
 from processes import descendants
 
 from clients.node.in_process import InProcessGrid
+from simulations.client_app import app
 from simulations.config import RunConfig
 from simulations.experiment import run
 from simulations.lab.compare import main
 from simulations.lab.superlink import flwr_run, print_progress
 from simulations.results import LAST_ROUNDS, seconds_left
 from simulations.tables import algorithm_row, markdown
-from simulations.worker import app
 
 CLIENTS = 6
 DIED = "<class 'ray.exceptions.ActorDiedError'>:<'The actor died unexpectedly.\n\tpid: 7'>"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from simulations import worker
+from simulations import problems
 from simulations.generated import BUILT_IN
 from simulations.lab import board, compare, reproduce
 
@@ -66,4 +66,4 @@ def test_a_comparison_of_a_page_has_settings_that_fit_its_data(
     (comparison,) = made
     for config in comparison.configs:
         if config.dataset in {*BUILT_IN, "mnist"}:
-            assert len(worker.parts(config)) == config.clients
+            assert len(problems.parts(config)) == config.clients

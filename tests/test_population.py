@@ -11,7 +11,7 @@ from flwr.app import Context, RecordDict
 from safetensors.numpy import load_file
 
 from clients import InProcessGrid
-from simulations import population, worker
+from simulations import client_app, population
 from simulations.config import RunConfig
 from simulations.experiment import run, run_in_process
 
@@ -22,7 +22,7 @@ def config_of(folder: Path, **keys: Any) -> RunConfig:
 
 
 def model_of(config: RunConfig, **nodes: int) -> dict[str, np.ndarray]:
-    grid = InProcessGrid(worker.app, **nodes, run_config=config.to_run_config())
+    grid = InProcessGrid(client_app.app, **nodes, run_config=config.to_run_config())
     run(config, grid, quiet=True)
     return load_file(Path(config.output) / "model.safetensors")
 
@@ -83,6 +83,6 @@ def test_states_that_nobody_named_a_place_for_go_with_their_run(
 
 def test_what_is_wrong_with_the_data_of_hosts_is_told_before_the_run(tmp_path: Path) -> None:
     config = config_of(tmp_path, partition="dirichlet", partition_params="alpha=0.001", clients=99)
-    grid = InProcessGrid(worker.app, 99, hosts=2, run_config=config.to_run_config())
+    grid = InProcessGrid(client_app.app, 99, hosts=2, run_config=config.to_run_config())
     with pytest.raises(ValueError, match=r"cannot be made: .*client \d+ is left without"):
         population.shared_population(config, grid)

@@ -21,11 +21,11 @@ from small_runs import COMPARED, small
 from clients import CLIENTS, StateError
 from clients.node.in_process import InProcessGrid
 from fl_strategies import RoundInfo
+from simulations.client_app import app
 from simulations.config import RunConfig, configs_for
 from simulations.experiment import run, run_in_process
 from simulations.figures import read_history
 from simulations.lab.compare import main
-from simulations.worker import app
 
 
 def refused(error: type[Exception], said: str, config: RunConfig) -> None:

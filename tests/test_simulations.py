@@ -20,11 +20,11 @@ from clients import StateError, client_app
 from clients.node.in_process import InProcessGrid
 from fl_strategies import STRATEGIES, RoundInfo, step_decay
 from fl_strategies.core.params import format_params, parse_params
+from simulations.client_app import app
 from simulations.config import RunConfig
 from simulations.experiment import metrics_of, run, run_in_process
 from simulations.figures import read_history
 from simulations.results import Summary
-from simulations.worker import app
 
 
 def test_the_apps_run_config_has_every_key_with_its_default() -> None:

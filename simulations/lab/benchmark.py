@@ -46,7 +46,7 @@ from simulations.lab.benchmark_memory import memory_of
 from simulations.lab.command_line import Command
 from simulations.lab.deployment import Federation
 from simulations.lab.superlink import ROOT, flwr_run, running
-from simulations.worker import problem
+from simulations.problems import problem
 
 SAMPLES = 60_000
 """MNIST's for training."""

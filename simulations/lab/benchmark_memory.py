@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from simulations import worker
+from simulations import problems
 from simulations.config import RunConfig
 from simulations.lab.superlink import flwr_run
 from simulations.server_app import return_memory
@@ -131,10 +131,10 @@ def _grown(setting: dict[str, Any]) -> list[tuple[str, float]]:
 
     return_memory()
     config = RunConfig.parse(setting)
-    note("then the data set, without its images", lambda: worker.dataset(config))
-    test = note("then test images and a model", lambda: worker.problem(config, "test"))
+    note("then the data set, without its images", lambda: problems.dataset(config))
+    test = note("then test images and a model", lambda: problems.problem(config, "test"))
     note("then a test of the model", test.evaluate)
-    note("the partition, by flwr-datasets: not on Ray", lambda: worker.parts(config))
+    note("the partition, by flwr-datasets: not on Ray", lambda: problems.parts(config))
     return found
 
 

@@ -24,8 +24,8 @@ from simulations.lab.flower_server import run_under_flower
 from simulations.lab.measured import summary, value
 from simulations.lab.settings import Setting, small
 from simulations.lab.verdicts import Judged, Row, judge
+from simulations.problems import parts
 from simulations.tables import score, tuned
-from simulations.worker import parts
 
 SHARE = 0.2
 """Of each client's training samples, held out to choose the learning rate by."""

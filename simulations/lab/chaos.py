@@ -41,7 +41,7 @@ from clients.node.in_process import InProcessGrid
 from fl_strategies import STRATEGIES
 from fl_strategies.core.log import mute_below
 from fl_strategies.core.schedules import check
-from simulations import experiment, worker
+from simulations import client_app, experiment
 from simulations.config import RunConfig
 from simulations.lab.command_line import Command
 from simulations.lab.deployment import Federation
@@ -207,7 +207,9 @@ def undisturbed(config: RunConfig, folder: Path) -> str:
         return reply if counts else None
 
     again = replace(config, output=str(folder), state_dir="", resume=False, checkpoint_every=0)
-    grid = InProcessGrid(worker.app, config.clients, run_config=again.to_run_config(), fault=lose)
+    grid = InProcessGrid(
+        client_app.app, config.clients, run_config=again.to_run_config(), fault=lose
+    )
     places = {node: i for i, node in enumerate(grid.contexts)}
     return experiment.run(again, grid, quiet=True).model_sha256
 

@@ -47,6 +47,7 @@ from simulations.lab.fairness import fairness
 from simulations.lab.report import write_report
 from simulations.lab.superlink import check_one_machine, flwr_run, gpu_share, print_progress
 from simulations.population import state_folder
+from simulations.problems import draw_partition
 from simulations.tables import (
     RULE,
     algorithm_row,
@@ -58,7 +59,6 @@ from simulations.tables import (
     write_csv,
     write_table,
 )
-from simulations.worker import draw_partition
 
 ENGINES = ("in-process", "ray")
 STATES = "state"

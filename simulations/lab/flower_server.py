@@ -23,10 +23,11 @@ from clients import FlatModel, InProcessGrid
 from fl_strategies import History, RoundInfo
 from fl_strategies.core.files import FolderLock, write_atomically
 from fl_strategies.core.reasons import root_cause
+from simulations.client_app import app
 from simulations.config import RunConfig
 from simulations.experiment import prepare
+from simulations.problems import compute_repeatably, kept_flags, problem
 from simulations.results import EARLIER, Progress, Summary
-from simulations.worker import app, compute_repeatably, kept_flags, problem
 
 SERVERS: Mapping[str, Callable[..., FedAvg]] = {"fedadam": partial(FedAdam, eta=0.01, tau=1e-3)}
 """beta_1 = 0.9 and beta_2 = 0.99 are Flower's defaults."""

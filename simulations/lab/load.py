@@ -35,10 +35,10 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supernode.fleet_http_connection import http_request_response
 from typer.testing import CliRunner
 
+from simulations.client_app import app
 from simulations.config import Scalar
 from simulations.lab.command_line import Command
 from simulations.lab.deployment import write_node_key
-from simulations.worker import app
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from clients.personalized import check_promises
 from simulations.config import RunConfig
 from simulations.lab.command_line import Command
 from simulations.population import HOW_TO_KEEP, state_folder
-from simulations.worker import fresh_model
+from simulations.problems import fresh_model
 
 
 def of_run(results: Path | str, client: int | None = None) -> dict[int, PersonalizedModel]:

@@ -1,4 +1,4 @@
-"""A client in its process: its data, its model, and the ClientApp that runs it."""
+"""The problems of a run: its data set, each client's samples, the model and the loss."""
 
 from __future__ import annotations
 
@@ -14,29 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Context
 from torch.nn.functional import cross_entropy
 
-from clients import (
-    CLIENTS,
-    AnyAlgorithmClient,
-    ContextStore,
-    DirectoryStore,
-    FlatModel,
-    Hosted,
-    Problem,
-    client_app,
-    client_id,
-)
-from clients.cohort import MEMORY
-from clients.learning.choice import Setting, setting_of
+from clients import FlatModel, Problem
 from clients.learning.problem import laid_out
-from clients.learning.room import Room, check_room, client_bytes
 from fl_strategies.core.near import unknown_of
 from fl_strategies.core.params import parse_params
 from simulations import data, generated, models, partitions
 from simulations.config import RunConfig
-from simulations.population import hosted, worker_states
 
 CPU = torch.device("cpu")
 
@@ -174,35 +159,9 @@ def fresh_model(config: RunConfig, device: torch.device = CPU) -> FlatModel:
 
 
 @functools.lru_cache(maxsize=1)
-def worker_model(config: RunConfig) -> FlatModel:
+def shared_model(config: RunConfig) -> FlatModel:
     """Return the model that all clients of a process share: each client loads what it receives."""
     return fresh_model(config, config.torch_device)
-
-
-@functools.lru_cache(maxsize=1)
-def check_memory(config: RunConfig) -> None:
-    """Raise ``ValueError`` if a GPU lacks the memory for the run's data, model and clients.
-
-    The check allocates nothing. It cannot know what other processes will need.
-    """
-    device = config.torch_device
-    if device.type != "cuda":
-        return
-    found, model = dataset(config), fresh_model(config)
-    x, y = found.inputs(slice(1)), found.y[:1]
-    first = Problem(model, cross_entropy, torch.as_tensor(x), torch.as_tensor(y))
-    samples = max(len(rows) for rows, _ in parts(config))
-    vectors, batch = client_bytes(first, min(samples, config.batch_size or samples))
-    d, size = model.vector.numel(), model.vector.element_size()
-    numbers = found.x.size + found.test_x.size
-    each = size if first.inputs.is_floating_point() else x.itemsize
-    clients = max(1, round(config.fraction * config.clients))
-    at_once = 0
-    if config.cohort != "off":
-        beside = samples * CLIENTS[config.algorithm](first, client_id=0).stacked_bytes()
-        at_once = min(clients * (vectors + batch + beside), MEMORY)
-    room = Room(numbers * each, 2 * d * size, vectors, batch, at_once)
-    check_room(room, device, torch.cuda.mem_get_info(device)[0])
 
 
 @functools.lru_cache(maxsize=4)
@@ -233,71 +192,5 @@ def problem(config: RunConfig, which: str, rows: np.ndarray | None = None) -> Pr
 
     bent = penalty(config.penalty) if config.penalty > 0.0 else None
     return Problem(
-        worker_model(config), cross_entropy, x, y, rows=index, penalty=bent, autocast=autocast
+        shared_model(config), cross_entropy, x, y, rows=index, penalty=bent, autocast=autocast
     )
-
-
-def client_fn(context: Context) -> AnyAlgorithmClient:
-    """Return the client of this node, by its run-config."""
-    torch.set_num_threads(1)
-    config = parsed(tuple(sorted(context.run_config.items())))
-    me = client_id(context)
-    if me >= config.clients:
-        raise ValueError(
-            f"this node is client {me}, but the run has clients={config.clients}: start at most as"
-            " many SuperNodes as clients"
-        )
-    compute_repeatably(config.torch_device)
-    check_memory(config)
-    train, held_out = parts(config)[me]
-    states = worker_states(config, context)
-    durable = bool(config.state_dir)  # else the folder goes with its run
-    store = DirectoryStore(states, me, durable=durable) if states else ContextStore(context)
-    test = problem(config, "train", held_out) if len(held_out) else None
-    found = dataset(config)
-    untouched = config.local_test == config.validation == 0.0
-    if config.partition == "natural" and untouched and found.test_owner is not None:
-        assert found.owner is not None
-        own = np.flatnonzero(found.test_owner == found.owner[train[0]])
-        test = problem(config, "test", own) if len(own) else None
-    return AnyAlgorithmClient(
-        problem(config, "train", train),
-        client_id=me,
-        test=test,
-        store=store,
-        max_steps=config.max_steps,
-    )
-
-
-@functools.lru_cache(maxsize=8)
-def parsed(items: tuple[tuple[str, Any], ...]) -> RunConfig:
-    """Return the run-config, parsed once per process, after a check of the device."""
-    config = RunConfig.parse(dict(items))
-    config.check_device()
-    return config
-
-
-def hosts(context: Context) -> Hosted | None:
-    """Return the clients that the node hosts, by its run-config and node-config."""
-    config = parsed(tuple(sorted(context.run_config.items())))
-    clients = hosted(config, context)
-    if clients is None:
-        return None
-    sizes = _sizes(config)
-    if isinstance(clients, int):
-        return Hosted(clients, sizes)
-    return Hosted(clients, [sizes[client] for client in clients if client < len(sizes)])
-
-
-@functools.lru_cache(maxsize=4)
-def _sizes(config: RunConfig) -> list[int]:
-    """Return each client's number of training samples."""
-    return [len(train) for train, _ in parts(config)]
-
-
-def cohort(context: Context) -> Setting:
-    """Return how many clients are trained at once, by the run-config."""
-    return setting_of(parsed(tuple(sorted(context.run_config.items()))).cohort)
-
-
-app = client_app(client_fn, hosts=hosts, cohort=cohort)
