@@ -5,7 +5,6 @@ from typing import Any
 
 from clients.any_algorithm import CLIENTS, AnyAlgorithmClient
 from clients.base import FederatedClient
-from clients.cohort import fit_cohort
 from clients.learning.delta_sgd import DeltaSGD
 from clients.learning.model import FlatModel
 from clients.learning.objective import Metrics, NoFixedSamples, Objective
@@ -57,7 +56,6 @@ __all__ = [
     "all_but",
     "client_app",
     "client_id",
-    "fit_cohort",
     "personalized_model",
     "personalized_models",
     "solve",

@@ -14,7 +14,6 @@ class AFedPDClient(FederatedClient):
     """Keeps its dual variable, and brings it up to date first; uploads the model's change."""
 
     algorithm = "a-fedpd"
-    only_solves = True
     state_type = a_fedpd.State
 
     def first_state(self, theta: Tensor, config: Config) -> a_fedpd.State:

@@ -17,7 +17,6 @@ from clients.keeping import Keeper, Kept, State
 from clients.learning.objective import Objective
 from clients.learning.oracle import ClientOracle
 from clients.learning.replay import kept_generators, seed_generators
-from clients.learning.stack import obstacle
 from clients.node.state import DirectoryStore, Store
 from clients.request import Arrays, Config, Received, generator, round_of, weight_in_secret
 from fl_strategies import STRATEGIES
@@ -82,11 +81,6 @@ class FederatedClient(NumPyClient):
     """
 
     algorithm: ClassVar[str]
-    only_solves: ClassVar[bool] = False
-    """Whether ``step`` asks the oracle for solves and losses alone, whatever the request.
-
-    Then a stack of clients with dropout can draw each client's masks (``clients.learning.masks``).
-    """
     state_type: ClassVar[type[NamedTuple] | None] = None
     """The named tuple that the client keeps, if any."""
     beside: ClassVar[tuple[str, ...]] = ()
@@ -116,9 +110,8 @@ class FederatedClient(NumPyClient):
     def step(self, state: State, received: Received, oracle: Any, config: Config) -> Step:
         """Call the client rule and return its step.
 
-        ``state`` is what the client keeps, or None. ``oracle``, a :class:`.ClientOracle` or a
-        :class:`.CohortOracle`, gives access to the client's loss. ``config`` is the request's, with
-        the number of the ``round``.
+        ``state`` is what the client keeps, or None. ``oracle`` (:class:`.ClientOracle`) gives
+        access to the client's loss. ``config`` is the request's, with the number of the ``round``.
         """
         raise TypeError(f"{type(self).__name__} must define step")
 
@@ -138,14 +131,6 @@ class FederatedClient(NumPyClient):
     def most_steps(self, config: Config) -> float:
         """Return the most local steps, each one gradient on a mini-batch, that a round may take."""
         return self.problem.most_steps(self.training.updated(config))
-
-    def obstacle(self) -> str:
-        """Return why ``step`` cannot run on a stack (``clients.cohort``), "" if it can."""
-        return obstacle(self.problem)
-
-    def stacked_bytes(self) -> int:
-        """Return the bytes that a stack needs for the client beside vectors and a mini-batch."""
-        return 0
 
     @staticmethod
     def own_model(state: State) -> Tensor | None:
@@ -274,8 +259,7 @@ class FederatedClient(NumPyClient):
     ) -> list[Step]:
         """Return the step of each round that a request asks for.
 
-        ``oracle_in(number, config)`` returns the oracle of the round ``number``. The arguments may
-        be a stack's, if all its clients have the same training and rounds as this one.
+        ``oracle_in(number, config)`` returns the oracle of the round ``number``.
         """
         made = []
         for number in self.rounds(config):

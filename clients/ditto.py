@@ -14,7 +14,6 @@ class DittoClient(FederatedClient):
     """Keeps its personalized model; uploads its trained copy of the global model."""
 
     algorithm = "ditto"
-    only_solves = True
     state_type = ditto.State
 
     def first_state(self, theta: Tensor, config: Config) -> ditto.State:

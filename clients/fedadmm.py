@@ -14,7 +14,6 @@ class FedADMMClient(FederatedClient):
     """Keeps its model and dual variable; uploads the change of w + y/rho."""
 
     algorithm = "fedadmm"
-    only_solves = True
     state_type = fedadmm.State
 
     def first_state(self, theta: Tensor, config: Config) -> fedadmm.State:

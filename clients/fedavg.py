@@ -13,7 +13,6 @@ class FedAvgClient(FederatedClient):
     """Uploads the model that it trained from the received one; keeps nothing."""
 
     algorithm = "fedavg"
-    only_solves = True
 
     def step(self, state: State, received: Received, oracle: Oracle, config: Config) -> Step:
         return fedavg.client_rule(received.theta, oracle)

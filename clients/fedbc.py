@@ -31,7 +31,6 @@ class FedBCClient(FederatedClient):
     """Keeps its model, lambda and gamma; uploads its model, and lambda as its weight."""
 
     algorithm = "fedbc"
-    only_solves = True
     state_type = State
 
     def first_state(self, theta: Tensor, config: Config) -> State:

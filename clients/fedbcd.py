@@ -30,7 +30,6 @@ class FedBCDClient(Device):
     """Keeps its model and the iterate before it; uploads the model's change."""
 
     algorithm = "fedbcd"
-    only_solves = True
     state_type = fedbcd.State
 
     def first_state(self, theta: Tensor, config: Config) -> fedbcd.State:

@@ -14,7 +14,6 @@ class FedBCDIClient(Device):
     """Trains for the rounds it was available in, takes the pull step, and uploads its model."""
 
     algorithm = "fedbcd-i"
-    only_solves = True
     state_type = fedbcd_i.State
 
     def first_state(self, theta: Tensor, config: Config) -> fedbcd_i.State:

@@ -14,7 +14,6 @@ class FedDynClient(FederatedClient):
     """Keeps its dual variable; uploads the change of the model."""
 
     algorithm = "feddyn"
-    only_solves = True
     state_type = feddyn.State
 
     def first_state(self, theta: Tensor, config: Config) -> feddyn.State:

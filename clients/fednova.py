@@ -13,7 +13,6 @@ class FedNovaClient(FederatedClient):
     """Uploads its model, and the accumulated weight of its local steps; keeps nothing."""
 
     algorithm = "fednova"
-    only_solves = True
 
     def step(self, state: State, received: Received, oracle: Oracle, config: Config) -> Step:
         training, mu = self.training.updated(config), value_of(config, "mu")

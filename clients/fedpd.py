@@ -17,7 +17,6 @@ class FedPDClient(SkippingClient):
     """
 
     algorithm = "fedpd"
-    only_solves = True
     state_type = fedpd.State
 
     def first_state(self, theta: Tensor, config: Config) -> fedpd.State:

@@ -13,7 +13,6 @@ class FedProxClient(FederatedClient):
     """Uploads the model that it trained near the received one; keeps nothing."""
 
     algorithm = "fedprox"
-    only_solves = True
 
     def step(self, state: State, received: Received, oracle: Oracle, config: Config) -> Step:
         return fedprox.client_rule(received.theta, oracle, mu=value_of(config, "proximal-mu"))

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
 
 from clients.base import FederatedClient
-from clients.learning.cohort import CohortOracle
-from clients.learning.contrasts import Contrasts, terms, warn_of_no_effect
 from clients.learning.model import FlatModel
 from clients.learning.objective import Objective
 from clients.learning.oracle import ClientOracle
 from clients.learning.problem import Problem
 from clients.learning.replay import without_trace
-from clients.learning.stack import Stack, Variant, obstacle
 from clients.request import Config, Received, value_of
 from fl_strategies import fedavg, moon
+from fl_strategies.core.log import LOGGER
 from fl_strategies.core.oracle import Step
 
 
@@ -28,53 +29,34 @@ class MOONClient(FederatedClient):
     """
 
     algorithm = "moon"
-    only_solves = True
     state_type = moon.State
 
     def first_state(self, theta: Tensor, config: Config) -> moon.State:
         return moon.State(theta, statistics_of(self.problem.model))
 
-    def contrast(self, state: moon.State, theta: Tensor, config: Config) -> Contrast:
-        """Return (3), with the features of the two fixed models; the model stays as it was."""
-        model = self.problem.model
-        with without_trace([model.vector], model.module):
-            model.vector.copy_(theta)
-            z_global = frozen_features(self.problem)
-            model.vector.copy_(state.w)
-            buffers = statistics(model.module)
-            pieces = state.statistics.split([buffer.numel() for buffer in buffers])
-            for buffer, piece in zip(buffers, pieces, strict=True):
-                buffer.copy_(piece.view_as(buffer))
-            z_previous = frozen_features(self.problem)
-        q = moon.direction(z_global, z_previous, tau=value_of(config, "tau"))
-        return Contrast(self.problem, q, mu=value_of(config, "mu"))
-
     def step(
-        self,
-        state: moon.State,
-        received: Received,
-        oracle: ClientOracle | CohortOracle,
-        config: Config,
+        self, state: moon.State, received: Received, oracle: ClientOracle, config: Config
     ) -> Step:
-        theta = received.theta
-        if isinstance(oracle, CohortOracle):
-            stack = contrasts(oracle.stack, state, theta, config)
-            made = fedavg.client_rule(theta, oracle.on(stack))
-        else:
-            made = fedavg.client_rule(theta, oracle.on(self.contrast(state, theta, config)))
-        kept = statistics_of(self.problem.model).expand(*theta.shape[:-1], -1)
-        return made._replace(state=moon.State(made.upload, kept))
+        theta, mu, tau = received.theta, value_of(config, "mu"), value_of(config, "tau")
+        made = fedavg.client_rule(theta, oracle.on(contrast, state, theta, mu=mu, tau=tau))
+        return made._replace(state=moon.State(made.upload, statistics_of(self.problem.model)))
 
-    def obstacle(self) -> str:
-        return obstacle(self.problem, CONTRASTED)
 
-    def stacked_bytes(self) -> int:
-        """Return the bytes of q, and of the features of which it is made."""
-        inputs, targets = (part[:1] for part in self.problem.whole)
-        self.problem.model.module.eval()
-        with torch.no_grad():
-            _, z = self.problem.model.with_features(self.problem.forward, inputs, targets)
-        return 3 * len(self.problem) * z.numel() * z.element_size()
+def contrast(
+    problem: Objective, state: moon.State, theta: Tensor, *, mu: float, tau: float
+) -> Contrast:
+    """Return (3), with the features of the two fixed models; the model stays as it was."""
+    model = problem.model
+    with without_trace([model.vector], model.module):
+        model.vector.copy_(theta)
+        z_global = frozen_features(problem)
+        model.vector.copy_(state.w)
+        buffers = statistics(model.module)
+        pieces = state.statistics.split([buffer.numel() for buffer in buffers])
+        for buffer, piece in zip(buffers, pieces, strict=True):
+            buffer.copy_(piece.view_as(buffer))
+        z_previous = frozen_features(problem)
+    return Contrast(problem, moon.direction(z_global, z_previous, tau=tau), mu=mu)
 
 
 class Contrast(Problem):
@@ -128,29 +110,12 @@ def statistics_of(model: FlatModel) -> Tensor:
     return torch.cat([model.vector[:0], *pieces])
 
 
-# ---- stacks of clients --------------------------------------------------------------------------
+def terms(z: Tensor, q: Tensor) -> Tensor:
+    """Return (6) of each sample, by its features z [..., p] and its q [..., p]."""
+    return -logsigmoid(-moon.excess(z, q))
 
 
-def contrasts(stack: Stack, state: moon.State, theta: Tensor, config: Config) -> Contrasts:
-    """Return (3) for a stack; the state and ``theta`` [clients, d] have a row for each client."""
-    made = Contrasts(stack, mu=value_of(config, "mu"))
-    made.set_directions(state, theta, tau=value_of(config, "tau"))
-    return made
-
-
-TRIAL: Config = {"mu": 1.0, "tau": 1.0}
-
-
-def _tried_alone(problem: Problem) -> Contrast:
-    theta = problem.model.vector.clone()
-    state = moon.State(theta.flip(0), statistics_of(problem.model))  # any other model
-    return MOONClient(problem, client_id=0).contrast(state, theta, TRIAL)
-
-
-def _tried_at_once(stack: Stack) -> Contrasts:
-    theta, kept = stack.model.vector, statistics_of(stack.model)
-    theta, w, kept = (v.expand(len(stack), -1) for v in (theta, theta.flip(0), kept))
-    return contrasts(stack, moon.State(w, kept), theta, TRIAL)
-
-
-CONTRASTED = Variant(_tried_alone, _tried_at_once)
+@functools.cache
+def warn_of_no_effect() -> None:
+    """Warn that MOON equals FedAvg with this model."""
+    LOGGER.warning("the model's features do not depend on its parameters: with it MOON is FedAvg")

@@ -13,7 +13,6 @@ class QFedAvgClient(FederatedClient):
     """Uploads its model as FedAvg's client does, and the received model's loss; keeps nothing."""
 
     algorithm = "q-fedavg"
-    only_solves = True
 
     def step(self, state: State, received: Received, oracle: Oracle, config: Config) -> Step:
         rate = self.training.updated(config).rate

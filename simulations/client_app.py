@@ -20,9 +20,10 @@ from clients import (
     client_app,
     client_id,
 )
-from clients.cohort import MEMORY
-from clients.learning.choice import Setting, setting_of
-from clients.learning.room import Room, check_room, client_bytes
+from clients.learning.memory import client_bytes
+from clients.stacking.choice import Setting, setting_of
+from clients.stacking.fit import MEMORY
+from clients.stacking.forms import form_of
 from simulations.config import RunConfig
 from simulations.population import hosted, worker_states
 from simulations.problems import compute_repeatably, dataset, fresh_model, parts, problem
@@ -45,13 +46,21 @@ def check_memory(config: RunConfig) -> None:
     d, size = model.vector.numel(), model.vector.element_size()
     numbers = found.x.size + found.test_x.size
     each = size if first.inputs.is_floating_point() else x.itemsize
+    needed = {"data": numbers * each, "parameters": 2 * d * size}  # with their gradients
     clients = max(1, round(config.fraction * config.clients))
-    at_once = 0
-    if config.cohort != "off":
-        beside = samples * CLIENTS[config.algorithm](first, client_id=0).stacked_bytes()
-        at_once = min(clients * (vectors + batch + beside), MEMORY)
-    room = Room(numbers * each, 2 * d * size, vectors, batch, at_once)
-    check_room(room, device, torch.cuda.mem_get_info(device)[0])
+    stack = 0
+    if config.stack != "off":
+        further = samples * form_of(CLIENTS[config.algorithm]).bytes_of(first)
+        stack = min(clients * (vectors + batch + further), MEMORY)
+    one = {"state": vectors, "batch": batch}
+    needed |= one if stack <= vectors + batch else {"stack": stack}
+    total, free = sum(needed.values()), torch.cuda.mem_get_info(device)[0]
+    if total > free:
+        sizes = ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in needed.items() if size)
+        raise ValueError(
+            f"clients need some {total / 1e6:,.1f} MB on {device}, where {free / 1e6:,.1f} are free"
+            f" (MB: {sizes}): take a smaller model, batch-size or stack, or fewer workers a GPU"
+        )
 
 
 def client_fn(context: Context) -> AnyAlgorithmClient:
@@ -112,9 +121,9 @@ def _sizes(config: RunConfig) -> list[int]:
     return [len(train) for train, _ in parts(config)]
 
 
-def cohort(context: Context) -> Setting:
+def stack(context: Context) -> Setting:
     """Return how many clients are trained at once, by the run-config."""
-    return setting_of(parsed(tuple(sorted(context.run_config.items()))).cohort)
+    return setting_of(parsed(tuple(sorted(context.run_config.items()))).stack)
 
 
-app = client_app(client_fn, hosts=hosts, cohort=cohort)
+app = client_app(client_fn, hosts=hosts, stack=stack)

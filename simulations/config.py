@@ -14,7 +14,7 @@ import torch
 
 from clients import CLIENTS, LocalTraining
 from clients.base import MAX_STEPS
-from clients.learning.choice import setting_of
+from clients.stacking.choice import setting_of
 from fl_strategies import STRATEGIES, FederatedStrategy, step_decay
 from fl_strategies.core.local import idle
 from fl_strategies.core.near import listed, unknown, unknown_of
@@ -104,7 +104,7 @@ class RunConfig:
     lost_rounds: int = key(
         3, "a simulation ends after so many rounds in a row with lost clients; 0: never"
     )
-    cohort: str = key("off", "clients of a host trained at once: `off`, `auto` or a number")
+    stack: str = key("off", "clients of a host trained at once: `off`, `auto` or a number")
     clients_per_message: int = key(1000, "clients in one message to a host at most")
     fold: str = key("auto", "hosts send one mean of their clients' uploads: `auto`, `on`, `off`")
     fold_memory: int = key(
@@ -186,7 +186,7 @@ class RunConfig:
         check("timeout", self.timeout, above=0.0)
         for name in ("lost_rounds", "state_memory", "penalty", "clipping_norm"):
             check(name, getattr(self, name), low=0)
-        setting_of(self.cohort)
+        setting_of(self.stack)
         check("target", self.target, low=0.0, high=1.0)
         check("local_test", self.local_test, low=0.0, below=1.0)
         check("validation", self.validation, low=0.0, below=1.0)

@@ -9,12 +9,12 @@ if one of its tests fails. The exit code is 1 if less than 95 % are caught,
 or if a text is not there once: the source has changed, and the mutant must change with it.
 """
 
-from mutants_of_cohorts import COHORTS
 from mutants_of_rounds import ROUNDS
 from mutants_of_rules import RULES
+from mutants_of_stacks import STACKS
 from trials import main
 
-MUTANTS = [*RULES, *ROUNDS, *COHORTS]
+MUTANTS = [*RULES, *ROUNDS, *STACKS]
 
 if __name__ == "__main__":
     raise SystemExit(main(MUTANTS, __doc__))

@@ -196,7 +196,7 @@ ROUNDS = [
         },
     ),
     *of(
-        "clients/cohort.py",
+        "clients/stacking/requests.py",
         A_FEDPD,
         {
             "one if isinstance(one, Tensor) else 0.0 * like for": "missed[0] for",
@@ -373,7 +373,7 @@ ROUNDS = [
             "buffer.copy_(piece.view_as(buffer))": "pass",
             "loss + self.mu * terms": "loss - self.mu * terms",
             "    problem.model.module.eval()\n    found": "    found",
-            "moon.State(made.upload, kept)": "moon.State(received.theta, kept)",
+            "moon.State(made.upload, stat": "moon.State(received.theta, stat",
             "self.labels[targets])": "targets)",
         },
     ),

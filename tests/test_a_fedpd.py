@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cohorts import ROWS, assert_alike, classified, smooth
 from federations import drop, lose, run_legacy
 from flwr.app import Array, ArrayRecord, Message
 from hosted import CLIENTS, shared
@@ -33,6 +32,7 @@ from problems import (
     to_record,
     to_vector,
 )
+from stacked_runs import ROWS, assert_alike, classified, smooth
 
 from clients import FlatModel
 from clients.node.in_process import InProcessGrid

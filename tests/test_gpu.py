@@ -65,7 +65,7 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("fedadmm", {"gradient-norm": "true", "penalty": 0.1, "residual": 0.0, "momentum": 0.9}),
     ("fedavg", {"autocast": "bfloat16"}),
     ("fedavg", {"dtype": "bfloat16"}),
-    ("fedadmm", {"model": "mlp", "cohort": "2"}),
+    ("fedadmm", {"model": "mlp", "stack": "2"}),
 ]
 WITH_SOLVERS = [
     pytest.param(

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from cohorts import classified, clients_of, smooth, stacked
 from emulated_gpu import EmulatedGPU
 from flwr.app import Array, ArrayRecord
 from laws import TABLE, Row, local
+from stacked_runs import classified, clients_of, smooth, stacked
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from clients import FedAvgClient, FlatModel, Problem
-from clients.cohort import fit_cohort
+from clients.stacking.fit import fit_all
 
 
 class Counts(NamedTuple):
@@ -51,7 +51,7 @@ def samples(count: int) -> tuple[Tensor, Tensor]:
 
 
 def message(
-    module: nn.Module, steps: int, *, clients: int = 1, cohort: Any = "off", each: int = 40
+    module: nn.Module, steps: int, *, clients: int = 1, stack: Any = "off", each: int = 40
 ) -> Counts:
     """Count a message about FedAvg's clients, whose steps are within one epoch."""
     with EmulatedGPU() as gpu:
@@ -66,7 +66,7 @@ def message(
         configs = [{"server-round": 1, "seed": 1, "steps": steps, "batch-size": 4}] * clients
         for _ in range(2):  # the first also finds out whether the model can be stacked
             before = Counts(gpu.launches, gpu.to_host, gpu.to_device, gpu.reads)
-            outcomes = fit_cohort(members, arrays, configs, cohort=cohort)
+            outcomes = fit_all(members, arrays, configs, stack=stack)
             assert not any(isinstance(outcome, Exception) for outcome in outcomes)
         after = Counts(gpu.launches, gpu.to_host, gpu.to_device, gpu.reads)
     return Counts(*(b - a for a, b in zip(before, after, strict=True)))
@@ -95,8 +95,8 @@ def test_a_step_of_fedavg_has_two_launches_more_than_a_plain_loops_at_most(build
 
 def test_a_message_is_one_copy_of_the_model_each_way_whatever_the_number_of_arrays() -> None:
     (few, many), (stack_of_few, stack_of_many) = (
-        [message(layers(count), 3, clients=clients, cohort=cohort) for count in (1, 7)]
-        for clients, cohort in ((1, "off"), (5, 9))
+        [message(layers(count), 3, clients=clients, stack=stack) for count in (1, 7)]
+        for clients, stack in ((1, "off"), (5, 9))
     )
     assert few[1:] == many[1:]
     assert (few.to_host, few.to_device) == (1, 2)  # the model, and an epoch's order
@@ -105,7 +105,7 @@ def test_a_message_is_one_copy_of_the_model_each_way_whatever_the_number_of_arra
 
 def test_a_stacks_launches_and_waits_depend_on_no_number_of_clients() -> None:
     counts = {
-        (clients, steps): message(layers(2), steps, clients=clients, cohort=99)
+        (clients, steps): message(layers(2), steps, clients=clients, stack=99)
         for clients, steps in itertools.product((2, 5, 20), (3, 9))
     }
     assert counts[2, 3] == counts[5, 3] == counts[20, 3]
@@ -116,7 +116,7 @@ def test_a_stacks_launches_and_waits_depend_on_no_number_of_clients() -> None:
 
 def test_a_stacks_step_launches_as_much_as_three_steps_of_one_client() -> None:
     """So that it pays from four clients on, where launches are what a step costs."""
-    stack = [message(layers(2), steps, clients=8, cohort=99).launches for steps in (3, 9)]
+    stack = [message(layers(2), steps, clients=8, stack=99).launches for steps in (3, 9)]
     alone = [message(layers(2), steps).launches for steps in (3, 9)]
     assert stack[1] - stack[0] <= 3 * (alone[1] - alone[0])
 

@@ -323,9 +323,9 @@ def test_a_run_that_does_not_fit_its_gpu_is_refused_with_the_numbers(tmp_path: P
         gpu.free = 600_000
         flower_app.check_memory(config)
         flower_app.check_memory.cache_clear()
-        at_once = replace(config, cohort="auto", fraction=1.0)
+        at_once = replace(config, stack="auto", fraction=1.0)
         gpu.free = 550_000
-        with pytest.raises(ValueError, match=r"cohort 0\.1"):
+        with pytest.raises(ValueError, match=r"stack 0\.1"):
             flower_app.check_memory(at_once)
     flower_app.check_memory.cache_clear()
     flower_app.check_memory(replace(config, device="cpu"))

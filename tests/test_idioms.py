@@ -39,10 +39,10 @@ from clients import (
     client_id,
     solve,
 )
-from clients.learning import choice
-from clients.learning.cohort import CohortOracle
-from clients.learning.stack import obstacle
 from clients.node.in_process import InProcessGrid
+from clients.stacking import choice
+from clients.stacking.oracle import StackOracle
+from clients.stacking.stack import joined, obstacle
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.subproblem import Subproblem
 
@@ -131,7 +131,7 @@ def test_a_stack_is_trained_as_pytorch_trains_each_client(idiom: Idiom) -> None:
         return
     assert [obstacle(problem) for problem in problems] == ["", ""]
     rngs = [stream(client, "t") for client in range(2)]
-    oracle = CohortOracle(problems, SETTINGS, rngs, lambda purpose: rngs, seeds=[7, 7])
+    oracle = StackOracle(problems, SETTINGS, rngs, lambda purpose: rngs, seeds=[7, 7])
     found = oracle.solve(model.vector.expand(2, -1).clone(), Subproblem()).w
     for client, problem in enumerate(problems):
         expected = trained_by_torch(copy.deepcopy(twin), problem, client)
@@ -155,7 +155,7 @@ def test_a_networks_hessian_is_that_of_pytorch(idiom: Idiom) -> None:
     slopes = torch.autograd.grad(loss, trained, create_graph=True)
     along = sum((g * u).sum() for g, u in zip(slopes, model.views(v), strict=True))
     pieces = torch.autograd.grad(along, trained, materialize_grads=True)
-    expected = model.stacked([piece[None] for piece in pieces])[0]
+    expected = joined([piece[None] for piece in pieces])[0]
     assert (found - expected).norm() <= 1e-11 * max(1.0, expected.norm())
 
 
@@ -183,7 +183,7 @@ def run_of(row: Row, flat: Callable[[Tensor], Tensor], hosts: int, **options: An
         me = client_id(context)
         return AnyAlgorithmClient(problems[me], client_id=me, store=ContextStore(context))
 
-    app = client_app(client_fn, hosts=[*range(3)] if hosts else None, cohort=3)
+    app = client_app(client_fn, hosts=[*range(3)] if hosts else None, stack=3)
     initial = ArrayRecord(model.state_dict())
     strategy = row.strategy(local=local(lr=0.05, **options))
     result = strategy.start(InProcessGrid(app, 3, hosts=hosts), initial, 2)

@@ -200,8 +200,12 @@ FLOORS = {
     "fl_strategies/server": {"torch", "clients", "simulations", "fl_strategies.compat"},
     "fl_strategies/apps": {"simulations"},
     "fl_strategies": {"torch", "clients", "simulations", "flwr"},
-    "clients/learning": {"flwr", "simulations", "clients.node", "clients.base"},
-    "clients": {"simulations", "fl_strategies.server"},
+    "clients/learning": {
+        *("flwr", "simulations", "clients.base", "clients.node", "clients.stacking"),
+    },
+    "clients/stacking": {"simulations", "fl_strategies.server", "clients.node"},
+    "clients/node": {"simulations", "fl_strategies.server"},
+    "clients": {"simulations", "fl_strategies.server", "clients.stacking"},
     "simulations": {"simulations.lab"},
 }
 """What modules of a folder (its subfolders have rows of their own) must not import when loaded."""

@@ -32,7 +32,7 @@ def test_the_fixed_models_are_whole_models_in_evaluation_mode_and_leave_no_trace
     problem.model.vector.neg_()  # theta is what counts, wherever the module stands
     problem.model.module.train()
     before = torch.get_rng_state()
-    found = client.contrast(kept, theta, {"mu": MU, "tau": TAU})
+    found = moon_module.contrast(problem, kept, theta, mu=MU, tau=TAU)
     assert torch.equal(torch.get_rng_state(), before)
     for ours, theirs in zip(problem.model.module.buffers(), received.buffers(), strict=True):
         assert torch.equal(ours, theirs)

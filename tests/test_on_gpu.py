@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cohorts import classified, relative, smooth
+from stacked_runs import classified, relative, smooth
 from torch import nn
 
 from clients import FedAvgClient, FlatModel, Problem
-from clients.cohort import fit_cohort
+from clients.stacking.fit import fit_all
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,25 +32,25 @@ def members(module: nn.Module, device: str) -> list[FedAvgClient]:
     ]
 
 
-def uploads(module: nn.Module, device: str, cohort: Any) -> list[list[np.ndarray]]:
+def uploads(module: nn.Module, device: str, stack: Any) -> list[list[np.ndarray]]:
     clients = members(module, device)
     start = [array.copy() for array in clients[0].get_parameters({})]
-    outcomes = fit_cohort(clients, start, [ASKED] * len(clients), cohort=cohort)
+    outcomes = fit_all(clients, start, [ASKED] * len(clients), stack=stack)
     assert not any(isinstance(outcome, Exception) for outcome in outcomes)
     return [outcome[0] for outcome in outcomes]  # type: ignore[index]
 
 
-@pytest.mark.parametrize("cohort", ["off", 9])
-def test_a_gpu_makes_the_models_of_the_cpu(cohort: Any) -> None:
+@pytest.mark.parametrize("stack", ["off", 9])
+def test_a_gpu_makes_the_models_of_the_cpu(stack: Any) -> None:
     expected = uploads(smooth(torch.float32), "cpu", "off")
-    found = uploads(smooth(torch.float32), "cuda", cohort)
+    found = uploads(smooth(torch.float32), "cuda", stack)
     for mine, theirs in zip(found, expected, strict=True):
         assert relative(mine, theirs) < CLOSE
 
 
-@pytest.mark.parametrize("cohort", ["off", 9])
-def test_a_seed_fixes_the_bits_of_a_gpu(cohort: Any) -> None:
-    first, second = (uploads(smooth(torch.float32), "cuda", cohort) for _ in range(2))
+@pytest.mark.parametrize("stack", ["off", 9])
+def test_a_seed_fixes_the_bits_of_a_gpu(stack: Any) -> None:
+    first, second = (uploads(smooth(torch.float32), "cuda", stack) for _ in range(2))
     for mine, theirs in zip(first, second, strict=True):
         assert all(map(np.array_equal, mine, theirs))
 

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from clients import FlatModel, LocalTraining, Problem, solve
 from clients.learning import objective as problem_module
-from clients.learning.stack import Stack
+from clients.stacking.stack import Stack
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.subproblem import Subproblem
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor
 
-from clients.learning.choice import say_once
 from clients.learning.replay import Generators
+from clients.stacking.choice import say_once
 
 VIEW_ERROR = "view size is not compatible with input tensor's size and stride"
 """How PyTorch's message begins."""

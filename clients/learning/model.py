@@ -345,8 +345,3 @@ class FlatModel:
             else:
                 views.append(piece.view((*lead, *parameter.shape)))
         return views
-
-    def stacked(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Return the vectors [clients, d] of pieces [clients, ...]: inverse of :meth:`views`."""
-        flat = [p.movedim(-3, -1) if p.dim() == 5 else p for p in pieces]
-        return torch.cat([piece.reshape(len(piece), -1) for piece in flat], 1)

@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -59,10 +59,13 @@ class ClientOracle:
         self._rng, self._stream, self._asked_by = rng, stream, asked_by
         self._draws: Iterator[Batch] | None = None
 
-    def on(self, problem: Objective) -> ClientOracle:
-        """Return a new oracle like this one for another problem; call it before the first use."""
+    def on(self, make: Callable[..., Objective], *args: Any, **options: Any) -> ClientOracle:
+        """Return the oracle of the loss that ``make(problem, *args, **options)`` makes of f.
+
+        Call it before the first use.
+        """
         other = copy.copy(self)
-        other.problem = problem
+        other.problem = make(self.problem, *args, **options)
         return other
 
     @property

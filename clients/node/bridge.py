@@ -26,9 +26,9 @@ from flwr.clientapp.mod import (
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from flwr.common.constant import ErrorCode
 
-from clients.learning.choice import Setting, check_setting
 from clients.node.host import Host, Hosted, Hosts
 from clients.node.records import ClientFn, check_id, check_names, divided, make_client, tell
+from clients.stacking.choice import Setting, check_setting
 from fl_strategies.core.log import log
 from fl_strategies.core.reasons import brief, of_exception
 from fl_strategies.core.schedules import require
@@ -54,7 +54,7 @@ def client_app(
     mods: list[Mod] | None = None,
     *,
     hosts: Hosts | Callable[[Context], Hosts] = None,
-    cohort: Setting | Callable[[Context], Setting] = "off",
+    stack: Setting | Callable[[Context], Setting] = "off",
 ) -> ClientApp:
     """Return a ClientApp that answers train, evaluate and query messages by a NumPyClient.
 
@@ -72,8 +72,8 @@ def client_app(
         clients 0, ..., N - 1: the strategy then has ``shared_population=N``, and all hosts reach
         all states (``DirectoryStore``). With None, the node is one client. ``client_fn`` gets a
         context of the client: its id as ``partition-id``, and its own state.
-    cohort : "off", "auto", int >= 2, or function of the context that returns one (default "off")
-        How many clients of a host are trained at once, as a stack (:func:`clients.fit_cohort`).
+    stack : "off", "auto", int >= 2, or function of the context that returns one (default "off")
+        How many clients of a host are trained at once, as a stack (:mod:`clients.stacking`).
 
     Texts and bytes among a client's metrics travel in a ConfigRecord, numbers in the MetricRecord
     (with ``num-examples``, and ``evaluate``'s loss as ``eval-loss``). The answer to a query holds
@@ -85,7 +85,7 @@ def client_app(
     exception first. With ``FLWR_LOG_LEVEL=DEBUG`` the client's own log shows the traceback.
     """
     require(callable(client_fn), "client_fn", "a function of the context", client_fn)
-    return _BridgedApp(client_fn, mods, hosts, cohort)
+    return _BridgedApp(client_fn, mods, hosts, stack)
 
 
 class _BridgedApp(ClientApp):
@@ -94,12 +94,12 @@ class _BridgedApp(ClientApp):
         client_fn: ClientFn,
         mods: list[Mod] | None,
         hosts: Hosts | Callable[[Context], Hosts],
-        cohort: Setting | Callable[[Context], Setting],
+        stack: Setting | Callable[[Context], Setting],
     ) -> None:
         super().__init__()
-        self._client_fn, self._hosts, self._cohort = client_fn, hosts, cohort
-        if not callable(cohort):
-            check_setting(cohort)
+        self._client_fn, self._hosts, self._stack = client_fn, hosts, stack
+        if not callable(stack):
+            check_setting(stack)
         own = [mod for mod in mods or [] if _changes_uploads(mod) or _masks(mod)]
         self._one_each = [getattr(mod, "__name__", type(mod).__name__) for mod in own]
         mods = [_for_training(mod) if _changes_uploads(mod) else mod for mod in mods or []]
@@ -153,9 +153,9 @@ class _BridgedApp(ClientApp):
         hosts = self._hosts(context) if callable(self._hosts) else self._hosts
         if hosts is None:
             return None
-        cohort = self._cohort(context) if callable(self._cohort) else self._cohort
+        stack = self._stack(context) if callable(self._stack) else self._stack
         clients, samples = hosts if isinstance(hosts, Hosted) else (hosts, ())
-        return Host(self._client_fn, clients, samples, cohort)
+        return Host(self._client_fn, clients, samples, stack)
 
     def _check_host(self, message: Message, context: Context, *, legacy: bool) -> None:
         """Raise ``ValueError`` if a host is asked for one client, or a single client for more."""

@@ -19,9 +19,9 @@ import numpy.typing as npt
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.client import NumPyClient
 
-from clients.cohort import fit_cohort
-from clients.learning.choice import Setting
 from clients.node.records import ClientFn, check_id, check_names, divided, make_client, tell
+from clients.stacking.choice import Setting
+from clients.stacking.fit import fit_all
 from fl_strategies import STRATEGIES
 from fl_strategies.core.log import log
 from fl_strategies.core.reasons import by_reason, named, of_exception
@@ -68,13 +68,13 @@ class Host:
     """The clients of one node, each made by ``client_fn``.
 
     ``clients`` are their ids, or the size of a shared population, of which the node runs any.
-    ``cohort`` says how many are trained at once (:func:`clients.fit_cohort`).
+    ``stack`` says how many are trained at once (:mod:`clients.stacking`).
     """
 
     client_fn: ClientFn
     clients: Sequence[int] | int
     samples: Sequence[int] = ()
-    cohort: Setting = "off"
+    stack: Setting = "off"
 
     @property
     def about(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Host:
         names = list(record)
         with self._clients(configs, names, context) as (clients, failed):
             asked = [configs[client] for client in clients]
-            fitted = fit_cohort([*clients.values()], arrays, asked, cohort=self.cohort)
+            fitted = fit_all([*clients.values()], arrays, asked, stack=self.stack)
         good: dict[int, Fitted] = {}
         for client, result in zip(clients, fitted, strict=True):
             try:

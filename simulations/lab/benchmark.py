@@ -1,7 +1,7 @@
 """What the engines cost, against plain PyTorch doing the same gradient steps.
 
     python -m simulations.lab.benchmark cnn | small | half | aggregation | nodes | startup | memory
-        | load | delta-sgd | cohort | rounds | scale | flute | pfl
+        | load | delta-sgd | stack | rounds | scale | flute | pfl
 
 Each prints one Markdown table. Run them on an idle machine; MNIST is found as ``simulations.data``
 says (``FL_DATA``). Times are of the rounds after the first, the first one loading data and code.
@@ -36,11 +36,11 @@ from simulations import data, models
 from simulations.config import RunConfig
 from simulations.experiment import run_in_process
 from simulations.lab import (
-    benchmark_cohort,
     benchmark_memory,
     benchmark_published,
     benchmark_scale,
     benchmark_server,
+    benchmark_stack,
 )
 from simulations.lab.benchmark_memory import memory_of
 from simulations.lab.command_line import Command
@@ -333,7 +333,7 @@ BENCHMARKS: dict[str, Callable[[Path], list[list[str]]]] = {
     "memory": benchmark_memory.memory,
     "load": load,
     "delta-sgd": delta_sgd,
-    "cohort": benchmark_cohort.cohort,
+    "stack": benchmark_stack.stack,
     "rounds": benchmark_scale.rounds,
     "scale": benchmark_scale.scale,
     "flute": benchmark_published.flute,

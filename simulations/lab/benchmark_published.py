@@ -33,7 +33,7 @@ FLUTE = {
     "momentum": "0",
     "evaluate-every": "20",
 }
-PFL_ROUNDS, SAMPLES, COHORT = 1500, 50, 50
+PFL_ROUNDS, SAMPLES, ASKED = 1500, 50, 50
 
 
 def flute(folder: Path) -> list[list[str]]:
@@ -45,7 +45,7 @@ def flute(folder: Path) -> list[list[str]]:
     rows.append(["Flower, by FLUTE's authors", "its authors', two GPUs", "4,904", ""])
     engines = {
         "in one process": [],
-        "in one process, cohorts": ["--cohort", "auto"],
+        "in one process, stacked": ["--stack", "auto"],
         "Ray, two workers": ["--engine", "ray"],
     }
     for number, (name, options) in enumerate(engines.items()):
@@ -84,7 +84,7 @@ def pfl(folder: Path, rounds: int = 4) -> list[list[str]]:
 
     options: dict[str, Any] = {"fraction_evaluate": 0.0, "callbacks": [note], "weights": "uniform"}
     strategy = FedAvg(
-        fraction_train=COHORT / clients,
+        fraction_train=ASKED / clients,
         shared_population=clients,
         local={"lr": 0.1, "batch-size": 10, "epochs": 1},
         **options,

@@ -35,7 +35,7 @@ from simulations.lab.benchmark_server import in_turns, shown
 FEATURES, CLASSES = 60, 10
 LOCAL: dict[str, Any] = {"lr": 0.03, "batch-size": 10, "epochs": 5}
 POPULATIONS = (100, 1_000, 10_000, 100_000, 1_000_000)
-COHORTS = (10, 30, 100, 300, 1000)
+COUNTS = (10, 30, 100, 300, 1000)
 ROUNDS = 20
 
 
@@ -96,7 +96,7 @@ def one_population(population: int, asked: int) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         model = logistic()
-        app = client_app(Clients(model, Path(folder)).client_fn, hosts=population, cohort="auto")
+        app = client_app(Clients(model, Path(folder)).client_fn, hosts=population, stack="auto")
         started = time.perf_counter()
         grid = InProcessGrid(app, population, hosts=1)
         one = strategy(population, asked, callbacks=[note])
@@ -123,7 +123,7 @@ def scale(folder: Path) -> list[list[str]]:
     E 5, one process that hosts all, states in a directory: seconds of a round (median and range of
     20), of the first, and peak memory."""
     rows = [["clients", "a round", "first round, s", "round, s", "peak memory, MB"]]
-    cells = [(many, 100) for many in POPULATIONS] + [(10_000, asked) for asked in COHORTS]
+    cells = [(many, 100) for many in POPULATIONS] + [(10_000, asked) for asked in COUNTS]
     found = []
     for population, asked in cells:
         made = in_a_process(population, asked)
@@ -148,8 +148,8 @@ def rounds(folder: Path, population: int = 1000, asked: int = 100) -> list[list[
         def data(self, client: int) -> tuple[torch.Tensor, torch.Tensor]:
             return data[client]
 
-    def engine(cohort: Any, hosts: int) -> Any:
-        app = client_app(Ready(model).client_fn, hosts=population if hosts else None, cohort=cohort)
+    def engine(stack: Any, hosts: int) -> Any:
+        app = client_app(Ready(model).client_fn, hosts=population if hosts else None, stack=stack)
         grid = InProcessGrid(app, population, hosts=hosts)
         one = strategy(population, asked, hosted=bool(hosts))
         initial = ArrayRecord(model.state_dict())
@@ -174,7 +174,7 @@ def rounds(folder: Path, population: int = 1000, asked: int = 100) -> list[list[
             "plain PyTorch loop": loop,
             "a node for each client": engine("off", 0),
             "one host, one by one": engine("off", 1),
-            "one host, a cohort": engine("auto", 1),
+            "one host, stacked": engine("auto", 1),
         },
         9,
     )

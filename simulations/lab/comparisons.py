@@ -88,7 +88,7 @@ def fedadmm_needs(
             "batch-size": BATCH_SIZES[partition],
             "momentum": 0.0,
             "model": model,
-            "cohort": "auto",
+            "stack": "auto",
         },
         rates=(0.1, 0.5),
         curves=("round",),
@@ -156,7 +156,7 @@ def _comparison(name: str, data: str, figure: Figure, ours: str, rules: dict[str
             "random-epochs": "false",
             "momentum": 0.0,
             "model": "logistic",
-            "cohort": "auto",
+            "stack": "auto",
         },
         rates=(0.03, 0.1, 0.3, 1.0),
     )

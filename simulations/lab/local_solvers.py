@@ -46,7 +46,7 @@ def at(name: str, what: str, rules: dict[str, Rule], alpha: float, **config: Any
             "batch-size": 64,
             "momentum": 0.0,
             "evaluate-every": 2,
-            "cohort": "auto",
+            "stack": "auto",
             **config,
         },
         line=Line(name, "alpha", alpha),

@@ -149,7 +149,7 @@ def deciding(
         seeds=(1, 2, 3),
         impossible="",
     )
-    small = {"model": "mlp", "autocast": "", "rounds": rounds // 2, "cohort": "auto"}
+    small = {"model": "mlp", "autocast": "", "rounds": rounds // 2, "stack": "auto"}
     return setting._replace(
         tuned_by=setting._replace(name=f"{setting.name}-rates", config={**config, **small})
     )
@@ -257,7 +257,7 @@ def q_fedavg(figure: Figure) -> Setting:
             "random-epochs": "false",
             "batch-size": 10,
             "momentum": 0.0,
-            "cohort": "auto",
+            "stack": "auto",
         },
         rates=(0.01, 0.03, 0.1, 0.3),
     )
@@ -302,7 +302,7 @@ def fedpd_writers() -> Setting:
             "batch-size": 2,
             "momentum": 0.0,
             "gradient-norm": "false",
-            "cohort": "auto",
+            "stack": "auto",
         },
         seeds=(1, 2, 3),
         curves=("round", "exchanges"),

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from cohorts import (
+from flwr.app import Context, RecordDict
+from laws import Row, local
+from stacked_runs import (
     EXACT,
     ROWS,
     assert_alike,
@@ -25,9 +28,7 @@ from cohorts import (
     stacked,
     start,
 )
-from cohorts import nothing_was_said as nothing_was_said
-from flwr.app import Context, RecordDict
-from laws import Row, local
+from stacked_runs import nothing_was_said as nothing_was_said
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -39,8 +40,8 @@ from clients import (
     FlatModel,
     Problem,
 )
-from clients.cohort import fit_cohort
-from clients.learning.stack import obstacle
+from clients.stacking.fit import fit_all
+from clients.stacking.obstacles import obstacle
 
 # ---- what is trained one by one -----------------------------------------------------------------
 
@@ -163,13 +164,15 @@ def test_any_mean_over_samples_is_stacked(loss: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "chunk", "reason"),
     [
-        ("per-fedavg", {"solver": "sgd"}, 99, "per-fedavg draws masks beside"),
-        ("fedavg", {"solver": "delta-sgd"}, 99, "delta-sgd draws masks beside"),
-        ("fedavg", {"residual": 0.0}, 99, "residual draws masks beside"),
+        ("per-fedavg", {"solver": "sgd"}, 99, "per-fedavg draws masks in addition"),
+        ("per-fedbc", {"solver": "sgd"}, 99, "per-fedbc draws masks in addition"),
+        ("scaffold", {"solver": "sgd"}, 99, "scaffold draws masks in addition"),
+        ("fedavg", {"solver": "delta-sgd"}, 99, "delta-sgd draws masks in addition"),
+        ("fedavg", {"residual": 0.0}, 99, "residual draws masks in addition"),
         ("fedavg", {}, 2, "samples are computed in parts"),
     ],
 )
-def test_masks_beside_those_of_local_steps_are_drawn_one_by_one(
+def test_clients_that_draw_masks_in_addition_to_those_of_local_steps_are_trained_one_by_one(
     name: str,
     settings: dict[str, Any],
     chunk: int,
@@ -177,8 +180,9 @@ def test_masks_beside_those_of_local_steps_are_drawn_one_by_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     problems = classified(nn.Sequential(nn.Dropout(0.5), smooth()).double(), sizes=(7, 12, 3))
-    with mock.patch("clients.cohort.CHUNK", chunk):
-        assert_the_same_bits(ROWS[name], problems, reason, caplog, **settings)
+    with mock.patch("clients.stacking.fit.CHUNK", chunk):
+        option = {"option": "I"} if name == "scaffold" else {}
+        assert_the_same_bits(ROWS[name], problems, reason, caplog, option, **settings)
 
 
 def test_solvers_that_are_not_stacked_are_run_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
@@ -194,9 +198,10 @@ def assert_the_same_bits(
     problems: Sequence[Problem],
     reason: str,
     caplog: pytest.LogCaptureFixture,
+    hyperparameters: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> None:
-    made, options = clients_of(problems), {"local": local(**settings)}
+    made, options = clients_of(problems), {"local": local(**settings), **hyperparameters}
     with caplog.at_level(logging.INFO, "flwr"):
         caplog.clear()
         found = run(row, stacked(made, len(problems)), problems, **options)
@@ -227,7 +232,7 @@ def test_a_client_class_of_ones_own_is_asked_itself() -> None:
 
     problems = classified(smooth())
     clients = [Mine(p, client_id=i) for i, p in enumerate(problems)]
-    outcomes = fit_cohort(clients, start(problems), [{}] * len(clients), cohort=9)
+    outcomes = fit_all(clients, start(problems), [{}] * len(clients), stack=9)
     assert all(samples == 7 for _, samples, _ in outcomes)  # type: ignore[misc]
 
 
@@ -235,7 +240,7 @@ def test_negative_targets_which_a_mean_leaves_out_are_not_stacked() -> None:
     problems = classified(smooth())
     problems[0].targets[0] = -100
     clients = [FedAvgClient(p, client_id=i) for i, p in enumerate(problems)]
-    outcomes = fit_cohort(clients, start(problems), [{}] * len(clients), cohort=9)
+    outcomes = fit_all(clients, start(problems), [{}] * len(clients), stack=9)
     alone = [client.fit(start(problems), {}) for client in clients]
     for (mine, *_), (theirs, *_) in zip(outcomes, alone, strict=True):  # type: ignore[misc]
         assert all(map(np.array_equal, mine, theirs))
@@ -263,7 +268,7 @@ def test_a_client_that_fails_takes_no_other_with_it() -> None:
     configs[3]["steps"] = 2
     clients.append(made(4))
     configs.append({**ASKED, "algorithm": "fedfoo"})
-    outcomes = fit_cohort(clients, start(problems), configs, cohort=9)
+    outcomes = fit_all(clients, start(problems), configs, stack=9)
     words = {
         1: "give them a store",
         2: "rho must be > 0",
@@ -297,7 +302,7 @@ def test_a_store_that_fails_in_the_end_fails_its_client_alone() -> None:
         save(self, *args)
 
     with mock.patch.object(ContextStore, "save", full):
-        outcomes = fit_cohort(clients, start(problems), [ASKED] * len(clients), cohort=9)
+        outcomes = fit_all(clients, start(problems), [ASKED] * len(clients), stack=9)
     assert [isinstance(outcome, OSError) for outcome in outcomes] == [False, False, True] + 2 * [
         False
     ]
@@ -307,9 +312,9 @@ def test_what_fails_on_a_stack_is_trained_one_by_one(caplog: pytest.LogCaptureFi
     problems = classified(smooth())
     clients = [FedAvgClient(p, client_id=i) for i, p in enumerate(problems)]
     asked = {"server-round": 1, "seed": 2}
-    broken = mock.patch("clients.learning.stacked.plan", side_effect=RuntimeError("no rule"))
+    broken = mock.patch("clients.stacking.solve.plan", side_effect=RuntimeError("no rule"))
     with broken, caplog.at_level(logging.INFO, "flwr"):
-        outcomes = fit_cohort(clients, start(problems), [asked] * len(clients), cohort=9)
+        outcomes = fit_all(clients, start(problems), [asked] * len(clients), stack=9)
     assert "one by one: RuntimeError: no rule" in caplog.text
     for client, outcome in zip(clients, outcomes, strict=True):
         assert not isinstance(outcome, Exception)

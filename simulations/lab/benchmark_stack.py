@@ -15,12 +15,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from clients import FedAvgClient, FlatModel, Problem
-from clients.cohort import fit_cohort
-from clients.learning import choice
+from clients.stacking import choice
+from clients.stacking.fit import fit_all
 from fl_strategies.core.randomness import stream
 from simulations import models
 
-SAMPLES, EPOCHS, BATCHES, COHORTS = 50, 2, (10, 50), (5, 10, 30, 100)
+SAMPLES, EPOCHS, BATCHES, COUNTS = 50, 2, (10, 50), (5, 10, 30, 100)
 """Of a client; mini-batch sizes, of which a row has the lesser gain; clients of a stack."""
 
 MODELS: dict[str, tuple[tuple[int, ...], Callable[[tuple[int, ...]], nn.Module]]] = {
@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[tuple[int, ...], Callable[[tuple[int, ...]], nn.Module]]
 
 def gain(model: FlatModel, shape: tuple[int, ...], clients: int, batch_size: int) -> float:
     """Return how many times faster a stack trains FedAvg's clients: the median of five turns."""
-    rng = stream(0, "benchmark-cohort")
+    rng = stream(0, "benchmark-stack")
     x = torch.from_numpy(rng.normal(size=(clients * SAMPLES, *shape)).astype(np.float32))
     x, y = x.to(model.vector.device), torch.from_numpy(rng.integers(10, size=len(x)))
     rows = torch.split(torch.arange(len(x)), SAMPLES)
@@ -64,9 +64,9 @@ def gain(model: FlatModel, shape: tuple[int, ...], clients: int, batch_size: int
     on_gpu = model.vector.device.type == "cuda"
     clock = time.perf_counter if on_gpu else time.process_time
 
-    def seconds(cohort: choice.Setting) -> float:
+    def seconds(stack: choice.Setting) -> float:
         started = clock()
-        fit_cohort(members, arrays, configs, cohort=cohort)  # uploads are on the host when it ends
+        fit_all(members, arrays, configs, stack=stack)  # uploads are on the host when it ends
         return clock() - started
 
     ratios = []
@@ -76,22 +76,22 @@ def gain(model: FlatModel, shape: tuple[int, ...], clients: int, batch_size: int
     return statistics.median(ratios)
 
 
-def cohort(folder: Path) -> list[list[str]]:
+def stack(folder: Path) -> list[list[str]]:
     """Gain of a stack over one by one, FedAvg, 50 samples a client, CPU time or a GPU's; the
-    lesser of that with B = 10 and B = 50. Written to clients/learning/cohort.json."""
+    lesser of that with B = 10 and B = 50. Written to clients/stacking/gains.json."""
     torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = [row for row in choice.table() if row["device"] != device.type]
-    rows = [["model", "kind", "d", *(f"{clients} clients" for clients in COHORTS)]]
+    rows = [["model", "kind", "d", *(f"{clients} clients" for clients in COUNTS)]]
     for name, (shape, build) in MODELS.items():
         model = FlatModel(build(shape), device=device)
         kind, d = choice.kind_of(model.module), len(model.vector)
-        gains = [min(gain(model, shape, n, size) for size in BATCHES) for n in COHORTS]
+        gains = [min(gain(model, shape, n, size) for size in BATCHES) for n in COUNTS]
         rows.append([name, kind, f"{d:,}", *(f"{g:.2f}" for g in gains)])
         found += [
             {"device": device.type, "kind": kind, "d": d, "clients": n, "gain": round(g, 2)}
-            for n, g in zip(COHORTS, gains, strict=True)
+            for n, g in zip(COUNTS, gains, strict=True)
         ]
     lines = ",\n".join(f" {json.dumps(row)}" for row in found)
-    Path(choice.__file__).with_name("cohort.json").write_text(f"[\n{lines}\n]\n")
+    Path(choice.__file__).with_name("gains.json").write_text(f"[\n{lines}\n]\n")
     return rows

@@ -6,7 +6,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from cohorts import (
+from laws import local
+from stacked_runs import (
     ROWS,
     assert_alike,
     classified,
@@ -14,17 +15,16 @@ from cohorts import (
     smooth,
     start,
 )
-from cohorts import nothing_was_said as nothing_was_said
-from laws import local
+from stacked_runs import nothing_was_said as nothing_was_said
 
 from clients import (
     FedAvgClient,
     FlatModel,
     client_app,
-    cohort,
 )
-from clients.cohort import fit_cohort
-from clients.learning import choice
+from clients.learning.memory import client_bytes
+from clients.stacking import choice, fit
+from clients.stacking.fit import fit_all
 
 # ---- how many at once ---------------------------------------------------------------------------
 
@@ -33,23 +33,23 @@ from clients.learning import choice
 def test_several_stacks_make_what_one_makes(most: int, memory: int) -> None:
     settings = local(solver="sgd", **{"batch-size": 5})
     problems = classified(smooth(), sizes=(7, 12, 3, 16))
-    steps = mock.patch("clients.cohort._steps", wraps=cohort._steps)
-    with mock.patch.object(cohort, "MEMORY", memory), steps as stacks:
-        assert_alike(ROWS["fedadmm"], problems, local=settings, cohort=most)
+    steps = mock.patch("clients.stacking.fit.stacked_steps", wraps=fit.stacked_steps)
+    with mock.patch.object(fit, "MEMORY", memory), steps as stacks:
+        assert_alike(ROWS["fedadmm"], problems, local=settings, stack=most)
     assert {len(call.args[0]) for call in stacks.call_args_list} == {2}
 
 
 def test_the_memory_that_is_stated_bounds_the_vectors_of_a_stack() -> None:
     problems = classified(smooth(), sizes=(4,) * 40)
     vector = problems[0].model.vector
-    each = sum(cohort.client_bytes(problems[0], 4))
+    each = sum(client_bytes(problems[0], 4))
     assert each >= 12 * vector.numel() * vector.element_size()
     seen: list[int] = []
     with mock.patch(
-        "clients.cohort._stacked", lambda some, *_: seen.append(len(some)) or [0] * len(some)
+        "clients.stacking.fit._stacked", lambda some, *_: seen.append(len(some)) or [0] * len(some)
     ):
         clients = [FedAvgClient(p, client_id=i) for i, p in enumerate(problems)]
-        fit_cohort(clients, start(problems), [{}] * 40, cohort=1000, memory=13 * each)
+        fit_all(clients, start(problems), [{}] * 40, stack=1000, memory=13 * each)
     assert seen == [13, 13, 13, 1]
 
 
@@ -98,9 +98,9 @@ def test_who_works_much_longer_is_in_no_stack() -> None:
     clients = [FedAvgClient(p, client_id=i) for i, p in enumerate(problems)]
     table = mock.patch.object(choice, "table", return_value=rows(("cpu", "dense", 100, 5, 4.0)))
     choice._costs.cache_clear()
-    stacks = mock.patch("clients.cohort._stacked", side_effect=lambda some, *_: some)
-    with table, stacks as stacked, mock.patch("clients.cohort._alone") as alone:
-        fit_cohort(clients, start(problems), [{}] * 13, cohort="auto")
+    stacks = mock.patch("clients.stacking.fit._stacked", side_effect=lambda some, *_: some)
+    with table, stacks as stacked, mock.patch("clients.stacking.fit._alone") as alone:
+        fit_all(clients, start(problems), [{}] * 13, stack="auto")
     choice._costs.cache_clear()
     assert [call.args[0].client_id for call in alone.call_args_list] == [0]
     assert [[c.client_id for c, _ in call.args[0]] for call in stacked.call_args_list] == [
@@ -117,10 +117,10 @@ def cost_of(steps: list[int], alone: int) -> float:
 
 @pytest.mark.parametrize("setting", ["on", 1, 0, -3, 2.5, True, None])
 def test_an_unknown_setting_is_refused(setting: Any) -> None:
-    with pytest.raises(ValueError, match="cohort must be"):
-        fit_cohort([], [], [], cohort=setting)
-    with pytest.raises(ValueError, match="cohort must be"):
-        client_app(clients_of([]), hosts=3, cohort=setting)
+    with pytest.raises(ValueError, match="stack must be"):
+        fit_all([], [], [], stack=setting)
+    with pytest.raises(ValueError, match="stack must be"):
+        client_app(clients_of([]), hosts=3, stack=setting)
 
 
 def test_the_committed_table_has_the_readme_settings() -> None:

@@ -12,25 +12,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cohorts import (
+from laws import TABLE, Row, local
+from stacked_runs import (
     ROWS,
     SINGLE,
     assert_alike,
     classified,
     smooth,
 )
-from cohorts import nothing_was_said as nothing_was_said
-from laws import TABLE, Row, local
+from stacked_runs import nothing_was_said as nothing_was_said
 from torch import Tensor, nn
 from torch.func import vmap
 
 from clients import (
-    CLIENTS,
     FlatModel,
     Problem,
 )
-from clients.learning import choice
-from clients.learning.masks import Masks, masked
+from clients.stacking import choice
+from clients.stacking.masks import Masks, masked
 
 # ---- every algorithm ----------------------------------------------------------------------------
 
@@ -126,7 +125,7 @@ def test_clients_have_tensors_in_common_or_their_own() -> None:
 
 
 def test_samples_beyond_a_chunk_go_through_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clients.learning.stack.CHUNK", 6)
+    monkeypatch.setattr("clients.stacking.stack.CHUNK", 6)
     for row, others in (("scaffold", {"option": "I"}), ("q-fedavg", {}), ("moon", {"mu": 5.0})):
         settings = local(solver="sgd", residual=0.0, **{"batch-size": 4})
         assert_alike(ROWS[row], classified(smooth()), local=settings, **others)
@@ -229,7 +228,8 @@ DROPOUT: dict[str, Any] = {
     ),
     "in a module": Dropping,
 }  # fmt: skip
-SOLVING = [row for row in TABLE if CLIENTS[row.name].only_solves]
+SOLVING = [row for row in TABLE if row.name not in ("fedpd-vr", "per-fedavg", "per-fedbc")]
+"""The algorithms whose rules draw masks for mini-batches of local steps alone."""
 
 
 @pytest.mark.parametrize("place", DROPOUT)

@@ -1,8 +1,8 @@
 """Which clients are trained as a stack. A committed table decides, never a timing of the run.
 
-``cohort.json`` says how many times faster a stack was than clients trained one by one. Its rows
+``gains.json`` says how many times faster a stack was than clients trained one by one. Its rows
 name the kind of device, the kind of model, the number d of parameters and the number of clients;
-``python -m simulations.lab.benchmark cohort`` writes the file. So a run's settings fix which
+``python -m simulations.lab.benchmark stack`` writes the file. So a run's settings fix which
 clients are stacked, on any machine.
 """
 
@@ -48,7 +48,7 @@ def kind_of(module: nn.Module) -> str:
 def table() -> list[dict[str, Any]]:
     """Return the rows: ``device``, ``kind``, ``d``, ``clients``, ``gain``."""
     rows: list[dict[str, Any]] = json.loads(
-        files("clients.learning").joinpath("cohort.json").read_text()
+        files("clients.stacking").joinpath("gains.json").read_text()
     )
     return rows
 
@@ -61,13 +61,11 @@ def measured_gain(device: str, kind: str, d: int, clients: int) -> float:
     return float(max(fewer, key=lambda row: row["clients"])["gain"]) if fewer else 0.0
 
 
-def check_setting(cohort: Any) -> None:
-    """Raise ``ValueError`` unless ``cohort`` is a valid setting."""
-    number = isinstance(cohort, int) and not isinstance(cohort, bool) and cohort >= 2
-    if cohort not in ("auto", "off") and not number:
-        raise ValueError(
-            f'cohort must be "auto", "off" or a whole number >= 2, got {shown(cohort)}'
-        )
+def check_setting(stack: Any) -> None:
+    """Raise ``ValueError`` unless ``stack`` is a valid setting."""
+    number = isinstance(stack, int) and not isinstance(stack, bool) and stack >= 2
+    if stack not in ("auto", "off") and not number:
+        raise ValueError(f'stack must be "auto", "off" or a whole number >= 2, got {shown(stack)}')
 
 
 def setting_of(text: str) -> Setting:

@@ -1,4 +1,4 @@
-"""MOON's loss for a stack of clients; the rule is in ``fl_strategies.moon``."""
+"""MOON's loss (``clients.moon.contrast``) for a stack of clients."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.func import vmap
-from torch.nn.functional import logsigmoid
 
-from clients.learning.means import of_each
-from clients.learning.stack import NONE, Stack
+from clients.learning.objective import Objective
+from clients.learning.problem import Problem
+from clients.moon import contrast, statistics_of, terms, warn_of_no_effect
+from clients.stacking.means import of_each
+from clients.stacking.stack import NONE, Stack
 from fl_strategies import moon
-from fl_strategies.core.log import LOGGER
 
 
 class Contrasts(Stack):
@@ -112,12 +113,31 @@ class Contrasts(Stack):
         return featured
 
 
-def terms(z: Tensor, q: Tensor) -> Tensor:
-    """Return (6) of each sample, by its features z [..., p] and its q [..., p]."""
-    return -logsigmoid(-moon.excess(z, q))
+def contrasts(stack: Stack, state: moon.State, theta: Tensor, *, mu: Any, tau: Any) -> Contrasts:
+    """Return (3) for a stack; the state and ``theta`` [clients, d] have a row for each client."""
+    made = Contrasts(stack, mu=mu)
+    made.set_directions(state, theta, tau=tau)
+    return made
 
 
-@functools.cache
-def warn_of_no_effect() -> None:
-    """Warn that MOON equals FedAvg with this model."""
-    LOGGER.warning("the model's features do not depend on its parameters: with it MOON is FedAvg")
+def bytes_of(problem: Objective) -> int:
+    """Return the bytes of q, and of the features of which it is made."""
+    inputs, targets = (part[:1] for part in problem.whole)
+    problem.model.module.eval()
+    with torch.no_grad():
+        _, z = problem.model.with_features(problem.forward, inputs, targets)
+    return 3 * len(problem) * z.numel() * z.element_size()
+
+
+def alone_in_trial(problem: Problem) -> Objective:
+    """Return the loss of one client, whose two fixed models differ."""
+    theta = problem.model.vector.clone()
+    state = moon.State(theta.flip(0), statistics_of(problem.model))  # any other model
+    return contrast(problem, state, theta, mu=1.0, tau=1.0)
+
+
+def stacked_in_trial(stack: Stack) -> Stack:
+    """Return the loss of :func:`alone_in_trial` for a stack."""
+    theta, kept = stack.model.vector, statistics_of(stack.model)
+    theta, w, kept = (v.expand(len(stack), -1) for v in (theta, theta.flip(0), kept))
+    return contrasts(stack, moon.State(w, kept), theta, mu=1.0, tau=1.0)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from clients.learning.plans import Generators, Plan, batch_size, column, plan
 from clients.learning.solvers import SOLVERS, precise
-from clients.learning.stack import Batches, Found, Numbers, Stack
+from clients.stacking.plans import Generators, Plan, batch_size, column, plan
+from clients.stacking.stack import Batches, Found, Numbers, Stack
 from fl_strategies import delta_sgd, sps
 from fl_strategies.core.local import LocalTraining, build
 from fl_strategies.core.oracle import Solved

@@ -16,9 +16,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from clients.learning.masks import Masks, dropouts
 from clients.learning.oracle import on_all
-from clients.learning.plans import (
+from clients.learning.problem import Problem
+from clients.learning.solvers import planned, precise
+from clients.stacking.forms import FORMS
+from clients.stacking.masks import Masks, dropouts
+from clients.stacking.plans import (
     Generators,
     Plan,
     batch_size,
@@ -27,24 +30,22 @@ from clients.learning.plans import (
     drawn_orders,
     laid_out,
 )
-from clients.learning.problem import Problem
-from clients.learning.solvers import planned, precise
-from clients.learning.stack import Batches, Numbers, Stack
-from clients.learning.stacked import solve
+from clients.stacking.solve import solve
+from clients.stacking.stack import Batches, Numbers, Stack
 from fl_strategies.core.local import LocalTraining
 from fl_strategies.core.oracle import Gradient, Solved
 from fl_strategies.core.subproblem import Subproblem
 
 
-class CohortOracle:
+class StackOracle:
     """The oracle of clients whose f_i are those of ``problems``, weight decay included.
 
     Parameters
     ----------
     problems : sequence of Problem
-        All have one model, loss and penalty, and none has an :func:`.stack.obstacle`.
+        All have one model, loss and penalty, and none has an :func:`.obstacles.obstacle`.
     training : LocalTraining
-        How all clients solve their subproblems; its solver is one of ``stacked.STACKED``.
+        How all clients solve their subproblems; its solver is one of ``solve.STACKED``.
     rngs : sequence of numpy.random.Generator
         The generator of each client's ``solve``.
     streams : callable
@@ -72,10 +73,13 @@ class CohortOracle:
         self._rngs, self._streams = rngs, streams
         self._draws: Iterator[Batches] | None = None
 
-    def on(self, stack: Stack) -> CohortOracle:
-        """Return a new oracle like this one for another stack; call it before the first use."""
+    def on(self, make: Callable[..., Any], *args: Any, **options: Any) -> StackOracle:
+        """As :meth:`.ClientOracle.on`; ``LookupError`` if the loss has no form for stacks."""
+        stacked = next((form.stacked for form in FORMS.values() if form.make is make), None)
+        if stacked is None:
+            raise LookupError(f"{make.__name__} has no form for stacks")
         other = copy.copy(self)
-        other.stack = stack
+        other.stack = stacked(self.stack, *args, **options)
         return other
 
     @property

@@ -9,7 +9,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from cohorts import (
+from flwr.app import Context, RecordDict
+from laws import local
+from stacked_runs import (
     EXACT,
     ROWS,
     assert_alike,
@@ -21,16 +23,15 @@ from cohorts import (
     stacked,
     start,
 )
-from cohorts import nothing_was_said as nothing_was_said
-from flwr.app import Context, RecordDict
-from laws import local
+from stacked_runs import nothing_was_said as nothing_was_said
 from torch import Tensor, nn
 
-from clients import ContextStore, FlatModel, MOONClient, Problem, cohort
+from clients import ContextStore, FlatModel, MOONClient, Problem
 from clients import moon as moon_module
-from clients.cohort import fit_cohort
-from clients.learning.stack import Stack
-from clients.moon import contrasts
+from clients.learning.memory import client_bytes
+from clients.stacking.fit import fit_all
+from clients.stacking.moon import bytes_of, contrasts
+from clients.stacking.stack import Stack
 from fl_strategies import moon
 
 
@@ -65,16 +66,16 @@ def test_gradients_of_a_stack_are_each_clients(build: Any, shared: bool) -> None
     state = moon.State(w, torch.from_numpy(rng.normal(size=(count, b))))
     asked = {"mu": rng.uniform(1.0, 5.0, (count, 1)), "tau": rng.uniform(0.2, 1.0, (count, 1))}
     columns = {name: torch.from_numpy(column) for name, column in asked.items()}
-    with mock.patch("clients.learning.stack.CHUNK", 6):
-        made = contrasts(Stack(problems), state, theta, columns)
+    with mock.patch("clients.stacking.stack.CHUNK", 6):
+        made = contrasts(Stack(problems), state, theta, **columns)
     model.module.train()
     found = made.full_gradient(v)
     chosen = np.array([3, 1])
     of_two = made.full_gradient(v[torch.from_numpy(chosen)], chosen)
     for i, problem in enumerate(problems):
         mine = moon.State(*(vectors[i] for vectors in state))
-        config = {name: float(column[i, 0]) for name, column in asked.items()}
-        alone = MOONClient(problem, client_id=i).contrast(mine, theta[i], config)
+        options = {name: float(column[i, 0]) for name, column in asked.items()}
+        alone = moon_module.contrast(problem, mine, theta[i], **options)
         model.vector.copy_(v[i])
         model.module.train()
         alone.gradient(*alone.whole)
@@ -101,7 +102,7 @@ def test_a_request_may_give_each_client_its_own_weight_and_temperature() -> None
             asked = {"server-round": number, "acked-round": number - 1 or -1, "seed": 2,
                      "batch-size": 5, "epochs": 2, "lr": 0.1}  # fmt: skip
             configs = [asked | {"mu": 1.0 + i, "tau": 0.2 + 0.1 * i} for i in range(len(clients))]
-            outcomes = fit_cohort(clients, arrays, configs, cohort=setting)
+            outcomes = fit_all(clients, arrays, configs, stack=setting)
             assert not any(isinstance(outcome, Exception) for outcome in outcomes)
         uploads[setting] = [outcome[0] for outcome in outcomes]  # type: ignore[index]
     for mine, theirs in zip(uploads[9], uploads["off"], strict=True):
@@ -112,15 +113,15 @@ def test_features_count_towards_the_memory_of_a_stack() -> None:
     """Five features of 400 samples in three places, and 8 bytes for each number."""
     problems = classified(smooth(), sizes=(400,) * 4)
     clients = [MOONClient(p, client_id=i) for i, p in enumerate(problems)]
-    assert clients[0].stacked_bytes() == 3 * 400 * 5 * 8
-    own = sum(cohort.client_bytes(problems[0], 5))
+    assert bytes_of(problems[0]) == 3 * 400 * 5 * 8
+    own = sum(client_bytes(problems[0], 5))
     asked = {"batch-size": 5, "mu": 1.0, "tau": 0.5}
     seen: list[int] = []
     with mock.patch(
-        "clients.cohort._stacked", lambda some, *_: seen.append(len(some)) or [0] * len(some)
+        "clients.stacking.fit._stacked", lambda some, *_: seen.append(len(some)) or [0] * len(some)
     ):
-        memory = 2 * (own + clients[0].stacked_bytes())
-        fit_cohort(clients, start(problems), [asked] * 4, cohort=9, memory=memory)
+        memory = 2 * (own + bytes_of(problems[0]))
+        fit_all(clients, start(problems), [asked] * 4, stack=9, memory=memory)
     assert seen == [2, 2]
 
 

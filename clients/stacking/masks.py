@@ -13,11 +13,16 @@ import torch
 from torch import Tensor, nn
 
 
+class FurtherMasks(RuntimeError):
+    """Raised where a rule needs other masks than those of its local steps' mini-batches."""
+
+
 class Masks:
     """Draws the masks of a stack's clients, each from a generator that has the client's seed.
 
     :meth:`of` says whose mini-batches are computed; without it, :meth:`dropped` raises
-    ``RuntimeError``. On a CPU the masks are those of ``torch.dropout`` on contiguous activations.
+    :class:`FurtherMasks`. On a CPU the masks are those of ``torch.dropout`` on contiguous
+    activations.
     """
 
     def __init__(self, seeds: Sequence[int]) -> None:
@@ -37,7 +42,7 @@ class Masks:
     def dropped(self, x: Tensor, p: float) -> Tensor:
         """Return the activations x [k, b, ...], each 0 with probability p; padding is 0."""
         if len(self._drawing) != len(x):
-            raise RuntimeError("masks are drawn for the mini-batches of local steps alone")
+            raise FurtherMasks("dropout draws further masks than those of local steps")
         noise = torch.zeros(x.shape, dtype=x.dtype)
         for row, (generator, size) in zip(noise.unbind(), self._drawing, strict=True):
             row[:size].bernoulli_(1.0 - p, generator=generator)
@@ -62,8 +67,8 @@ class _Dropped(torch.autograd.Function):
 
 
 def _dropped(masks: Masks, p: float, x: Tensor) -> Tensor:
-    found: Tensor = _Dropped.apply(x, masks, p)
-    return found
+    dropped: Tensor = _Dropped.apply(x, masks, p)
+    return dropped
 
 
 def dropouts(module: nn.Module) -> list[nn.Dropout]:

@@ -9,7 +9,6 @@ weight 0.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
@@ -22,9 +21,12 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from clients.learning.layers import Forward, chain
-from clients.learning.masks import Masks, dropouts, masked
-from clients.learning.means import (
+from clients.learning.objective import CHUNK, called, right_of_each
+from clients.learning.problem import Problem, gathered
+from clients.learning.solvers import precise
+from clients.stacking.layers import Forward, chain
+from clients.stacking.masks import Masks, masked
+from clients.stacking.means import (
     NO_MEAN,
     TRIED,
     NoMean,
@@ -33,12 +35,6 @@ from clients.learning.means import (
     of_each,
     to_try,
 )
-from clients.learning.model import FlatModel
-from clients.learning.objective import CHUNK, Objective, called, right_of_each
-from clients.learning.problem import Problem, gathered
-from clients.learning.replay import seed_generators, without_trace
-from clients.learning.solvers import precise
-from fl_strategies.core.reasons import of_exception
 
 Numbers = npt.NDArray[np.int64]
 NONE: Mapping[str, Tensor] = MappingProxyType({})
@@ -63,7 +59,7 @@ class Found(NamedTuple):
 class Stack:
     """f_1, ..., f_k of ``problems``, as functions of stacked vectors w [k, d].
 
-    The problems share model, loss and penalty; :func:`obstacle` says whether a problem can be
+    The problems share model, loss and penalty; ``obstacles.obstacle`` says whether a problem can be
     stacked. Where a method takes ``who``, these are the numbers of the clients whose vectors are
     given. ``masks``, if set, draws the masks of the module's dropout.
     """
@@ -142,7 +138,7 @@ class Stack:
         with torch.enable_grad():
             losses, right = self._forward(leaves, batches, judged and self.classifies)
             slopes = torch.autograd.grad(losses.sum(), leaves, materialize_grads=True)
-        gradient, losses = self.model.stacked(slopes), losses.detach()
+        gradient, losses = joined(slopes), losses.detach()
         if self._penalty is not None:
             at = w.detach().requires_grad_()
             with torch.enable_grad():
@@ -169,7 +165,7 @@ class Stack:
             product = torch.zeros_like(v)
             if along.requires_grad:  # else the gradient is the same everywhere
                 pieces = torch.autograd.grad(along, leaves, materialize_grads=True)
-                product = self.model.stacked(pieces)
+                product = joined(pieces)
         if self._penalty is not None:
             at = w.detach().requires_grad_()
             with torch.enable_grad():
@@ -240,119 +236,7 @@ class Stack:
             return called(lambda x: functional_call(module, given, (x,)), inputs)
 
 
-# ---- what can be stacked ------------------------------------------------------------------------
-
-_TRIED: weakref.WeakKeyDictionary[FlatModel, dict[Any, str]] = weakref.WeakKeyDictionary()
-"""Obstacles that were found: by model, then by variant, loss and kind of inputs."""
-
-
-class Variant(NamedTuple):
-    """A loss that an algorithm makes of f, as a client alone has it and as a stack has it."""
-
-    alone: Callable[[Problem], Objective]
-    at_once: Callable[[Stack], Stack]
-
-
-PLAIN = Variant(lambda problem: problem, lambda stack: stack)
-
-
-def obstacle(problem: Objective, variant: Variant = PLAIN) -> str:
-    """Return why the problem's client must be trained alone, or "" if it can be stacked.
-
-    ``variant`` is the loss that the client's algorithm trains on.
-    """
-    if type(problem) is not Problem:
-        return f"a {type(problem).__name__} has no fixed samples or a loss of its own"
-    if problem.own_gradient:
-        return "it has a gradient of its own"
-    model = problem.model
-    if model.kept:
-        return f"arrays are each client's own ({model.kept[0]})"
-    if problem.autocast is not None:
-        return f"it runs in {problem.autocast}"
-    try:
-        hash((problem.loss, problem.penalty))
-    except TypeError as error:
-        return f"its loss and penalty tell what can be stacked, and one has no hash: {error}"
-    like = problem.inputs.shape[1:], problem.inputs.dtype, problem.targets.dtype
-    key = (variant, problem.loss, *like)
-    found = _TRIED.setdefault(model, {})
-    if key not in found:
-        found[key] = _of_module(model) or _of_trial(problem, variant)
-    return found[key]
-
-
-def activations(problem: Objective) -> int:
-    """Return how many numbers a sample needs in the model: its inputs and all layers' outputs."""
-    model, outputs = problem.model, [0]
-
-    def note(module: nn.Module, inputs: Any, output: Any) -> None:
-        outputs[0] += output.numel() if isinstance(output, Tensor) else 0
-
-    layers = [part for part in model.module.modules() if not any(part.children())]
-    hooks = [layer.register_forward_hook(note) for layer in layers]
-    try:
-        inputs, targets = (part[:1] for part in problem.whole)
-        model.module.eval()
-        with torch.no_grad():
-            problem.forward(inputs, targets)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return outputs[0] + inputs.numel()
-
-
-def _of_module(model: FlatModel) -> str:
-    device = model.vector.device.type
-    for part in model.module.modules():
-        name = type(part).__name__
-        if isinstance(part, nn.modules.batchnorm._BatchNorm):
-            return f"{name} looks at a whole mini-batch and keeps running statistics"
-        if isinstance(part, nn.RNNBase):
-            return f"torch.vmap does not take recurrent layers ({name})"
-        drops = isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0.0
-        if drops and (type(part) is not nn.Dropout or part.p == 1.0 or device != "cpu"):
-            return f"{name} on {device} draws masks that a stack does not"
-    return ""
-
-
-def _of_trial(problem: Problem, variant: Variant) -> str:
-    """Return why two stacked clients do not get the gradients of each alone, or "" if they do."""
-    model, (inputs, targets) = problem.model, problem.whole
-    other = next((i for i in range(1, len(targets)) if not targets[i].equal(targets[0])), 0)
-    pair = torch.tensor([0, other], device=targets.device)
-    problem = Problem(
-        model, problem.loss, gathered(inputs, pair), targets[pair], penalty=problem.penalty
-    )
-    before = model.vector.clone()
-    w = torch.randn(len(before), generator=torch.Generator().manual_seed(1)).to(before) / 20
-    with without_trace([before], model.module):
-        model.vector.copy_(w)
-        try:
-            both = Stack([problem, problem])
-            both.masks = Masks([1, 1]) if dropouts(model.module) else None
-            stack = variant.at_once(both)
-            alone = variant.alone(problem)
-            model.vector.copy_(w)
-            model.module.train()
-            x, y = alone.whole
-            numbers = np.array([[0, 1], [0, 1]])  # the first client's batch is one sample, padded
-            sizes = np.array([1, 2])
-            with both.masks.of(np.arange(2), sizes) if both.masks else nullcontext():
-                found, _ = stack.gradient(w.expand(2, -1), stack.batches(numbers, sizes))
-            for mine, count in zip(found, (1, 2), strict=True):
-                seed_generators(1, w.device)
-                alone.gradient(x[:count], y[:count])
-                apart, size = mine - model.gradient, model.gradient.norm()
-                if not apart.norm() <= torch.finfo(mine.dtype).eps ** 0.5 * size:
-                    return (
-                        "its loss is no mean over samples, a sample's depends on others, or a"
-                        " convolution's output has dropout"
-                    )
-        except NoMean as error:
-            return str(error)
-        except Exception as error:
-            return f"a trial stack fails: {of_exception(error)}"
-        finally:
-            model.vector.copy_(before)
-    return ""
+def joined(pieces: Sequence[Tensor]) -> Tensor:
+    """Return the vectors [clients, d] of pieces [clients, ...]: inverse of ``FlatModel.views``."""
+    flat = [p.movedim(-3, -1) if p.dim() == 5 else p for p in pieces]
+    return torch.cat([piece.reshape(len(piece), -1) for piece in flat], 1)

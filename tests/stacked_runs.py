@@ -24,17 +24,17 @@ from clients import (
     Problem,
     client_app,
 )
-from clients.learning import choice
 from clients.node.in_process import InProcessGrid
+from clients.stacking import choice
 
 Made = Callable[[Context], NumPyClient]
 
 CLASSES = 3
 
 
-def stacked(made: Made, clients: int, cohort: Any = 1000) -> InProcessGrid:
+def stacked(made: Made, clients: int, stack: Any = 1000) -> InProcessGrid:
     """Return the federation of one node, which trains the clients ``made(context)`` at once."""
-    app = client_app(made, hosts=[*range(clients)], cohort=cohort)
+    app = client_app(made, hosts=[*range(clients)], stack=stack)
     grid = InProcessGrid(app, clients, hosts=1)
     for context in grid.contexts.values():
         context.node_config["num-partitions"] = clients
@@ -145,15 +145,15 @@ def assert_alike(
     *,
     within: float = EXACT,
     training: Mapping[str, Any] | None = None,
-    cohort: int = 1000,
+    stack: int = 1000,
     **options: Any,
 ) -> None:
     """Models, metrics and states of both are the same, and no client was trained alone."""
     made = clients_of(problems, **(training or {}))
     alone = one_by_one(made, len(problems))
-    at_once = stacked(made, len(problems), cohort)
+    at_once = stacked(made, len(problems), stack)
     expected = run(row, alone, problems, **options)
-    with mock.patch("clients.cohort._alone", side_effect=AssertionError("trained alone")):
+    with mock.patch("clients.stacking.fit._alone", side_effect=AssertionError("trained alone")):
         found = run(row, at_once, problems, **options)
     assert relative(*(r.arrays.to_numpy_ndarrays() for r in (found, expected))) < within
     for turn, metrics in expected.train_metrics_clientapp.items():

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from clients.learning.solvers import planned, precise
-from clients.learning.stack import Batches, Numbers, Stack
+from clients.stacking.stack import Batches, Numbers, Stack
 from fl_strategies.core.local import LocalTraining
 
 Generators: TypeAlias = Sequence[np.random.Generator]

@@ -2,19 +2,19 @@
 
 from trials import of
 
-SOLVERS = "tests/test_cohort.py -x -k 'every_solver or pfedme_measures'"
-ALGORITHMS = "tests/test_cohort.py -x -k 'every_algorithm_on or variants or penalty or chunk'"
+SOLVERS = "tests/test_stacked.py -x -k 'every_solver or pfedme_measures'"
+ALGORITHMS = "tests/test_stacked.py -x -k 'every_algorithm_on or variants or penalty or chunk'"
 PATH = (
-    "tests/test_cohort.py tests/test_cohort_alone.py tests/test_cohort_choice.py"
+    "tests/test_stacked.py tests/test_stacked_alone.py tests/test_stacked_choice.py"
     " -x -k 'not every_algorithm and not every_solver'"
 )
 
 MOON = "tests/test_moon_stacks.py -x"
-DROPOUT = "tests/test_cohort.py tests/test_cohort_alone.py -x -k 'dropout or masks'"
+DROPOUT = "tests/test_stacked.py tests/test_stacked_alone.py -x -k 'dropout or masks'"
 
-COHORTS = [
+STACKS = [
     *of(
-        "clients/learning/stacked.py",
+        "clients/stacking/solve.py",
         SOLVERS,
         {
             "along.add_(w, alpha=training.weight_decay)": "pass",
@@ -33,7 +33,7 @@ COHORTS = [
         },
     ),
     *of(
-        "clients/learning/plans.py",
+        "clients/stacking/plans.py",
         SOLVERS,
         {
             "limits.append(limit or count * batches)": "limits.append(count * batches)",
@@ -41,9 +41,9 @@ COHORTS = [
             "return [np.arange(samples)] * epochs": "return [rng.permutation(samples)] * epochs",
         },
     ),
-    *of("clients/learning/stack.py", PATH, {"if not averages(self._loss)": "if False"}),
+    *of("clients/stacking/stack.py", PATH, {"if not averages(self._loss)": "if False"}),
     *of(
-        "clients/learning/stack.py",
+        "clients/stacking/stack.py",
         ALGORITHMS,
         {
             "share * self.gradient(w, piece)[0]": "self.gradient(w, piece)[0]",
@@ -54,7 +54,7 @@ COHORTS = [
         },
     ),
     *of(
-        "clients/learning/cohort.py",
+        "clients/stacking/oracle.py",
         ALGORITHMS,
         {
             "vector=after.vector - before.vector": "vector=after.vector",
@@ -63,7 +63,7 @@ COHORTS = [
         },
     ),
     *of(
-        "clients/learning/contrasts.py",
+        "clients/stacking/moon.py",
         MOON,
         {
             "np.repeat(self._starts - starts, self.sizes)": "np.repeat(starts, self.sizes)",
@@ -74,15 +74,15 @@ COHORTS = [
             "(self.model.views(w),": "(self.model.views(theta[at]),",
             "[torch.from_numpy(owners).to(like.device), 0]": "[0, 0] + 0 * self._row_at",
             "losses + mu * terms": "losses - mu * terms",
-            "return -logsigmoid(-moon": "return -logsigmoid(moon",
+            "return 3 * len(problem)": "return len(problem)",
             "self._q.index_select(0, samples.reshape(-1))": (
                 "self._q.index_select(0, self._row_at.take(samples.reshape(-1)))"
             ),
         },
     ),
-    *of("clients/cohort.py", MOON, {"+ members[order[0]][0].stacked_bytes()": ""}),
+    *of("clients/stacking/fit.py", MOON, {"form_of(type(largest)).bytes_of(largest.problem)": "0"}),
     *of(
-        "clients/learning/masks.py",
+        "clients/stacking/masks.py",
         DROPOUT,
         {
             "manual_seed(seed)": "manual_seed(0)",
@@ -94,49 +94,45 @@ COHORTS = [
         },
     ),
     *of(
-        "clients/learning/stacked.py",
+        "clients/stacking/solve.py",
         DROPOUT,
         {"stack.masks.of(numbers[:k],": "stack.masks.of(np.arange(k),"},
     ),
     *of(
-        "clients/cohort.py",
+        "clients/stacking/fit.py",
         DROPOUT,
         {
             "if size > CHUNK else": "if False else",
-            "if not client.only_solves:": "if False:",
             'if training.solver == "delta-sgd" or': "if",
         },
     ),
     *of(
-        "clients/learning/layers.py",
+        "clients/stacking/layers.py",
         DROPOUT,
         {"if layer.training and layer.p else x": "if layer.p else x"},
     ),
     *of(
-        "clients/learning/layers.py",
+        "clients/stacking/layers.py",
         MOON,
         {"features = inputs if place == places[-1]": "features = inputs if place == places[0]"},
     ),
     *of(
-        "clients/moon.py",
+        "clients/stacking/fit.py",
         MOON,
-        {
-            "return obstacle(self.problem, CONTRASTED)": "return obstacle(self.problem)",
-            "return 3 * len(self.problem)": "return len(self.problem)",
-        },
+        {"obstacle(client.problem, form_of(type(client)))": "obstacle(client.problem)"},
     ),
     *of(
-        "clients/cohort.py",
+        "clients/stacking/fit.py",
         PATH,
         {
             "member[0].check(member[1])": "pass",
             "order = order[alone:]": "pass",
-            "min(most, memory // each)": "most",
+            "min(most, memory // (sum(client_bytes(problem, int(size))) + further))": "most",
             "if CLIENTS.get(client.algorithm) is not type(client):": "if False:",
         },
     ),
     *of(
-        "clients/learning/choice.py",
+        "clients/stacking/choice.py",
         PATH,
         {
             'row["d"] >= d)': 'row["d"] <= d)',
