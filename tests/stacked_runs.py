@@ -25,7 +25,7 @@ from clients import (
     client_app,
 )
 from clients.node.in_process import InProcessGrid
-from clients.stacking import choice
+from fl_strategies.core.log import log_once
 
 Made = Callable[[Context], NumPyClient]
 
@@ -112,9 +112,9 @@ SINGLE = 2e-5
 
 @pytest.fixture(autouse=True)
 def nothing_was_said() -> Iterator[None]:
-    choice.say_once.cache_clear()
+    log_once.cache_clear()
     yield
-    choice.say_once.cache_clear()
+    log_once.cache_clear()
 
 
 def run(row: Row, federation: InProcessGrid, problems: Sequence[Problem], **options: Any) -> Result:

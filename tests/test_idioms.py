@@ -40,9 +40,10 @@ from clients import (
     solve,
 )
 from clients.node.in_process import InProcessGrid
-from clients.stacking import choice
+from clients.stacking.obstacles import obstacle
 from clients.stacking.oracle import StackOracle
-from clients.stacking.stack import joined, obstacle
+from clients.stacking.stack import joined
+from fl_strategies.core.log import log_once
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.subproblem import Subproblem
 
@@ -219,7 +220,7 @@ def test_a_repeated_pass_draws_the_masks_and_counts_the_batches_of_one(
         parts = [nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5)]
         return Convolved(nn.Sequential(*parts), 64)
 
-    choice.say_once.cache_clear()
+    log_once.cache_clear()
     model, twin = made(make, torch.float64)
     x, _ = IDIOMS["view"].samples(SAMPLES)
     with caplog.at_level(logging.INFO):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor
 
 from clients.learning.replay import Generators
-from clients.stacking.choice import say_once
+from fl_strategies.core.log import log_once
 
 VIEW_ERROR = "view size is not compatible with input tensor's size and stride"
 """How PyTorch's message begins."""
@@ -80,7 +80,7 @@ class Forward:
             found = forward(*args, **{name: _contiguous(value) for name, value in kwargs.items()})
         if not contiguous:
             self._contiguous[kind] = True
-            say_once(
+            log_once(
                 f"{type(module).__name__} views activations that are not contiguous: it computes"
                 " on contiguous filters and images, as outside FlatModel"
             )

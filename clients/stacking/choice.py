@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
-from fl_strategies.core.log import LOGGER
 from fl_strategies.core.schedules import shown
 
 if TYPE_CHECKING:
@@ -28,12 +27,6 @@ Setting: TypeAlias = Literal["auto", "off"] | int
 
 GAIN = 1.05
 """A stack is preferred where it is this many times faster."""
-
-
-@functools.cache
-def say_once(text: str) -> None:
-    """Log ``text`` once in a process."""
-    LOGGER.info(text)
 
 
 def kind_of(module: nn.Module) -> str:

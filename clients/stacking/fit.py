@@ -22,7 +22,7 @@ from clients.base import Begun, FederatedClient, Reply
 from clients.learning.memory import client_bytes
 from clients.learning.objective import CHUNK
 from clients.request import Arrays, Config
-from clients.stacking.choice import Setting, check_setting, kind_of, say_once, stacked_at
+from clients.stacking.choice import Setting, check_setting, kind_of, stacked_at
 from clients.stacking.forms import form_of
 from clients.stacking.masks import FurtherMasks, dropouts
 from clients.stacking.means import NoMean
@@ -31,6 +31,7 @@ from clients.stacking.plans import batch_size
 from clients.stacking.requests import FOR_EACH, shapes_of, stacked_steps
 from clients.stacking.solve import STACKED
 from fl_strategies.core.local import LocalTraining
+from fl_strategies.core.log import log_once
 from fl_strategies.core.reasons import of_exception
 
 Outcome: TypeAlias = Reply | Exception
@@ -118,7 +119,7 @@ def _kind(client: FederatedClient, config: Config) -> Any:
     problem = client.problem
     training, rounds = client.training.updated(config), tuple(client.rounds(config))
     if why := _obstacle(client, training, words := _words(config)):
-        say_once(f"clients are trained one by one: {why}")
+        log_once(f"clients are trained one by one: {why}")
         return None
     like = problem.inputs.shape[1:], problem.inputs.dtype, problem.targets.dtype  # type: ignore[attr-defined]
     return (
@@ -170,7 +171,7 @@ def _grouped(
     alone, most = stacked_at(stack, model, steps)
     how = "several at once" if alone < len(members) else "one by one"
     kind = f"{kind_of(model.module)}, d = {len(model.vector):,}, on {model.vector.device.type}"
-    say_once(f"stack = {stack}: clients are trained {how} (model: {kind})")
+    log_once(f"stack = {stack}: clients are trained {how} (model: {kind})")
     outcomes = {number: _alone(members[number][0], parameters, members[number][1])
                 for number in order[:alone]}  # fmt: skip
     order = order[alone:]
@@ -211,7 +212,7 @@ def _stacked(members: Sequence[Member], parameters: Arrays, memory: int) -> list
         try:
             steps = stacked_steps(trained, asked, starts, received, memory)
         except Exception as error:
-            say_once(f"clients are trained one by one: {_why_alone(error, *some[0])}")
+            log_once(f"clients are trained one by one: {_why_alone(error, *some[0])}")
             outcomes |= {n: _alone(members[n][0], parameters, members[n][1]) for n in numbers}
             continue
         for number, (client, config), made in zip(numbers, some, steps, strict=True):

@@ -7,6 +7,7 @@ look like Flower's, and ``FLWR_LOG_LEVEL`` acts on them. Handlers of the root lo
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -43,6 +44,12 @@ def _is_wanted(record: logging.LogRecord) -> bool:
 LOGGER.setLevel("DEBUG" if os.getenv("FLWR_LOG_LEVEL", "").upper() == "DEBUG" else "INFO")
 LOGGER.addHandler(_FlowersHandlers())
 LOGGER.addFilter(_is_wanted)
+
+
+@functools.cache
+def log_once(text: str) -> None:
+    """Log ``text`` once in a process."""
+    LOGGER.info(text)
 
 
 def mute_below(level: int) -> None:
