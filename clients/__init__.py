@@ -9,8 +9,8 @@ from clients.learning.delta_sgd import DeltaSGD
 from clients.learning.model import FlatModel
 from clients.learning.objective import Metrics, NoFixedSamples, Objective
 from clients.learning.oracle import ClientOracle
-from clients.learning.parts import all_but
 from clients.learning.problem import Problem
+from clients.learning.sharing import all_but
 from clients.learning.solvers import SOLVERS, solve
 from clients.learning.sps import SPS
 from clients.learning.streamed import StreamedProblem

@@ -292,8 +292,8 @@ ROUNDS = [
         },
     ),
     *of(
-        "clients/learning/parts.py",
-        "tests/test_parts.py tests/test_problem.py tests/test_flat_model.py",
+        "clients/learning/sharing.py",
+        "tests/test_sharing.py tests/test_problem.py tests/test_flat_model.py",
         {
             "t.requires_grad and n in shared": "n in shared",
             "n not in parameters and n in shared": "n not in parameters",
@@ -308,10 +308,10 @@ ROUNDS = [
     ),
     *of(
         "clients/learning/model.py",
-        "tests/test_parts.py tests/test_problem.py tests/test_flat_model.py",
+        "tests/test_sharing.py tests/test_problem.py tests/test_flat_model.py",
         {
             "given = self._first if arrays is None else arrays": "given = self._first",
-            "if name in parts.travelling]": "]",
+            "if name in roles.travelling]": "]",
             "return hashlib.sha256(text.encode()).hexdigest()[:16] if own else": "return",
             "self.shared + [p for": "[p for",
         },

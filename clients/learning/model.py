@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from clients.learning.arrays import copy_into, numpy_type, to_host, to_numpy
 from clients.learning.contiguous import contiguous_where_needed
-from clients.learning.parts import Patterns, digests, split
+from clients.learning.sharing import Patterns, digests, split
 from fl_strategies.core.layout import Layout
 from fl_strategies.core.near import hinted
 from fl_strategies.core.schedules import require
@@ -32,8 +32,8 @@ class FlatModel:
         Changed in place: its trained parameters become views of ``vector``. Two names of one tied
         parameter stay tied.
     train : str or sequence of str, optional
-        Patterns (:data:`.parts.Patterns`) of the parameters that are trained: "head" for the whole
-        module ``head``, "*lora_*" for adapters. Their ``requires_grad`` is set accordingly; by
+        Patterns (:data:`.sharing.Patterns`) of the parameters that are trained: "head" for all of
+        the module ``head``, "*lora_*" for adapters. Their ``requires_grad`` is set accordingly; by
         default the parameters that require gradients are trained. All other parameters are frozen:
         they do not travel, and clients whose frozen arrays differ from the server's are refused.
     share : str or sequence of str, optional
@@ -107,15 +107,15 @@ class FlatModel:
             for name, submodule in modules.items()
             if name == head or (head is None and isinstance(submodule, nn.Linear))
         ]
-        parts = split(self.module, train, share)
+        roles = split(self.module, train, share)
         trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         for name, parameter in trained.items():
             if not parameter.is_floating_point():
                 raise ValueError(f"parameter {name!r} has type {parameter.dtype}, not a float")
         if len(types := {str(parameter.dtype) for parameter in trained.values()}) > 1:
             raise ValueError(f"parameters have types {sorted(types)}: choose one by `dtype`")
-        self.shared = [p for name, p in trained.items() if name in parts.shared]
-        self._parameters = self.shared + [p for n, p in trained.items() if n in parts.local]
+        self.shared = [p for name, p in trained.items() if name in roles.shared]
+        self._parameters = self.shared + [p for n, p in trained.items() if n in roles.local]
         self.trained = torch.cat([p.detach().reshape(-1) for p in self._parameters])
         self.trained_gradient = torch.zeros_like(self.trained)
         d = sum(parameter.numel() for parameter in self.shared)
@@ -127,8 +127,8 @@ class FlatModel:
         self._attach_gradients()
         contiguous_where_needed(self.module)
         tensors = self.module.state_dict(keep_vars=True)
-        self.names = [name for name in tensors if name in parts.travelling]
-        self.buffers, self.kept = parts.buffers, parts.kept
+        self.names = [name for name in tensors if name in roles.travelling]
+        self.buffers, self.kept = roles.buffers, roles.kept
         self._all = {name: tensor.detach() for name, tensor in tensors.items()}
         self._tensors = {name: self._all[name] for name in self.names}
         self._first = {name: to_numpy(self._all[name]).copy() for name in self.kept}
@@ -141,7 +141,7 @@ class FlatModel:
                 for parameter in self.shared
                 if len(group := tuple(n for n, t in tensors.items() if t is parameter)) > 1
             ),
-            digests(self._all, parts.frozen),
+            digests(self._all, roles.frozen),
         )
         self.layout_options = {
             "buffers": self.buffers,

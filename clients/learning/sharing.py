@@ -29,7 +29,7 @@ with "!" excludes what it matches. If all patterns exclude, all other arrays are
 
 
 @dataclass(frozen=True)
-class Parts:
+class Roles:
     """Names of arrays, each in the module's order; of tied parameters all names."""
 
     shared: tuple[str, ...]
@@ -72,8 +72,8 @@ def all_but(module: nn.Module, *excluded: type[nn.Module] | str) -> tuple[str, .
     return tuple(patterns)
 
 
-def split(module: nn.Module, train: Patterns | None, share: Patterns | None) -> Parts:
-    """Return the parts of ``module``, by patterns; ``train`` is set at its parameters.
+def split(module: nn.Module, train: Patterns | None, share: Patterns | None) -> Roles:
+    """Return the roles of the arrays of ``module``; ``train`` is set at its parameters.
 
     Without ``train``, the parameters that require gradients are trained. Without ``share``, all
     arrays are shared except the frozen ones.
@@ -92,18 +92,18 @@ def split(module: nn.Module, train: Patterns | None, share: Patterns | None) -> 
     def those(which: Callable[[str, Tensor], bool]) -> tuple[str, ...]:
         return tuple(name for name, tensor in tensors.items() if which(name, tensor))
 
-    parts = Parts(
+    roles = Roles(
         those(lambda n, t: n in parameters and t.requires_grad and n in shared),
         those(lambda n, t: n in parameters and t.requires_grad and n not in shared),
         those(lambda n, t: n not in parameters and n in shared),
         those(lambda n, t: n not in parameters and n not in shared),
         those(lambda n, t: n in parameters and not t.requires_grad),
     )
-    if not parts.shared + parts.local:
+    if not roles.shared + roles.local:
         raise ValueError("the model has no trainable parameter")
-    if not parts.shared:
-        raise ValueError(f"the model shares no trainable parameter, of {_few(parts.local)}")
-    return parts
+    if not roles.shared:
+        raise ValueError(f"the model shares no trainable parameter, of {_few(roles.local)}")
+    return roles
 
 
 def matching(patterns: Patterns, names: Sequence[str], what: str) -> list[str]:

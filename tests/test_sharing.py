@@ -33,7 +33,7 @@ from clients import (
     client_app,
     client_id,
 )
-from clients.learning.parts import matching
+from clients.learning.sharing import matching
 from clients.node.in_process import InProcessGrid
 from clients.node.state import Owner
 from fl_strategies import FedAvg, NothingUsable
