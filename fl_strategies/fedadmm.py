@@ -204,6 +204,10 @@ class FedADMM(FederatedStrategy):
         from_origin = self.eta == "fraction" and self.tracking == "client"
         self.newcomer = self.newcomer or ("origin" if from_origin else "received")
 
+    @property
+    def model_from_state(self) -> bool:
+        return self.eta == "fraction"
+
     def begin(self, state: ServerState | None, round: Round, num_rounds: int) -> ServerState | None:
         if self.newcomer == "origin" and not round.acked:
             return ServerState(round.theta, np.zeros_like(round.theta))

@@ -69,6 +69,7 @@ notebooks/pages/quickstart
 notebooks/pages/flower-app
 notebooks/pages/algorithms/index
 notebooks/pages/solvers
+notebooks/pages/parts
 notebooks/pages/recipes/index
 ```
 
@@ -156,6 +157,7 @@ def setup(app: Sphinx) -> None:
     app.add_directive("hyperparameters", directives.Hyperparameters)
     app.add_directive("options", directives.EveryStrategy)
     app.add_directive("paragraphs", directives.Paragraphs)
+    app.add_directive("parts", directives.Parts)
     app.connect("source-read", page)
     app.connect("autodoc-process-docstring", docstring)
     app.connect("autodoc-skip-member", skip)

@@ -14,6 +14,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from fl_strategies import STRATEGIES, FederatedStrategy, apps
 from fl_strategies.core.hyperparameters import Hyperparameter
+from fl_strategies.parts import PARTS
 from fl_strategies.server.options import Options
 
 PACKAGES = ("fl_strategies", "clients")
@@ -138,6 +139,26 @@ class EveryStrategy(FromCode):
 
     def lines(self) -> list[str]:
         return declared(Options.declarations)
+
+
+class Parts(FromCode):
+    """``{parts} server_step``: those of a stage, with their hyperparameters."""
+
+    def lines(self) -> list[str]:
+        return parts(self.arguments[0])
+
+
+def parts(stage: str) -> list[str]:
+    """Return the table of a stage's parts, and of each part's hyperparameters, in MyST."""
+    found = [part for part in PARTS.values() if part.stage == stage]
+    lines = ["| part | name | what it does | paper |", "|---|---|---|---|"]
+    for part in found:
+        source = f"[{part.__name__}](/notebooks/api/{part.__module__}.rst)"
+        lines.append(f"| {source} | `{part.name}` | {part.about} | {part.paper} |")
+    for part in found:
+        if part.declarations:
+            lines += ["", f"`{part.__name__}`:", "", *declared(part.declarations)]
+    return lines
 
 
 def declared(found: Mapping[str, Hyperparameter]) -> list[str]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -21,6 +20,7 @@ from fl_strategies.core.near import listed, unknown, unknown_of
 from fl_strategies.core.params import format_params, parse_params
 from fl_strategies.core.plain import not_for_fine_tuning
 from fl_strategies.core.schedules import check, shown
+from fl_strategies.parts import PARTS, STAGES, Part, parse_part
 from simulations.models import MODELS, TEXT
 from simulations.partitions import KINDS
 
@@ -37,6 +37,11 @@ def key(default: Scalar, about: str) -> Any:
 
 def _names(where: str, names: Iterable[str]) -> str:
     return f"{', '.join(f'`{name}`' for name in names)}, see `{where}`"
+
+
+def _parts(stage: str) -> str:
+    known = [name for name, part in PARTS.items() if part.stage == stage]
+    return ", ".join(f"`{name}`" for name in known)
 
 
 class Unused(ValueError):
@@ -57,6 +62,7 @@ class RunConfig:
 
     algorithm: str = key("fedadmm", "one of `fl_strategies.STRATEGIES`")
     params: str = key("", "hyperparameters of the algorithm: `rho=0.01 eta=1:1.0;60:0.5`")
+    server_step: str = key("", f"part: one of {_parts('server_step')}, `adam lr=0.1`")
     dataset: str = key("digits", "short name, folder or Hub name, see `simulations.data`")
     dataset_params: str = key("", "options of the data set: `alpha=1 beta=1`")
     normalise: str = key("own", "image normalisation: `own`, `authors`, `none`")
@@ -161,7 +167,8 @@ class RunConfig:
         full = replace(self, **unset)
         params = parse_params(found.get("params", "")) | parse_params(self.params, "params")
         states = self.state_dir if self.stateful else ""  # others have none to put there
-        full = replace(full, params=format_params(params), state_dir=states)
+        texts: dict[str, Any] = {stage: str(part) for stage, part in self.parts.items()}
+        full = replace(full, params=format_params(params), state_dir=states, **texts)
         full.check()
         return full
 
@@ -215,6 +222,17 @@ class RunConfig:
     def stateful(self) -> bool:
         """Whether clients of the algorithm keep a state."""
         return CLIENTS[self.algorithm].state_type is not None
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """The parts around the algorithm, by stage."""
+        given = {base.stage: getattr(self, base.stage) for base in STAGES}
+        return {stage: parse_part(text, stage) for stage, text in given.items() if text}
+
+    @property
+    def rule(self) -> str:
+        """The name of the algorithm with its parts: ``fedprox+adam``."""
+        return "+".join([self.algorithm, *(part.name for part in self.parts.values())])
 
     def to_run_config(self) -> dict[str, Scalar]:
         """Return the keys and values as ``flwr run`` takes them."""
@@ -279,6 +297,7 @@ class RunConfig:
             lost_state=self.lost_state or None,  # type: ignore[arg-type]  # checked there
             local=local,
             **params,
+            **self.parts,  # type: ignore[arg-type]  # checked there
             **options,
         )
         if self.lr_decay:
@@ -332,65 +351,3 @@ def hyperparameters_of(algorithm: str) -> list[str]:
 def hyperparameter_defaults(algorithm: str) -> dict[str, Any]:
     """Return the algorithm's own hyperparameters, with their defaults."""
     return STRATEGIES[algorithm].hyperparameters()
-
-
-def configs_for(
-    algorithms: Sequence[str], params: Sequence[str], common: dict[str, Any], folder: Path
-) -> list[RunConfig]:
-    """Return one checked config per algorithm, before anything runs.
-
-    Each of ``params``, "name=value", goes to every algorithm that has the hyperparameter, but for
-    those that "algorithm.name=value" gives another. A hyperparameter that no algorithm has is
-    refused, and so are local settings that none uses; an algorithm that alone has no use for them
-    does not get them.
-    """
-    if wrong := sorted(set(algorithms) - STRATEGIES.keys()):
-        said = unknown(wrong, STRATEGIES)
-        raise ValueError(f"unknown algorithms {said}; known: {listed(sorted(STRATEGIES))}")
-    if len(set(algorithms)) < len(algorithms):
-        raise ValueError(f"each algorithm once, got {list(algorithms)}")
-    shared: dict[str, dict[str, Any]] = {algorithm: {} for algorithm in algorithms}
-    own: dict[str, dict[str, Any]] = {algorithm: {} for algorithm in algorithms}
-    known = {algorithm: hyperparameters_of(algorithm) for algorithm in algorithms}
-    for item in params:
-        owner, dot, _ = item.partition("=")[0].rpartition(".")
-        if dot and owner not in known:
-            said = unknown([owner], known)
-            raise ValueError(f"param {shown(item)}: no algorithm {said} here, which has {[*known]}")
-        asked = {owner: known[owner]} if dot else known
-        for name, value in parse_params(item[len(owner) + 1 :] if dot else item).items():
-            takers = [algorithm for algorithm, names in asked.items() if name in names]
-            if not takers:
-                said = unknown([name], sorted({n for names in asked.values() for n in names}))
-                raise ValueError(
-                    f"no algorithm here has the hyperparameter {said}; they have {asked}"
-                )
-            for algorithm in takers:
-                given = (own if dot else shared)[algorithm]
-                if name in given:
-                    raise ValueError(f"param {shown(item)} gives {algorithm} a second {name}")
-                given[name] = value
-    keeps = any(CLIENTS[algorithm].state_type is not None for algorithm in algorithms)
-    if not keeps and (states := common.get("state-dir")):
-        raise ValueError(f"state-dir is {shown(states)}, and no clients here keep a state")
-
-    def parsed(algorithm: str, settings: Mapping[str, Any]) -> RunConfig:
-        params = format_params(shared[algorithm] | own[algorithm])
-        about = {"algorithm": algorithm, "params": params, "output": str(folder / algorithm)}
-        return RunConfig.parse({**settings, **about})
-
-    found: dict[str, RunConfig | Unused] = {}
-    for algorithm in algorithms:
-        try:
-            found[algorithm] = parsed(algorithm, common)
-        except Unused as error:
-            found[algorithm] = error
-    useless = [one for one in found.values() if isinstance(one, Unused)]
-    if len(useless) == len(found):
-        raise useless[0]
-    return [
-        parsed(name, {k: v for k, v in common.items() if k not in one.names})
-        if isinstance(one, Unused)
-        else one
-        for name, one in found.items()
-    ]

@@ -96,7 +96,7 @@ class Progress:
 
     def __init__(self, config: RunConfig, folder: Path, quiet: bool = False) -> None:
         self.config, self.folder, self.quiet = config, folder, quiet
-        self.label = folder.name if config.output else config.algorithm
+        self.label = folder.name if config.output else config.rule
         self.started = self.saved = time.monotonic()
         self.arrays: ArrayRecord | None = None
         self.rows: list[dict[str, float]] = []
@@ -162,7 +162,7 @@ class Progress:
         missing = sum(_lost(row) for row in self.rows)
         asked = sum(row["clients-asked"] for row in self.rows)
         return Summary(
-            algorithm=self.config.algorithm,
+            algorithm=self.config.rule,
             final_accuracy=accuracies[-1] if accuracies else None,
             best_accuracy=max(accuracies, default=None),
             final_loss=finite([*tested.values()][-1]["test-loss"]) if tested else None,
@@ -203,7 +203,7 @@ def model_sha256(arrays: ArrayRecord) -> str:
 
 def results_folder(config: RunConfig) -> Path:
     """Make and return the run's results folder; raise ``ValueError`` if it cannot be written."""
-    name = f"{config.algorithm}-{Path(config.dataset).name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
+    name = f"{config.rule}-{Path(config.dataset).name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
     default = Path.home() / "fl-strategies-results" / name
     folder = Path(config.output).expanduser().absolute() if config.output else default
     writable(folder, "results folder")

@@ -81,7 +81,7 @@ def curve(config: RunConfig) -> list[Row]:
     spent = accumulate(row["seconds"] for row in history)
     return [
         {
-            "algorithm": config.algorithm,
+            "algorithm": config.rule,
             "seed": config.seed,
             "round": int(row.get("algorithm-round", row["round"])),
             "exchanges": int(row.get("exchanges", row["round"])),
@@ -121,7 +121,7 @@ def algorithm_row(configs: Sequence[RunConfig], summaries: Sequence[Mapping[str,
     runs = [run_figures(c, summary) for c, summary in zip(configs, summaries, strict=True)]
     first = configs[0]
     row: Row = {
-        "algorithm": first.algorithm,
+        "algorithm": first.rule,
         "seeds": " ".join(str(config.seed) for config in configs),
         "target": first.target,
         "reached": sum(run["rounds_to_target"] is not None for run in runs),
@@ -134,7 +134,8 @@ def algorithm_row(configs: Sequence[RunConfig], summaries: Sequence[Mapping[str,
     settings = f"{first.model}, {solver} lr {first.lr:g}, momentum {first.momentum:g}"
     params = hyperparameter_defaults(first.algorithm) | parse_params(first.params)
     shown = {name: value for name, value in params.items() if value not in (None, 0)}
-    return row | {"settings": f"{settings} {format_params(shown)}".strip()}
+    parts = [str(part) for part in first.parts.values()]
+    return row | {"settings": ", ".join([f"{settings} {format_params(shown)}".strip(), *parts])}
 
 
 def markdown(rows: Sequence[Row]) -> str:

@@ -14,11 +14,12 @@ from small_runs import compare, read
 
 from fl_strategies import STRATEGIES
 from fl_strategies.core.params import parse_params
-from simulations.config import RunConfig, configs_for, hyperparameter_defaults, hyperparameters_of
+from simulations.config import RunConfig, hyperparameter_defaults, hyperparameters_of
 from simulations.experiment import run_in_process
 from simulations.figures import draw_curves, panels_by_line
 from simulations.lab.compare import main
 from simulations.problems import dataset, parts, problem, validation_rows
+from simulations.rules import configs_for
 from simulations.tables import algorithm_row, curve, markdown, run_figures, score, tuned
 
 COUNTED = ("final_accuracy", "best_accuracy", "rounds_to_target", "bytes_up", "model_sha256")

@@ -9,10 +9,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from fl_strategies.core.params import format_params, parse_params
-from simulations.config import RunConfig, configs_for
+from simulations.config import RunConfig
 from simulations.lab.compare import main
 from simulations.lab.reproduce import run_cell, table
 from simulations.lab.studies import Cell, fedbcd_mnist
+from simulations.rules import configs_for
 
 
 def test_compare_runs_all_three_and_reports_the_time_and_own_accuracy(tmp_path: Path) -> None:

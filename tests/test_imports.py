@@ -196,6 +196,10 @@ FLOORS = {
         *("flwr", "torch", "clients", "simulations", "fl_strategies.server"),
         "fl_strategies.messages",
     },
+    "fl_strategies/parts": {
+        *("flwr", "torch", "clients", "simulations", "fl_strategies.server"),
+        "fl_strategies.messages",
+    },
     "fl_strategies/messages": {"torch", "clients", "simulations", "fl_strategies.server"},
     "fl_strategies/server": {"torch", "clients", "simulations", "fl_strategies.compat"},
     "fl_strategies/apps": {"simulations"},

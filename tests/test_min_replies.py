@@ -17,8 +17,9 @@ from fl_strategies import (
     FedBCDAsync,
     RoundInfo,
 )
-from simulations.config import RunConfig, configs_for
+from simulations.config import RunConfig
 from simulations.experiment import metrics_of
+from simulations.rules import configs_for
 
 
 @pytest.mark.parametrize(("strategy", "own"), [(FedAvg, {}), (FedBCDAsync, {"box": 5.0})])

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from simulations.config import RunConfig, configs_for
+from simulations.config import RunConfig
 from simulations.lab.report import write_report
+from simulations.rules import configs_for
 
 TABLE = """| algorithm | final accuracy | settings |
 |---|---|---|

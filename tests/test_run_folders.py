@@ -22,10 +22,11 @@ from clients import CLIENTS, StateError
 from clients.node.in_process import InProcessGrid
 from fl_strategies import RoundInfo
 from simulations.client_app import app
-from simulations.config import RunConfig, configs_for
+from simulations.config import RunConfig
 from simulations.experiment import run, run_in_process
 from simulations.figures import read_history
 from simulations.lab.compare import main
+from simulations.rules import configs_for
 
 
 def refused(error: type[Exception], said: str, config: RunConfig) -> None:

@@ -130,6 +130,10 @@ class FedBCDAsync(BookedStrategy):
         self.phases = Phases()
 
     @property
+    def model_from_state(self) -> bool:
+        return True  # the cloud servers' models
+
+    @property
     def many(self) -> int:
         """B, the cloud servers that mix in a round."""
         return -(-self.servers // 2) if self.first is None else self.first

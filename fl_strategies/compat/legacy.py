@@ -57,6 +57,7 @@ from fl_strategies.core.schedules import check
 from fl_strategies.messages.wire import decode
 from fl_strategies.server.composition import Caller
 from fl_strategies.server.replies import one_line
+from fl_strategies.server.stages import described, mean_of
 from fl_strategies.server.strategy import EvaluateFn, FederatedStrategy
 
 Failure: TypeAlias = tuple[ClientProxy, Any] | BaseException
@@ -114,8 +115,8 @@ def as_legacy(
 
 def _check_secure(strategy: FederatedStrategy, secure: SecAggPlusWorkflow) -> None:
     check("max_weight", secure.max_weight, low=1.0)
-    name = type(strategy).__name__
-    if not strategy.mean_of:
+    name = described(strategy)
+    if not mean_of(strategy):
         raise ValueError(
             f"{name} does not work with secure aggregation: the server learns only the mean of all"
             " uploads, and the rule needs more; FedAvg, FedProx, SCAFFOLD, FedADMM, FedDyn and"
@@ -216,7 +217,7 @@ class _LegacyStrategy(Strategy):
         self._take(parameters)
         if self.evaluate_fn is None or self._stopped:
             return None
-        metrics = self.evaluate_fn(server_round, self._arrays)
+        metrics = self.evaluate_fn(server_round, self.strategy.shown(self._arrays))
         if metrics is None:
             return None
         self.strategy.result.evaluate_metrics_serverapp[server_round] = metrics

@@ -44,6 +44,7 @@ SERVER = frozenset(
         "client",
         "seconds",
         "gradient-norm2",
+        "server-rate",
         *(f"{phase}{name}" for name in ("samples", *COUNTS) for phase in ("", "eval-")),
         *(f"{share}{end}" for share in SHARES for end in ("", "-smallest", "-largest")),
     }

@@ -7,17 +7,21 @@ raised, ``root_cause`` for the side that gets only the text.
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from logging import DEBUG, ERROR
 from pathlib import Path
 from traceback import walk_tb
-from typing import NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from fl_strategies.core.log import FLOWER, LOGGER
+from fl_strategies.core.log import FLOWER, LOGGER, quiet_log
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 LONGEST = 100_000
 """The most characters of a reason that are read: the text comes from a client."""
@@ -184,6 +188,18 @@ def said_once() -> Iterator[None]:
     finally:
         for logger in (FLOWER, LOGGER):
             logger.removeFilter(lower)
+
+
+def in_one_log(start: Callable[P, T]) -> Callable[P, T]:
+    """Have a strategy's method tell each error once, and no rounds if the strategy is ``quiet``."""
+
+    @functools.wraps(start)
+    def started(*args: P.args, **kwargs: P.kwargs) -> T:
+        strategy: Any = args[0]
+        with said_once(), quiet_log(strategy.quiet):
+            return start(*args, **kwargs)
+
+    return started
 
 
 def _cause(error: BaseException) -> BaseException | None:

@@ -110,6 +110,17 @@ class Algorithm(Options):
         return self.averages
 
     @property
+    def model_from_state(self) -> bool:
+        """Whether the next model follows from the server's state, and not from the last model."""
+        return False
+
+    @property
+    def sends_distances(self) -> bool:
+        """Whether a host that folds sends ||v_i - theta||^2 of each upload v_i."""
+        step = self.server_step
+        return self.folds_distances or (step is not None and step.needs_distances)
+
+    @property
     def trust(self) -> str:
         """What a client that names no algorithm is trusted to do; "" if it is refused."""
         return self.unnamed or ("to implement it" if self.assume_algorithm else "")

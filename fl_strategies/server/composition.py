@@ -43,6 +43,15 @@ class Caller:
         """Whether one unusable reply makes all replies of the round unusable."""
         return self.wrapped or self.masked
 
+    def fault(self, unusable: int) -> str:
+        """Return why so many ``unusable`` replies have the round skipped, "" if they do not."""
+        if not (unusable and self.exact):
+            return ""
+        return (
+            f"{unusable} unusable replies cannot be taken out of a masked sum, nor the noise of a"
+            " wrapper be made for fewer"
+        )
+
     def intact(self, averages: Averages, wire: Layout) -> Collection[str]:
         """Return the names of the arrays that must arrive as the client sent them."""
         if self.masked:

@@ -14,6 +14,7 @@ from fl_strategies.core.local import default_training
 from fl_strategies.core.near import listed, meant, unknown
 from fl_strategies.core.schedules import shown
 from fl_strategies.messages.wire import MAX_SAMPLES
+from fl_strategies.parts.server_step import ServerStep
 from fl_strategies.server.callbacks import Callback
 from fl_strategies.server.checkpoints import Checkpoints
 
@@ -236,6 +237,14 @@ class Options(Declared):
         " reply is left out instead: after a scaled change, the server's sum and the clients'"
         " states would disagree forever, while clients undo a reply that was left out.",
         above=0.0,
+    )
+
+    server_step: ServerStep | None = option(
+        default=None,
+        type_name="server step of `fl_strategies.parts`",
+        accepts=lambda part: isinstance(part, ServerStep),
+        about="How far the global model moves towards what the rule aggregated:"
+        " `server_step=Adam(lr=0.1)`; by default all the way.",
     )
 
     @classmethod

@@ -203,7 +203,7 @@ class Phase:
         number = self.asked.rounds.get(client, self.asked.round.number)
         fold = getattr(content, "fold", None)
         bounds = dict(algorithm.scalar_bounds)
-        if fold is not None and algorithm.folds_distances:
+        if fold is not None and algorithm.sends_distances:
             most = math.inf if algorithm.clipping_norm is None else algorithm.clipping_norm
             bounds[DISTANCE] = 0.0, (most * (1.0 + ROUNDING)) ** 2
         reply = opened(
@@ -246,7 +246,7 @@ class Phase:
                 mean = self._bound(bound * (1.0 + ROUNDING)).check(mean)
             self._folds[id(fold)] = mean
         numbers = dict(reply.numbers)
-        distance2 = numbers.pop(DISTANCE) if self.algorithm.folds_distances else None
+        distance2 = numbers.pop(DISTANCE) if self.algorithm.sends_distances else None
         return replace(reply, numbers=numbers), mean._replace(
             client=reply.client,
             num_examples=reply.num_examples,
@@ -260,7 +260,7 @@ class Phase:
 
         ||sum_i p_i u_i||^2 <= sum_i p_i ||u_i||^2 for all u_i and all shares p_i.
         """
-        if not self.algorithm.folds_distances:
+        if not self.algorithm.sends_distances:
             return
         weights = self.algorithm.weights_of(self.asked.round, (upload for _, upload in folded))
         if not (total := sum(weights)):

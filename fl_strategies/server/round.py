@@ -1,6 +1,6 @@
 """From a round's uploads to the next global model, without Flower.
 
-    select -> send -> [clients] -> read -> aggregate                  (``strategy`` runs the line)
+    select -> send -> [clients] -> read -> aggregate -> step          (``strategy`` runs the line)
 
 A round is skipped if too few replies are usable, or if the model would not be finite: its uploads
 are not used, and model, server state and ledger stay as they were.
@@ -16,6 +16,7 @@ import numpy as np
 from fl_strategies.core.layout import Arrays, BufferMean, Layout, negative_variance
 from fl_strategies.core.records import NOTHING, Round, Upload
 from fl_strategies.core.vectors import finite
+from fl_strategies.server.stages import States, stepped
 
 if TYPE_CHECKING:
     from fl_strategies.server.algorithm import Algorithm
@@ -25,22 +26,29 @@ class Outcome(NamedTuple):
     """What a round comes to: the next model, or why there is none, and the next server state.
 
     ``model`` is None in a skipped round, and ``skipped`` says why. ``info`` holds the numbers that
-    the algorithm reports of the round.
+    the algorithm and its parts report of the round, ``parts`` the parts' states.
     """
 
     model: Arrays | None
     state: Any
     info: Mapping[str, float] = NOTHING
     skipped: str = ""
+    parts: States = {}  # noqa: RUF012  # which nobody changes, and which can be copied
 
 
 def next_model(
-    algorithm: Algorithm, state: Any, round: Round, uploads: Sequence[Upload], *, fault: str = ""
+    algorithm: Algorithm,
+    state: Any,
+    round: Round,
+    uploads: Sequence[Upload],
+    *,
+    fault: str = "",
+    parts: States = NOTHING,
 ) -> Outcome:
     """Return the outcome of ``round`` for its usable ``uploads``, ascending by client.
 
-    ``fault`` is a reason to skip the round that the uploads do not show. Arguments stay as they
-    are.
+    ``fault`` is a reason to skip the round that the uploads do not show, ``parts`` are the parts'
+    states. Arguments stay as they are.
     """
     assert round.layout is not None
     needed = algorithm.replies_needed(round)
@@ -51,11 +59,13 @@ def next_model(
         with np.errstate(over="ignore", invalid="ignore"):  # an overflow is found just below
             for upload in uploads:
                 merged.add(upload.buffers, upload.num_examples)
-            theta, after, info = algorithm.aggregate(state, round, uploads)
+            aggregated, after, info = algorithm.aggregate(state, round, uploads)
+            theta, kept, numbers = stepped(algorithm, parts, round, aggregated, uploads)
             model = round.layout.unpack(np.asarray(theta), merged.value())
         if not (fault := _unusable(model, round.layout)):
-            return Outcome(model, after, info)
-    return Outcome(None, *algorithm.skipped(state, round, uploads), skipped=fault)
+            return Outcome(model, after, {**info, **numbers}, parts=kept)
+    after, info = algorithm.skipped(state, round, uploads)
+    return Outcome(None, after, info, skipped=fault, parts={**parts})
 
 
 def _unusable(model: Arrays, layout: Layout) -> str:

@@ -167,6 +167,7 @@ class Run:
 
     def checkpoint(
         self,
+        arrays: ArrayRecord,
         identity: Mapping[str, Any],
         states: Mapping[str, Any],
         ledger: Ledger,
@@ -174,7 +175,7 @@ class Run:
         *,
         stopped: bool,
     ) -> Checkpoint:
-        """Return the checkpoint after the current round."""
+        """Return the checkpoint after the current round, ``arrays`` being what trains next."""
         run = {
             **identity,
             "rounds-before": self.rounds_before,
@@ -189,9 +190,9 @@ class Run:
                 for phase in self.phases
             ],
         }
-        model = {name: array.numpy() for name, array in self.result.arrays.items()}
+        trained = {name: array.numpy() for name, array in arrays.items()}
         kept = {name: fields_of(state) for name, state in states.items()}
-        return Checkpoint(model, kept, ledger.record, run)
+        return Checkpoint(trained, kept, ledger.record, run)
 
     def resume(
         self,
@@ -219,6 +220,8 @@ class Run:
         if other := {n: saved[n] for n, ours in identity.items() if saved[n] != ours}:
             ours = {name: identity[name] for name in other}
             raise ValueError(f"{where} is of a run with {other}, not {ours}")
+        if unknown := sorted(found.states.keys() - states.keys()):
+            raise ValueError(f"{where} is of a run with the parts {unknown}, which this run lacks")
         after = {
             name: restored(state, found.states.get(name, {}), where)
             for name, state in states.items()

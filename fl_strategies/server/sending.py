@@ -186,7 +186,7 @@ class Sender:
             clipping_norm=algorithm.clipping_norm,
             max_samples=algorithm.max_samples,
             books_changes=algorithm.books_changes,
-            distances=algorithm.folds_distances,
+            distances=algorithm.sends_distances,
         )
 
     def _fold(self, terms: Terms | None, clients: Sequence[int]) -> str:

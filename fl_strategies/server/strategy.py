@@ -3,21 +3,20 @@
 An algorithm declares its hyperparameters and adds :meth:`FederatedStrategy.aggregate`, its server
 rule; the module ``algorithm`` holds the other hooks. A round is
 
-    select -> send -> [clients] -> read -> aggregate
+    select -> send -> [clients] -> read -> aggregate -> step
 
 This package, ``fl_strategies.messages`` and the legacy adapter use Flower.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from logging import INFO, WARNING
-from typing import ParamSpec, TypeAlias, cast
+from typing import TypeAlias
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
@@ -28,13 +27,14 @@ from fl_strategies.core.hyperparameters import Scalar
 from fl_strategies.core.layout import Arrays, Layout, conventional_buffers, few
 from fl_strategies.core.ledger import Ledger
 from fl_strategies.core.local import check_local
-from fl_strategies.core.log import log, quiet_log
+from fl_strategies.core.log import log
 from fl_strategies.core.names import SKIPPED
 from fl_strategies.core.near import hinted
 from fl_strategies.core.plain import check_only_fine_tuning
-from fl_strategies.core.reasons import said_once
+from fl_strategies.core.reasons import in_one_log
 from fl_strategies.core.records import Round
 from fl_strategies.core.schedules import require
+from fl_strategies.server import stages
 from fl_strategies.server.algorithm import Algorithm, State
 from fl_strategies.server.arguments import check_configs, check_start
 from fl_strategies.server.asked import Asked
@@ -54,20 +54,7 @@ from fl_strategies.server.round import Outcome, next_model, shares
 from fl_strategies.server.run import Result, Run
 from fl_strategies.server.sending import Sender
 
-P = ParamSpec("P")
 EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
-
-
-def _in_one_log(start: Callable[P, Result]) -> Callable[P, Result]:
-    """Have ``start`` tell each error once, and no rounds if the strategy is ``quiet``."""
-
-    @functools.wraps(start)
-    def started(*args: P.args, **kwargs: P.kwargs) -> Result:
-        strategy = cast(FederatedStrategy, args[0])
-        with said_once(), quiet_log(strategy.quiet):
-            return start(*args, **kwargs)
-
-    return started
 
 
 class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its default
@@ -104,7 +91,9 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         self.callbacks = tuple(self.callbacks)
         self.lost_state = self.lost_state or ("warn" if self.books_changes else "reset")
         kept_rounds = self.checkpoints.kept_rounds if self.checkpoints else None
+        stages.check_parts(self)
         self.state: State = None
+        self.parts: stages.States = {}
         self.ledger = Ledger(self.lost_state, self.acknowledge, kept_rounds)
         self.nodes = Nodes(self.node_wait, self.shared_population)
         self.run = Run(self.algorithm, self.reports)
@@ -123,7 +112,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
     # ---- a run --------------------------------------------------------------------------------
 
     @hinted
-    @_in_one_log
+    @in_one_log
     def start(
         self,
         grid: Grid,
@@ -172,6 +161,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
             stopped = self._resume(resume=resume)
             run.num_rounds = self.communication_rounds(self.state, num_rounds)
             arrays = run.result.arrays
+            run.result.arrays = self.shown(arrays)
             log(INFO, run.beginning(self.algorithm))
             if run.round == 0:
                 self._evaluate(arrays, evaluate_fn)
@@ -205,7 +195,9 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         self.model = None
         self._load(initial_arrays)
         first = self._first(self.state)
-        self.state = self.begin(first, self.make_round(self.run.number), num_rounds)
+        round = self.make_round(self.run.number)
+        self.state = self.begin(first, round, num_rounds)
+        self.parts = stages.begin(self, self.parts, round.theta)
 
     def train_round(self, grid: Grid, timeout: float, config: ConfigRecord) -> ArrayRecord | None:
         """Have clients train, and return the next global model; None if the round is skipped."""
@@ -246,8 +238,10 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         run.clients, run.faults = read.rows, read.faults
         run.devices |= read.devices
         self.patience.settle(len(read.uploads), read.unusable, len(self.nodes.known))
-        fault = self._fault(read)
-        outcome = next_model(self, self.state, read.round, read.uploads, fault=fault)
+        fault = self.caller.fault(len(read.faults))
+        outcome = next_model(
+            self, self.state, read.round, read.uploads, fault=fault, parts=self.parts
+        )
         metrics, number = read.metrics, asked.round.number
         if outcome.model is not None:
             self.ledger.settle(read.uploads)
@@ -256,20 +250,11 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
             metrics[SKIPPED] = 1
             why = outcome.skipped
             log(WARNING, "round %d is skipped: %s; model and state unchanged", number, why)
-        self.state = outcome.state
+        self.state, self.parts = outcome.state, outcome.parts
         seconds = time.monotonic() - asked.started
         metrics.update({**read.hosts, **outcome.info, "seconds": seconds})
         self.result.train_metrics_clientapp[number] = metrics
         return _record(outcome), metrics
-
-    def _fault(self, read: Read) -> str:
-        """Return why the round must be skipped for what its usable replies do not show, or ""."""
-        if read.faults and self.caller.exact:
-            return (
-                f"{len(read.faults)} unusable replies cannot be taken out of a masked sum, nor the"
-                " noise of a wrapper be made for fewer"
-            )
-        return ""
 
     def _shares(self, read: Read) -> dict[str, float]:
         """Note each client's share of the samples and of the next global model."""
@@ -324,7 +309,8 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
             self.open(arrays, 0)
             self.run.opened = False
             watched = bool(self.callbacks or self.checkpoints)
-            check_wrapper(type(self).__name__, self.mean_of, self.untrained, watched=watched)
+            averages = stages.mean_of(self)
+            check_wrapper(stages.described(self), averages, self.untrained, watched=watched)
             self.caller = replace(self.caller, wrapped=True)
         self.run.round = server_round
         self._load(arrays)
@@ -350,7 +336,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         self._asked = self.sender.send(
             self.state,
             replace(round, asked=tuple(clients)),
-            replace(self.opened_model, record=arrays),
+            replace(self.opened_model, record=self.shown(arrays)),
             config,
             nodes,
             MessageType.EVALUATE,
@@ -392,6 +378,10 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         assert self.model is not None
         return self.model
 
+    def shown(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the model that is tested, evaluated and returned when ``arrays`` train next."""
+        return stages.shown(self, self.parts, arrays, self.opened_model.layout)
+
     def _load(self, arrays: ArrayRecord) -> None:
         """Make ``arrays`` the global model of the round."""
         layout = self._layout_of(decoded(arrays)) if self.model is None else self.model.layout
@@ -429,7 +419,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
     # ---- the end of a round, checkpoints ------------------------------------------------------
 
     def _evaluate(self, arrays: ArrayRecord, evaluate_fn: EvaluateFn | None) -> None:
-        metrics = evaluate_fn(self.run.number, arrays) if evaluate_fn else None
+        metrics = evaluate_fn(self.run.number, self.shown(arrays)) if evaluate_fn else None
         if metrics is not None:
             wanted = "a MetricRecord, or None"
             require(isinstance(metrics, Mapping), "what evaluate_fn returns", wanted, metrics)
@@ -441,10 +431,11 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         An exception of a callback is raised after all callbacks have seen the round and the
         checkpoint is written: a resumed run continues after this round.
         """
-        stopped, errors = self.run.tell(arrays, self.callbacks)
+        stopped, errors = self.run.tell(self.shown(arrays), self.callbacks)
         last = stopped or errors or self.run.number == self.run.last
         if self.checkpoints and (last or self.run.number % self.checkpoints.every == 0):
             found = self.run.checkpoint(
+                arrays,
                 self._named,
                 self._states,
                 self.ledger,
@@ -465,7 +456,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
     @property
     def _states(self) -> dict[str, State]:
         """The states that a checkpoint holds, by whose they are."""
-        return {"algorithm": self.state}
+        return {"algorithm": self.state, **self.parts}
 
     def _resume(self, *, resume: bool) -> bool:
         """Lock the checkpoints; with ``resume`` restore the last; return whether the run ended."""
@@ -478,7 +469,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         )
         if states is None:
             return False
-        self.state = states["algorithm"]
+        self.state, self.parts = states.pop("algorithm"), states
         self.nodes.known |= self.run.known
         rows = {number: self.run.metrics(number) for number in self.run.numbers}
         for callback in self.callbacks:

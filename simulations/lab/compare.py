@@ -38,7 +38,8 @@ from clients import DirectoryStore
 from fl_strategies import STRATEGIES
 from fl_strategies.core.files import FolderLock, write_atomically
 from fl_strategies.core.log import mute_below
-from simulations.config import RunConfig, configs_for
+from fl_strategies.parts import PARTS
+from simulations.config import RunConfig
 from simulations.experiment import prepare, run_in_process
 from simulations.figures import draw_curves
 from simulations.lab.cells import diverging_allowed, finished, interrupted, run_cells, trial
@@ -48,6 +49,7 @@ from simulations.lab.report import write_report
 from simulations.lab.superlink import check_one_machine, flwr_run, gpu_share, print_progress
 from simulations.population import state_folder
 from simulations.problems import draw_partition
+from simulations.rules import configs_for
 from simulations.tables import (
     RULE,
     algorithm_row,
@@ -123,7 +125,7 @@ class Comparison:
         """Return the runs that choose the learning rates."""
         return [
             trial(
-                self._placed(config, f"tuning/{config.algorithm}-lr{rate}"),
+                self._placed(config, f"tuning/{config.rule}-lr{rate}"),
                 rate,
                 seed=self.seeds[0],
                 share=self.share,
@@ -137,7 +139,7 @@ class Comparison:
         several = len(self.seeds) > 1
         return [
             replace(
-                self._placed(config, config.algorithm + several * f"-seed{seed}"),
+                self._placed(config, config.rule + several * f"-seed{seed}"),
                 seed=seed,
             )
             for config in self.configs
@@ -174,8 +176,8 @@ class Comparison:
         ]
         write_atomically(self.folder / "summary.json", json.dumps(found, indent=2).encode())
         rows = []
-        for algorithm in dict.fromkeys(config.algorithm for config in done):
-            mine = [n for n, config in enumerate(done) if config.algorithm == algorithm]
+        for algorithm in dict.fromkeys(config.rule for config in done):
+            mine = [n for n, config in enumerate(done) if config.rule == algorithm]
             rows.append(algorithm_row([done[n] for n in mine], [found[n] for n in mine]))
         ended = [
             f"{Path(config.output).name} ended early: {summary['given_up']}"
@@ -189,13 +191,13 @@ class Comparison:
     def _choose(self, trials: Sequence[RunConfig]) -> None:
         scores: dict[str, dict[float, float]] = {}
         for tried in trials:
-            scores.setdefault(tried.algorithm, {})[tried.lr] = score(tried)
+            scores.setdefault(tried.rule, {})[tried.lr] = score(tried)
         rows = [row for algorithm, mine in scores.items() for row in tuned(algorithm, mine)]
         text = tuning_markdown(rows, self._rule())
         write_table(self.folder / "tuning", rows, text)
         print(text, flush=True)
         chosen = {row["algorithm"]: row["lr"] for row in rows if row["chosen"]}
-        self.configs = [replace(c, lr=chosen[c.algorithm]) for c in self.configs]
+        self.configs = [replace(c, lr=chosen[c.rule]) for c in self.configs]
 
     def _rule(self) -> str:
         return RULE.format(seed=self.seeds[0], share=100 * self.share)
@@ -217,7 +219,7 @@ class Comparison:
             self.engine == "ray" and config.stateful and not states
         ):  # `context.state` travels with every message
             states = str(folder / STATES)
-        elif states and name != config.algorithm:
+        elif states and name != config.rule:
             states = str(Path(states) / name)
         return replace(config, output=str(folder), state_dir=states)
 
@@ -273,7 +275,7 @@ def main(
     """Compare from the command line; ``parser`` may be that of another command."""
     parser = parser or Command("compare", __doc__)
     known = ", ".join(sorted(STRATEGIES))
-    about = f"names with commas, of {known}"
+    about = f"names with commas, of {known}; with parts (fedprox+adam), of {', '.join(PARTS)}"
     parser.add_argument("--algorithms", required=True, metavar="NAME,NAME,...", help=about)
     about = "folder for the results"
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help=about)
@@ -307,7 +309,7 @@ def main(
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a hyperparameter: rho=0.1, or fedadmm.rho=0.1; may be repeated",
+        help="a hyperparameter: rho=0.1, fedadmm.rho=0.1 or adam.lr=0.1; may be repeated",
     )
     parser.add_argument(
         "--verbose", action="store_true", help="show Flower's log, and the traceback of an error"

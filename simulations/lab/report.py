@@ -128,7 +128,7 @@ def common(configs: Sequence[RunConfig]) -> str:
 
 def differing(configs: Sequence[RunConfig]) -> str:
     """Return the settings that differ, as a Markdown table with a row per algorithm."""
-    by_algorithm: dict[str, Mapping[str, Any]] = {c.algorithm: settings(c) for c in configs}
+    by_algorithm: dict[str, Mapping[str, Any]] = {c.rule: settings(c) for c in configs}
     names = [
         name
         for name in settings(configs[0])

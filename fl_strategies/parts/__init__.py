@@ -1,0 +1,41 @@
+"""Parts: what goes around any algorithm, a file each.
+
+    FedProx(mu=0.1, server_step=Adam(lr=0.01))
+
+in a run-config ``server-step = "adam lr=0.01"``, in commands ``--algorithms fedprox+adam``.
+"""
+
+from __future__ import annotations
+
+from fl_strategies.core.near import unknown
+from fl_strategies.core.params import parse_params
+from fl_strategies.parts.adaptive import Adagrad, Adam, Yogi
+from fl_strategies.parts.fedexp import FedExP
+from fl_strategies.parts.momentum import Momentum
+from fl_strategies.parts.part import Part
+from fl_strategies.parts.server_step import ServerStep
+
+PARTS: dict[str, type[Part]] = {part.name: part for part in (Momentum, Adam, Yogi, Adagrad, FedExP)}
+"""Every part by its name."""
+STAGES: tuple[type[Part], ...] = (ServerStep,)
+"""The base of each stage's parts, in the order of a round."""
+
+__all__ = ["PARTS", "STAGES", "Part", "ServerStep", "parse_part"]
+__all__ += [part.__name__ for part in PARTS.values()]
+
+
+def parse_part(text: str, stage: str = "") -> Part:
+    """Return the part of a text, ``Adam(lr=0.01)`` of "adam lr=0.01".
+
+    Raises ``ValueError`` for a text that names no part (of this ``stage``), or a value that the
+    part does not allow.
+    """
+    name, _, params = text.strip().partition(" ")
+    known = {n: part for n, part in PARTS.items() if stage in ("", part.stage)}
+    where = stage.replace("_", "-") or "part"
+    if name not in known:
+        raise ValueError(f"{where}: no part {unknown([name], known)}; known: {[*known]}")
+    try:
+        return known[name](**parse_params(params))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where} {name}: {error}") from None

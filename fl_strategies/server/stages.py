@@ -1,0 +1,107 @@
+"""The parts at their stages of a round: checks when a strategy is built, and what they compute.
+
+    select -> send -> [clients] -> read -> aggregate -> step
+
+A part's state stands, by its stage, beside the algorithm's state: ``{"server-step": State(...)}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from flwr.app import ArrayRecord
+
+from fl_strategies.core.layout import Layout
+from fl_strategies.core.records import NOTHING, Round, Upload
+from fl_strategies.core.vectors import Vector
+from fl_strategies.server.composition import Averages
+from fl_strategies.server.model import Model
+
+if TYPE_CHECKING:
+    from fl_strategies.server.algorithm import Algorithm
+
+States = Mapping[str, Any]
+STEP = "server-step"
+"""The name of the server step's state."""
+
+
+class Stepped(NamedTuple):
+    """The next model [d], the parts' next states, and numbers of the round."""
+
+    theta: Vector
+    states: States
+    info: Mapping[str, float] = NOTHING
+
+
+def check_parts(algorithm: Algorithm) -> None:
+    """Raise ``ValueError`` for a part that does not go around the algorithm."""
+    part, called = algorithm.server_step, type(algorithm).__name__
+    if part is not None and (why := part.refusal(algorithm, called)):
+        raise ValueError(f"{part.stage}={part!r} does not go with {called}: {why}")
+
+
+def described(algorithm: Algorithm) -> str:
+    """Return the algorithm's class with its parts, for messages."""
+    part = algorithm.server_step
+    name = type(algorithm).__name__
+    return name if part is None else f"{name} with {part.stage}={part!r}"
+
+
+def mean_of(algorithm: Algorithm) -> Averages:
+    """Return what the next model is the mean of, as ``Algorithm.mean_of``, with the parts."""
+    step = algorithm.server_step
+    if step is None or not algorithm.mean_of:
+        return algorithm.mean_of
+    # a step scales the noise that a wrapper adds; masks hide distances
+    return "" if step.needs_distances else "changes"
+
+
+def begin(algorithm: Algorithm, states: States, theta: Vector) -> States:
+    """Return the parts' states at the beginning of a ``start`` with the model ``theta`` [d]."""
+    step = algorithm.server_step
+    return {} if step is None else {STEP: step.begin(states.get(STEP), theta)}
+
+
+def stepped(
+    algorithm: Algorithm,
+    states: States,
+    round: Round,
+    aggregated: Vector,
+    uploads: Sequence[Upload],
+) -> Stepped:
+    """Return the next model from the one that the rule ``aggregated`` [d]."""
+    part = algorithm.server_step
+    if part is None:
+        return Stepped(aggregated, {**states})
+    theta = round.theta
+    delta = aggregated - theta
+    state = states[STEP] if STEP in states else part.begin(None, theta)
+    step, state, info = part.step(
+        state, theta, delta, round.number, lambda: _spread(algorithm, round, uploads)
+    )
+    return Stepped(aggregated + (step - delta), {**states, STEP: state}, info)
+
+
+def shown(algorithm: Algorithm, states: States, arrays: ArrayRecord, layout: Layout) -> ArrayRecord:
+    """Return the model that is tested, evaluated and returned when ``arrays`` train next."""
+    part = algorithm.server_step
+    if part is None or not part.shows_another:
+        return arrays
+    model = Model.of(arrays, layout)
+    return model.with_vector(part.shown(states[STEP], model.theta), {}).record
+
+
+def _spread(algorithm: Algorithm, round: Round, uploads: Sequence[Upload]) -> float:
+    """Return sum_i p_i ||w_i - theta||^2, with p_i the weights in the rule, which sum to 1."""
+    weights = np.asarray(algorithm.weights_of(round, uploads))
+    squares = [_distance2(upload, round.theta) for upload in uploads]
+    return float(weights @ squares / weights.sum())
+
+
+def _distance2(upload: Upload, theta: Vector) -> float:
+    if upload.distance2 is not None:
+        return upload.distance2
+    moved = upload.vector - theta
+    return float(moved @ moved)

@@ -1,0 +1,103 @@
+"""The rules of a comparison: algorithms, perhaps with parts, and the settings of their runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from clients import CLIENTS
+from fl_strategies import STRATEGIES
+from fl_strategies.core.near import listed, unknown
+from fl_strategies.core.params import format_params, parse_params
+from fl_strategies.core.schedules import shown
+from fl_strategies.parts import PARTS, parse_part
+from simulations.config import RunConfig, Unused, hyperparameters_of
+
+
+def parse_rule(name: str) -> tuple[str, dict[str, str]]:
+    """Return the algorithm and the parts by stage of a rule's name.
+
+    Examples
+    --------
+    >>> parse_rule("fedprox+adam")
+    ('fedprox', {'server_step': 'adam'})
+    """
+    algorithm, *names = name.split("+")
+    parts: dict[str, str] = {}
+    for part in names:
+        if (stage := parse_part(part).stage) in parts:
+            raise ValueError(f"{name} has two parts of one stage: {parts[stage]} and {part}")
+        parts[stage] = part
+    return algorithm, parts
+
+
+def configs_for(
+    rules: Sequence[str], params: Sequence[str], common: dict[str, Any], folder: Path
+) -> list[RunConfig]:
+    """Return one checked config per rule, before anything runs.
+
+    A rule is an algorithm, or one with parts: "fedprox+adam". Each of ``params``, "name=value",
+    goes to every algorithm that has the hyperparameter, but for those that "rule.name=value" gives
+    another; "adam.name=value" goes to this part of all rules that have it. A hyperparameter that no
+    algorithm has is refused, and so are local settings that none uses; an algorithm that alone has
+    no use for them does not get them.
+    """
+    parsed_rules = {rule: parse_rule(rule) for rule in rules}
+    if wrong := sorted({algorithm for algorithm, _ in parsed_rules.values()} - STRATEGIES.keys()):
+        said = unknown(wrong, STRATEGIES)
+        raise ValueError(f"unknown algorithms {said}; known: {listed(sorted(STRATEGIES))}")
+    if len(parsed_rules) < len(rules):
+        raise ValueError(f"each algorithm once, got {list(rules)}")
+    known = {rule: hyperparameters_of(algorithm) for rule, (algorithm, _) in parsed_rules.items()}
+    used = {name for _, parts in parsed_rules.values() for name in parts.values()}
+    owned = known | {name: [*PARTS[name].declarations] for name in used}
+    shared: dict[str, dict[str, Any]] = {rule: {} for rule in rules}
+    own: dict[str, dict[str, Any]] = {owner: {} for owner in owned}
+    for item in params:
+        owner, dot, _ = item.partition("=")[0].rpartition(".")
+        if dot and owner not in owned:
+            said = unknown([owner], owned)
+            raise ValueError(f"param {shown(item)}: no algorithm {said} here, which has {[*owned]}")
+        asked = {owner: owned[owner]} if dot else known
+        for name, value in parse_params(item[len(owner) + 1 :] if dot else item).items():
+            takers = [taker for taker, names in asked.items() if name in names]
+            if not takers:
+                said = unknown([name], sorted({n for names in asked.values() for n in names}))
+                raise ValueError(
+                    f"no algorithm here has the hyperparameter {said}; they have {asked}"
+                )
+            for taker in takers:
+                given = (own if dot else shared)[taker]
+                if name in given:
+                    raise ValueError(f"param {shown(item)} gives {taker} a second {name}")
+                given[name] = value
+    keeps = any(CLIENTS[algorithm].state_type is not None for algorithm, _ in parsed_rules.values())
+    if not keeps and (states := common.get("state-dir")):
+        raise ValueError(f"state-dir is {shown(states)}, and no clients here keep a state")
+
+    def parsed(rule: str, settings: Mapping[str, Any]) -> RunConfig:
+        algorithm, parts = parsed_rules[rule]
+        texts = {
+            stage.replace("_", "-"): f"{name} {format_params(own[name])}".strip()
+            for stage, name in parts.items()
+        }
+        params = format_params(shared[rule] | own[rule])
+        about = {"algorithm": algorithm, "params": params, "output": str(folder / rule)}
+        return RunConfig.parse({**settings, **texts, **about})
+
+    found: dict[str, RunConfig | Unused] = {}
+    for rule in rules:
+        try:
+            found[rule] = parsed(rule, common)
+        except Unused as error:
+            found[rule] = error
+    useless = [one for one in found.values() if isinstance(one, Unused)]
+    if len(useless) == len(found):
+        raise useless[0]
+    return [
+        parsed(name, {k: v for k, v in common.items() if k not in one.names})
+        if isinstance(one, Unused)
+        else one
+        for name, one in found.items()
+    ]

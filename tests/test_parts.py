@@ -1,0 +1,112 @@
+"""Laws of every part: its declaration, its text, its place in run-configs and comparisons."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_strategies import Options
+from fl_strategies.parts import PARTS, STAGES, Adam, Momentum, Part, parse_part
+from simulations.config import RunConfig
+from simulations.lab.compare import main
+from simulations.rules import configs_for, parse_rule
+
+every_part = pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+
+
+@every_part
+def test_a_part_is_a_small_file_with_its_equations_and_source(part: type[Part]) -> None:
+    module = sys.modules[part.__module__]
+    assert len(inspect.getsource(module).splitlines()) <= 120, module.__name__
+    assert "(1)" in (module.__doc__ or "")
+    assert "Reference: " in (module.__doc__ or "")
+    assert part.about
+    assert part.paper
+
+
+@every_part
+def test_a_parts_stage_is_an_option_of_every_strategy_and_a_key(part: type[Part]) -> None:
+    assert part.stage in Options.declarations
+    assert any(issubclass(part, base) for base in STAGES)
+    assert hasattr(RunConfig, part.stage)
+    with pytest.raises(ValueError, match=f"^{part.stage} must be .*parts`, got <class"):
+        Options.declarations[part.stage].check(part.stage, part)
+
+
+@every_part
+def test_a_parts_text_gives_the_part(part: type[Part]) -> None:
+    numbers = {n: d for n, d in part.declarations.items() if d.kind in (int, float)}
+    one = part()
+    assert str(one) == part.name
+    assert parse_part(part.name) == one
+    for name, declared in numbers.items():
+        if declared.default:
+            other = part(**{name: declared.default * 0.5})
+            assert parse_part(str(other), part.stage) == other != one
+            assert eval(repr(other), {part.__name__: part}) == other
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("adm", r"server-step: no part 'adm' \(did you mean 'adam'\?\); known: \['momentum'"),
+        ("adam lr=-1", "server-step adam: lr must be > 0, got -1"),
+        ("adam rate=1", "server-step adam: Adam has no argument 'rate'"),
+        ("adam lr", "server-step adam: an option is given as name=value, got 'lr'"),
+    ],
+)
+def test_a_text_that_names_no_part_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        RunConfig.parse({"algorithm": "fedavg", "server-step": text})
+
+
+def test_a_run_config_has_parts_and_refuses_those_that_do_not_fit() -> None:
+    config = RunConfig.parse({"algorithm": "fedavg", "server-step": " adam  lr=0.01 tau=0.001 "})
+    assert config.server_step == "adam lr=0.01"  # tau is the default
+    assert config.rule == "fedavg+adam"
+    assert config.strategy().server_step == Adam(lr=0.01)
+    keys = {"algorithm": "fedadmm", "params": "eta=fraction", "server-step": "adam"}
+    with pytest.raises(ValueError, match="FedADMM with a number for eta"):
+        RunConfig.parse(keys)
+
+
+def test_a_rule_of_a_comparison_is_an_algorithm_with_parts(tmp_path: Path) -> None:
+    assert parse_rule("fedavg") == ("fedavg", {})
+    given = ["mu=0.3", "adam.lr=0.02", "fedavg+momentum.weights=uniform"]
+    rules = ["fedavg", "fedprox", "fedprox+adam", "fedavg+momentum"]
+    found = {one.rule: one for one in configs_for(rules, given, {}, tmp_path)}
+    assert [*found] == rules
+    assert [one.parts.get("server_step") for one in found.values()] == [
+        None,
+        None,
+        Adam(lr=0.02),
+        Momentum(),
+    ]
+    assert found["fedprox+adam"].params == found["fedprox"].params == "mu=0.3"
+    assert (found["fedavg"].params, found["fedavg+momentum"].params) == ("", "weights=uniform")
+    assert Path(found["fedprox+adam"].output).name == "fedprox+adam"
+    for names, params, said in (
+        (["fedavg+adm"], [], r"no part 'adm' \(did you mean 'adam'\?\)"),
+        (["fedavg+adam+yogi"], [], "two parts of one stage: adam and yogi"),
+        (["fedavg+adam"], ["adam.mu=1"], "no algorithm here has the hyperparameter 'mu'"),
+        (["fedavg"], ["adam.lr=1"], "no algorithm 'adam' here"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            configs_for(names, params, {}, tmp_path)
+
+
+def test_compare_runs_rules_with_parts(tmp_path: Path) -> None:
+    line = "--dataset digits --clients 5 --rounds 2 --quiet --algorithms fedavg,fedavg+momentum"
+    summaries = main([*line.split(), "--output", str(tmp_path)])
+    assert [summary["algorithm"] for summary in summaries] == ["fedavg", "fedavg+momentum"]
+    assert summaries[0]["model_sha256"] != summaries[1]["model_sha256"]
+    config = json.loads((tmp_path / "fedavg+momentum/config.json").read_text())
+    assert (config["algorithm"], config["server_step"]) == ("fedavg", "momentum")
+    table: list[dict[str, Any]] = json.loads((tmp_path / "table.json").read_text())
+    assert [row["algorithm"] for row in table] == ["fedavg", "fedavg+momentum"]
+    assert table[1]["settings"].endswith(", momentum")
