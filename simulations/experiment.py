@@ -37,7 +37,6 @@ from fl_strategies import (
 from fl_strategies.core.files import FolderLock, write_atomically
 from fl_strategies.core.log import LOGGER, quiet_log
 from fl_strategies.server.callbacks import Callback, Rows, model_bytes
-from simulations.client_app import app
 from simulations.config import RunConfig, Scalar
 from simulations.differences import differences
 from simulations.figures import PANELS, draw_curves
@@ -320,14 +319,27 @@ def prepare(config: RunConfig, *, partition: bool = True) -> tuple[FlatModel, Pa
 
 
 def run_in_process(
-    config: RunConfig, callbacks: Sequence[Callback] = (), *, quiet: bool = False
+    config: RunConfig,
+    callbacks: Sequence[Callback] = (),
+    *,
+    workers: int = 1,
+    quiet: bool = False,
 ) -> Summary:
-    """Run ``config`` in this process, without Ray, on one node that hosts all clients."""
+    """Run ``config`` without Ray: on one node of this process that hosts all clients.
+
+    More ``workers`` are as many processes, and each client is a node; the model is the same to the
+    bit unless clients are trained at once (``stack``) or folded (``fold``), which hosts do.
+    """
     config.check_device()
     torch.set_num_threads(1)
-    memory = 10**6 * config.state_memory
-    run_config = config.to_run_config()
-    grid = InProcessGrid(app, config.clients, hosts=1, run_config=run_config, state_memory=memory)
+    grid = InProcessGrid(
+        "simulations.client_app:app",
+        config.clients,
+        hosts=int(workers == 1),
+        workers=workers,
+        run_config=config.to_run_config(),
+        state_memory=10**6 * config.state_memory,
+    )
     with kept_flags():
         return run(config, grid, callbacks, quiet=quiet)
 

@@ -13,7 +13,8 @@ from laws import START, TABLE, Row, local
 from problems import NODES, make_client_app, quadratics, to_record, to_vector
 from tampering import Tamper, fresh, silence
 
-from clients.node.in_process import InProcessGrid, become_server
+from clients.node.in_process import InProcessGrid
+from clients.node.records import become_server
 from fl_strategies import FederatedStrategy
 
 HONEST, HOSTILE = 4, 8

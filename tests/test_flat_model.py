@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -30,6 +32,17 @@ def test_views_stay_views_through_training() -> None:
     for solver in ("gd", "sgd", "adam", "lbfgs"):
         train(problem, solver=solver, batch_size=4)
         assert_views(problem.model)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_is_a_flat_model_of_its_own(copied: Callable[[Problem], Problem]) -> None:
+    problem = net_problem()
+    twin = copied(problem)
+    assert_views(twin.model)
+    before = twin.model.vector.clone()
+    np.testing.assert_array_equal(train(problem), train(copied(twin)))
+    assert torch.equal(twin.model.vector, before)
+    assert twin.model.signature == problem.model.signature
 
 
 def test_a_solver_does_not_mind_what_became_of_the_gradients_elsewhere() -> None:

@@ -13,7 +13,8 @@ from laws import START, quiet, train
 from problems import NODES, make_client_app, quadratics, to_record
 from scripted import Reply, as_message
 
-from clients.node.in_process import InProcessGrid, become_server
+from clients.node.in_process import InProcessGrid
+from clients.node.records import become_server
 from fl_strategies import FedAvg
 from fl_strategies.server.nodes import Nodes
 

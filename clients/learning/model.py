@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -107,6 +108,7 @@ class FlatModel:
             for name, submodule in modules.items()
             if name == head or (head is None and isinstance(submodule, nn.Linear))
         ]
+        self._given: dict[str, Any] = {"train": train, "share": share, "head": head}
         roles = split(self.module, train, share)
         trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         for name, parameter in trained.items():
@@ -148,6 +150,9 @@ class FlatModel:
             "ties": self.layout.ties,
             "frozen": self.layout.frozen,
         }
+
+    def __reduce__(self) -> Any:  # a copy's parameters are views of its own vector
+        return partial(type(self), **self._given), (self.module,), {"_first": self._first}
 
     @property
     def at_home(self) -> list[str]:

@@ -97,6 +97,7 @@ class _BridgedApp(ClientApp):
         stack: Setting | Callable[[Context], Setting],
     ) -> None:
         super().__init__()
+        self._given = client_fn, mods, hosts, stack
         self._client_fn, self._hosts, self._stack = client_fn, hosts, stack
         if not callable(stack):
             check_setting(stack)
@@ -132,6 +133,9 @@ class _BridgedApp(ClientApp):
             about: dict[str, Any] = host.about if host else {"client-id": client_id(context)}
             about["num-partitions"] = int(context.node_config.get("num-partitions", 0))
             return Message(RecordDict({CLIENT: ConfigRecord(about)}), reply_to=message)
+
+    def __reduce__(self) -> Any:  # for other processes
+        return _BridgedApp, self._given
 
     def __call__(self, message: Message, context: Context) -> Message:
         kind = message.metadata.message_type

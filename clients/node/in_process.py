@@ -18,24 +18,23 @@ from typing import IO, Any
 import numpy as np
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
 from flwr.serverapp import Grid
-from flwr.supercore.task_identity import TaskIdentity
 
 from clients.node.host import HostContext
+from clients.node.records import become_server
+from clients.node.workers import Workers, app_of
 from fl_strategies.core.hyperparameters import Scalar
 from fl_strategies.core.log import log
 from fl_strategies.core.near import hinted
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.reasons import of_exception
-from fl_strategies.core.schedules import check, require
+from fl_strategies.core.schedules import check
 
 STATE_MEMORY = 10**9
 """Bytes of clients' states that are kept in memory."""
-CLIENT_APP_RAISED = 2
-"""Flower's error code for an exception in the ClientApp."""
-
 Fault = Callable[[Message, Message], Message | None]
 """``fault(request, reply)`` returns the reply that arrives instead, or None if none arrives."""
 
@@ -52,7 +51,8 @@ class InProcessGrid(Grid):
 
     Parameters
     ----------
-    client_app : ClientApp
+    client_app : ClientApp, or str
+        ``"module:name"`` names one that is imported.
     num_clients : int >= 1
     hosts : int >= 0 (default 0)
         The number of nodes, if the app makes them hosts (``client_app(..., hosts=...)``); with 0
@@ -63,6 +63,12 @@ class InProcessGrid(Grid):
         The apps' ``context.run_config``.
     fault : callable, optional
         Called with each request and reply after the client's work; returns the reply that arrives.
+    workers : int >= 1 (default 1)
+        Processes that train and evaluate; with 1 it is this one. Results are the same to the bit if
+        a client computes on one thread of torch, as each worker does. Workers hold copies of the
+        app, sent by ``cloudpickle`` (of ``pip install '.[simulation]'``) or imported by name; a
+        worker that dies costs the reply of the client that it was working on. Nodes that are hosts
+        have no workers: they train several clients in one process.
     state_memory : int >= 0 (default 10^9)
         Bytes of arrays in clients' ``context.state`` that are kept in memory. Further states go
         to a temporary file, and are empty in ``contexts`` while their clients do not work. The file
@@ -74,21 +80,24 @@ class InProcessGrid(Grid):
 
     def __init__(
         self,
-        client_app: ClientApp,
+        client_app: ClientApp | str,
         num_clients: int,
         *,
         hosts: int = 0,
+        workers: int = 1,
         run_config: dict[str, Scalar] | None = None,
         fault: Fault | None = None,
         state_memory: int = STATE_MEMORY,
     ) -> None:
-        wanted = "a ClientApp: clients.client_app(client_fn) makes one"
-        require(isinstance(client_app, ClientApp), "client_app", wanted, client_app)
         check("num_clients", num_clients, low=1, integer=True)
         check("hosts", hosts, low=0, integer=True)
+        check("workers", workers, low=1, integer=True)
         check("state_memory", state_memory, low=0)
+        if hosts and workers > 1:
+            raise ValueError(f"workers must be 1 with hosts={hosts}, got {workers}")
         become_server()
-        self.client_app, self.fault = client_app, fault
+        self.client_app, self.fault = app_of(client_app), fault
+        self._workers = Workers(client_app, workers) if workers > 1 else None
         self._states = _States(state_memory, num_clients)
         self._run: Any = None
         self._replies: dict[str, Message] = {}
@@ -158,14 +167,18 @@ class InProcessGrid(Grid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Have each message answered at once; return the ids by which to pull the replies."""
         ids = []
-        for message in messages:
-            message_id = str(next(self._message_ids))
-            message.metadata.__dict__["_message_id"] = message_id  # as Flower's grids do
-            ids.append(message_id)
-            reply = self.answer(message)
+        numbered = map(self._numbered, messages)
+        answers = self._by_workers([*numbered]) if self._workers else map(self._alone, numbered)
+        for message, reply in answers:
+            ids.append(message.metadata.message_id)
             if reply is not None:
-                self._replies[message_id] = reply
+                self._replies[ids[-1]] = reply
         return ids
+
+    def _numbered(self, message: Message) -> Message:
+        """Give the message its id, as Flower's grids do."""
+        message.metadata.__dict__["_message_id"] = str(next(self._message_ids))
+        return message
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies to these messages that have arrived and were not pulled before."""
@@ -179,16 +192,43 @@ class InProcessGrid(Grid):
 
     def answer(self, message: Message) -> Message | None:
         """Return the reply of the message's node, or ``None`` if none arrives."""
-        context = self.contexts.get(message.metadata.dst_node_id)
-        if context is None:
+        if message.metadata.dst_node_id not in self.contexts:
             return None
-        self._states.fetch(context)
+        context = self._awake(message)
         try:
             reply = self.client_app(_received(message), context)
         except Exception as error:
-            reply = Message(Error(CLIENT_APP_RAISED, of_exception(error)), reply_to=message)
+            code, reason = ErrorCode.CLIENT_APP_RAISED_EXCEPTION, of_exception(error)
+            reply = Message(Error(code, reason), reply_to=message)
         finally:
             self._states.keep(context)
+        return self._arrived(message, reply)
+
+    def _alone(self, message: Message) -> tuple[Message, Message | None]:
+        return message, self.answer(message)
+
+    def _by_workers(self, messages: list[Message]) -> Iterator[tuple[Message, Message | None]]:
+        """Yield each message and its reply; only queries are answered in this process."""
+        assert self._workers is not None
+        works = [message for message in messages if message.metadata.message_type != "query"]
+        works = [message for message in works if message.metadata.dst_node_id in self.contexts]
+        replies: dict[int, Message] = {}
+        for request, reply, context in self._workers.answers(works, self._awake):
+            self._states.keep(context)
+            replies[id(request)] = reply
+        for message in messages:
+            if id(message) in replies:
+                yield message, self._arrived(message, replies.pop(id(message)))
+            else:
+                yield message, self.answer(message)
+
+    def _awake(self, message: Message) -> Context:
+        """Return the context of the message's node, with its state."""
+        context = self.contexts[message.metadata.dst_node_id]
+        self._states.fetch(context)
+        return context
+
+    def _arrived(self, message: Message, reply: Message) -> Message | None:
         return reply if self.fault is None else self.fault(message, reply)
 
 
@@ -280,8 +320,3 @@ def _received(message: Message) -> Message:
     for key, record in message.content.items():
         received.content[key] = type(record)(dict(record))  # type: ignore[arg-type]
     return received
-
-
-def become_server() -> None:
-    """Let this process make messages as a ServerApp does; elsewhere Flower's runtime sets this."""
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1

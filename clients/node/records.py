@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from flwr.app import Context
 from flwr.client import NumPyClient
+from flwr.supercore.task_identity import TaskIdentity
 
 from fl_strategies.core.layout import few
 from fl_strategies.core.log import log
@@ -74,3 +75,8 @@ def tell(whose: str, reason: str) -> None:
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         log(ERROR, "%s failed: %s%s", whose, reason, TRACEBACK)
+
+
+def become_server() -> None:
+    """Let this process make messages as a ServerApp does; elsewhere Flower's runtime sets this."""
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1

@@ -14,7 +14,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
-from clients.node.in_process import become_server, node_ids
+from clients.node.in_process import node_ids
+from clients.node.records import become_server
 from fl_strategies import FedAvg
 from fl_strategies.server.nodes import Nodes
 

@@ -1,0 +1,150 @@
+"""Worker processes of the in-process engine: any number gives the same model, and one may die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context
+from laws import START, TABLE, Row, local
+from problems import make_client_app, quadratics, to_record, to_vector
+from torch import nn
+
+from clients import (
+    AnyAlgorithmClient,
+    ContextStore,
+    FlatModel,
+    InProcessGrid,
+    Problem,
+    client_app,
+    client_id,
+)
+from fl_strategies import FedADMM, FedAvg
+from simulations.config import RunConfig
+from simulations.experiment import run_in_process
+
+CLIENTS = 5
+
+
+def trained(row: Row, grid: InProcessGrid) -> np.ndarray:
+    strategy = row.strategy(local=local(), seed=3, fraction_train=0.6)
+    return to_vector(strategy.start(grid, to_record(START), 4).arrays)
+
+
+@pytest.mark.xdist_group("engine")
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_any_number_of_workers_gives_the_same_model(workers: int) -> None:
+    """Every algorithm on one grid after the other's clients: their states travel, too."""
+    app = make_client_app(quadratics(CLIENTS))
+    grids = [InProcessGrid(app, CLIENTS), InProcessGrid(app, CLIENTS, workers=workers)]
+    for row in TABLE:
+        for grid in grids:
+            for context in grid.client_contexts():
+                context.state.clear()
+        alone, shared = (trained(row, grid) for grid in grids)
+        np.testing.assert_array_equal(alone, shared, row.name)
+        states = [[dict(c.state) for c in grid.client_contexts()] for grid in grids]
+        assert [[*state] for state in states[0]] == [[*state] for state in states[1]]
+
+
+def of_a_page(fatal: int = -1) -> Any:
+    """Return the app of a page: data and a model that all clients share are in the closure."""
+    inputs = torch.randn(60, 3, generator=torch.Generator().manual_seed(1))
+    targets = (inputs.sum(1) > 0).long()
+    model = FlatModel(nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 2)))
+    first = os.getpid()
+
+    def client_fn(context: Context) -> AnyAlgorithmClient:
+        me = client_id(context)
+        if me == fatal and os.getpid() != first:
+            os.kill(os.getpid(), signal.SIGKILL)
+        torch.set_num_threads(1)
+        rows = slice(15 * me, 15 * me + 15)
+        problem = Problem(model, nn.functional.cross_entropy, inputs[rows], targets[rows])
+        return AnyAlgorithmClient(problem, client_id=me, test=problem, store=ContextStore(context))
+
+    return client_app(client_fn)
+
+
+def initial() -> ArrayRecord:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 2))
+    return ArrayRecord(module.state_dict())
+
+
+def run(grid: InProcessGrid, **options: Any) -> Any:
+    strategy = FedADMM(fraction_evaluate=1.0, local={"lr": 0.1, "epochs": 2}, **options)
+    return strategy.start(grid, initial(), num_rounds=3)
+
+
+@pytest.mark.xdist_group("engine")
+def test_what_the_app_holds_goes_to_workers_and_a_run_ends_with_no_process_left() -> None:
+    grid = InProcessGrid(of_a_page(), 4, workers=2)
+    processes = [worker.process.pid for worker in grid._workers._workers]
+    shared, alone = run(grid), run(InProcessGrid(of_a_page(), 4))
+    for ours, theirs in zip(shared.arrays.values(), alone.arrays.values(), strict=True):
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
+    assert shared.evaluate_metrics_clientapp == alone.evaluate_metrics_clientapp
+    assert all(map(psutil.pid_exists, processes))
+    file = grid._workers._app.path
+    assert os.path.exists(file)
+    del grid
+    assert not any(map(psutil.pid_exists, processes))
+    assert not os.path.exists(file)
+
+
+@pytest.mark.xdist_group("engine")
+def test_a_worker_that_dies_costs_its_client_alone(caplog: pytest.LogCaptureFixture) -> None:
+    grid = InProcessGrid(of_a_page(fatal=2), 4, workers=2)
+    strategy = FedAvg(local={"lr": 0.1}, fraction_evaluate=0.0)
+    strategy.start(grid, initial(), num_rounds=2)
+    assert strategy.run.faults == {2: "the worker process died (SIGKILL)"}
+    assert caplog.text.count("a worker process died (SIGKILL); another one starts") == 2
+
+
+@pytest.mark.xdist_group("engine")
+def test_what_cannot_run_says_why() -> None:
+    app = of_a_page()
+    with pytest.raises(ValueError, match="workers must be 1 with hosts=2, got 2"):
+        InProcessGrid(app, 4, hosts=2, workers=2)
+    with pytest.raises(ValueError, match="workers must be an integer >= 1, got 0"):
+        InProcessGrid(app, 4, workers=0)
+    lock = threading.Lock()
+
+    def client_fn(context: Context) -> Any:
+        raise RuntimeError(lock)
+
+    with pytest.raises(ValueError, match="client_app cannot be sent to worker processes"):
+        InProcessGrid(client_app(client_fn), 4, workers=2)
+
+
+@pytest.mark.xdist_group("engine")
+def test_an_app_that_workers_cannot_import_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "import os\nfrom test_workers import of_a_page\napp = of_a_page()\n"
+    (tmp_path / "my_app.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    grid = InProcessGrid("my_app:app", 4, workers=2)
+    assert len(run(grid).train_metrics_clientapp) == 3
+    (tmp_path / "my_app.py").unlink()
+    grid = InProcessGrid("my_app:app", 4, workers=2)
+    with pytest.raises(RuntimeError, match=r"a worker process cannot start: .*my_app"):
+        run(grid)
+
+
+@pytest.mark.xdist_group("engine")
+def test_a_simulation_gives_the_same_model_with_workers(tmp_path: Path) -> None:
+    settings = {"algorithm": "scaffold", "dataset": "digits", "clients": 6, "rounds": 3}
+    hashes = set()
+    for workers in (1, 2):
+        config = RunConfig.parse(settings | {"output": str(tmp_path / f"{workers}")})
+        hashes.add(run_in_process(config, workers=workers, quiet=True).model_sha256)
+    assert len(hashes) == 1
