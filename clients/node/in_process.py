@@ -24,8 +24,9 @@ from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
 from flwr.serverapp import Grid
 
 from clients.node.host import HostContext
+from clients.node.packing import app_of
 from clients.node.records import become_server
-from clients.node.workers import Workers, app_of
+from clients.node.workers import Workers
 from fl_strategies.core.hyperparameters import Scalar
 from fl_strategies.core.log import log
 from fl_strategies.core.near import hinted

@@ -7,37 +7,32 @@ number of workers.
 
 from __future__ import annotations
 
-import importlib
 import io
-import itertools
 import logging
 import os
-import pickle
 import queue
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from logging import WARNING
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from flwr.app import ArrayRecord, Context, Error, Message
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
+from clients.node.packing import Given, PackedApp, Shared, Task, unpacked
 from clients.node.records import become_server
 from fl_strategies.core.log import FLOWER, LOGGER, log
 from fl_strategies.core.reasons import of_exception
-from fl_strategies.core.schedules import require
 
 AHEAD = 2
 """Tasks that a worker has at a time: it begins the next while its last reply is read."""
@@ -51,16 +46,6 @@ class Done(NamedTuple):
     context: Context
 
 
-def app_of(client_app: ClientApp | str) -> ClientApp:
-    """Return the ClientApp, or the one that ``"module:name"`` names."""
-    if isinstance(client_app, str) and ":" in client_app:
-        module, _, name = client_app.partition(":")
-        client_app = getattr(importlib.import_module(module), name)
-    wanted = 'a ClientApp (clients.client_app(client_fn) makes one), or "module:name" of one'
-    require(isinstance(client_app, ClientApp), "client_app", wanted, client_app)
-    return client_app  # type: ignore[return-value]
-
-
 class Workers:
     """``count`` processes that hold a copy of the ClientApp.
 
@@ -72,7 +57,7 @@ class Workers:
     def __init__(self, client_app: ClientApp | str, count: int) -> None:
         if os.name != "posix":
             raise ValueError(f"workers must be 1 on {sys.platform}, got {count}")
-        self.count, self._app = count, _Packed(client_app)
+        self.count, self._app = count, PackedApp(client_app)
         self._who_said: dict[str, int] = {}
         self._workers: list[_Worker] = []
         weakref.finalize(self, _stop, self._workers)
@@ -93,7 +78,7 @@ class Workers:
         """
         self._start()
         waiting, at_work = deque(requests), set[int]()
-        shared = _Shared(requests)
+        shared = Shared(requests)
         try:
             while waiting or at_work:
                 self._assign(waiting, at_work, context_of, shared)
@@ -121,7 +106,7 @@ class Workers:
         waiting: deque[Message],
         at_work: set[int],
         context_of: Callable[[Message], Context],
-        shared: _Shared,
+        shared: Shared,
     ) -> None:
         """Give free workers what is waiting, in order; those with least to do first."""
         for load in range(AHEAD):
@@ -165,7 +150,7 @@ class _Answer(NamedTuple):
 class _Worker:
     """A process, as the engine sees it."""
 
-    def __init__(self, number: int, app: _Packed) -> None:
+    def __init__(self, number: int, app: PackedApp) -> None:
         self.number, self.started = number, False
         self.tasks: deque[tuple[Message, Context]] = deque()
         self._has = set[int]()
@@ -186,10 +171,10 @@ class _Worker:
         self.connection.send((app.path, levels))
         self.connection.send_bytes(app.data)
 
-    def give(self, request: Message, context: Context, shared: _Shared) -> None:
+    def give(self, request: Message, context: Context, shared: Shared) -> None:
         """Send a task; the first with a shared record brings it, later ones its key."""
         self.tasks.append((request, context))
-        task = _Task(data := io.BytesIO(), shared)
+        task = Task(data := io.BytesIO(), shared)
         task.dump((request, context))
         new = {key: shared.records[key] for key in task.used - self._has}
         self._has = task.used | (self._has & shared.records.keys())
@@ -224,108 +209,6 @@ def _node(request: Message) -> int:
     return int(request.metadata.dst_node_id)
 
 
-# ---- what travels -------------------------------------------------------------------------------
-
-
-class _Shared:
-    """The records that several requests hold, as the global model, each with a key of its own."""
-
-    _keys = itertools.count()
-
-    def __init__(self, requests: Sequence[Message]) -> None:
-        held = [request for request in requests if request.has_content()]
-        records = [r for request in held for r in request.content.array_records.values()]
-        counts = Counter(map(id, records))
-        unique = {id(record): record for record in records if counts[id(record)] > 1}
-        self.key_of = {name: next(self._keys) for name in unique}
-        self.records = {self.key_of[name]: record for name, record in unique.items()}
-
-
-class _Task(pickle.Pickler):
-    """Writes the keys of shared records, which are ``used`` then, in place of them."""
-
-    def __init__(self, file: io.BytesIO, shared: _Shared) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.shared, self.used = shared, set[int]()
-
-    def persistent_id(self, obj: Any) -> int | None:
-        key = self.shared.key_of.get(id(obj)) if isinstance(obj, ArrayRecord) else None
-        self.used |= {key} if key is not None else set()
-        return key
-
-
-class _Given(pickle.Unpickler):
-    """Reads shared records by their keys, each time as a new record of the same arrays."""
-
-    def __init__(self, data: bytes, shared: dict[int, ArrayRecord]) -> None:
-        super().__init__(io.BytesIO(data))
-        self.shared = shared
-
-    def persistent_load(self, pid: Any) -> ArrayRecord:
-        return ArrayRecord(dict(self.shared[pid]))
-
-
-class _Packed:
-    """A ClientApp for other processes: ``data``, whose arrays lie in the file ``path``."""
-
-    def __init__(self, client_app: ClientApp | str) -> None:
-        self.path = ""
-        if isinstance(client_app, str):
-            self.data = pickle.dumps((client_app, []))
-            return
-        try:
-            import cloudpickle
-        except ImportError:
-            raise ValueError(
-                'workers need cloudpickle (pip install cloudpickle), or client_app as "module:name"'
-            ) from None
-
-        class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-            def reducer_override(self, obj: Any) -> Any:
-                if type(obj) is torch.Tensor and not obj.requires_grad and _has_numpy(obj):
-                    return torch.from_numpy, (obj.numpy(),)
-                return super().reducer_override(obj)
-
-        buffers: list[pickle.PickleBuffer] = []
-        data = io.BytesIO()
-        try:
-            Pickler(data, protocol=5, buffer_callback=buffers.append).dump(client_app)
-        except Exception as error:
-            raise ValueError(
-                f"client_app cannot be sent to worker processes: {of_exception(error)};"
-                ' give it as "module:name"'
-            ) from error
-        sizes = []
-        if buffers:
-            with tempfile.NamedTemporaryFile(prefix="client-app-", delete=False) as file:
-                self.path = file.name
-                weakref.finalize(self, os.unlink, file.name)
-                for buffer in buffers:
-                    raw = buffer.raw()
-                    sizes.append(raw.nbytes)
-                    file.write(raw)
-                    file.write(bytes(-raw.nbytes % 64))
-        self.data = pickle.dumps((data.getvalue(), sizes))
-
-
-def _has_numpy(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.dtype not in (torch.bfloat16,)
-
-
-def _unpacked(path: str, data: bytes) -> ClientApp:
-    app, sizes = pickle.loads(data)
-    if isinstance(app, str):
-        return app_of(app)
-    buffers, start = [], 0
-    if path:
-        mapped = np.memmap(path, np.uint8, mode="c")  # changes stay in this process
-        for size in sizes:
-            buffers.append(mapped[start : start + size].data)
-            start += size + -size % 64
-    found: ClientApp = pickle.loads(app, buffers=buffers)
-    return found
-
-
 # ---- in the worker ------------------------------------------------------------------------------
 
 
@@ -358,7 +241,7 @@ def work(file: int) -> None:
     path, levels = connection.recv()
     heard = _Heard(levels)
     try:
-        app = _unpacked(path, connection.recv_bytes())
+        app = unpacked(path, connection.recv_bytes())
     except Exception as error:
         connection.send(_Answer([], failed=of_exception(error)))
         return
@@ -389,4 +272,4 @@ def _tasks(connection: Connection) -> Iterator[tuple[Message, Context]]:
     while (task := read.get()) is not None:
         (new, has), data = task
         shared = {key: new[key] if key in new else shared[key] for key in has}
-        yield _Given(data, shared).load()
+        yield Given(data, shared).load()
