@@ -5,14 +5,13 @@ from typing import Any
 
 from clients.any_algorithm import CLIENTS, AnyAlgorithmClient
 from clients.base import FederatedClient
-from clients.learning.delta_sgd import DeltaSGD
 from clients.learning.model import FlatModel
 from clients.learning.objective import Metrics, NoFixedSamples, Objective
+from clients.learning.optimizers import SPS, DeltaSGD
 from clients.learning.oracle import ClientOracle
 from clients.learning.problem import Problem
 from clients.learning.sharing import all_but
 from clients.learning.solvers import SOLVERS, solve
-from clients.learning.sps import SPS
 from clients.learning.streamed import StreamedProblem
 from clients.node.bridge import client_app, client_id
 from clients.node.host import Hosted
@@ -21,8 +20,8 @@ from clients.node.state import ContextStore, DirectoryStore, Owner, StateError, 
 from clients.personalized import PersonalizedModel, personalized_model, personalized_models
 from clients.request import Config, Received
 from fl_strategies.core.hidden import check_hides_nothing
-from fl_strategies.core.local import LocalTraining
 from fl_strategies.core.oracle import Gradient, Oracle, Solved, Step
+from fl_strategies.solvers.local import LocalTraining
 
 __all__ = [
     "CLIENTS",

@@ -21,7 +21,6 @@ from clients.node.state import DirectoryStore, Store
 from clients.request import Arrays, Config, Received, generator, round_of, weight_in_secret
 from fl_strategies import STRATEGIES
 from fl_strategies.core.hyperparameters import check_request
-from fl_strategies.core.local import LocalTraining, default_training
 from fl_strategies.core.log import log
 from fl_strategies.core.near import hinted, misspelt
 from fl_strategies.core.oracle import Oracle, Solved, Step
@@ -29,6 +28,7 @@ from fl_strategies.core.randomness import stream
 from fl_strategies.core.records import MISSED
 from fl_strategies.core.schedules import check, require
 from fl_strategies.messages.wire import checksum
+from fl_strategies.solvers.local import LocalTraining, default_training
 
 MAX_STEPS = 1_000_000
 """The most local steps that a client takes for one request, unless it is given another bound."""

@@ -15,7 +15,7 @@ from clients.learning.model import FlatModel
 from clients.learning.objective import Metrics, Objective
 from clients.learning.replay import kept_generators, seed_generators
 from clients.request import Arrays
-from fl_strategies.core.local import LocalTraining
+from fl_strategies.solvers.local import LocalTraining
 
 
 @dataclass(frozen=True)

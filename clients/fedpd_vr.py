@@ -10,7 +10,7 @@ from clients.request import Config, Received, count, value_of
 from clients.skipping import SkippingClient
 from fl_strategies import fedpd_vr
 from fl_strategies.core.oracle import Oracle, Step
-from fl_strategies.core.plain import check_only_fine_tuning
+from fl_strategies.solvers.own_steps import check_only_fine_tuning
 
 
 class FedPDVRClient(SkippingClient):

@@ -7,7 +7,7 @@ from clients.keeping import State
 from clients.request import Config, Received, value_of
 from fl_strategies import per_fedavg
 from fl_strategies.core.oracle import Oracle, Step
-from fl_strategies.core.plain import check_own_steps
+from fl_strategies.solvers.own_steps import check_own_steps
 
 
 class PerFedAvgClient(FederatedClient):

@@ -9,8 +9,8 @@ from clients.fedbc import dual_of, turn_of
 from clients.request import Config, Received, count, value_of
 from fl_strategies import per_fedbc
 from fl_strategies.core.oracle import Oracle, Step
-from fl_strategies.core.plain import check_own_steps
 from fl_strategies.proximity import State, first_state
+from fl_strategies.solvers.own_steps import check_own_steps
 
 
 class PerFedBCClient(FederatedClient):

@@ -34,12 +34,12 @@ from fl_strategies.core.clipping import clip
 from fl_strategies.core.columns import choose, is_nought, repeated
 from fl_strategies.core.hyperparameters import Schedule, largest, number
 from fl_strategies.core.oracle import Oracle, Step
-from fl_strategies.core.plain import PLAIN, check_plain_steps
 from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector, weighted_sum
 from fl_strategies.server.algorithm import Card, Next, State
 from fl_strategies.server.strategy import FederatedStrategy
+from fl_strategies.solvers.own_steps import PLAIN, check_plain_steps
 
 NORMALIZER = "normalizer"
 STEPS = {name: values for name, values in PLAIN.items() if name not in ("momentum", "nesterov")}

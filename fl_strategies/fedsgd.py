@@ -22,11 +22,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fl_strategies.core.hyperparameters import Scalar
-from fl_strategies.core.plain import PLAIN, check_plain_steps
 from fl_strategies.core.records import Round, Upload
 from fl_strategies.fedavg import Weights, server_rule, weight
 from fl_strategies.server.algorithm import Card, Next, State
 from fl_strategies.server.strategy import FederatedStrategy
+from fl_strategies.solvers.own_steps import PLAIN, check_plain_steps
 
 ONE_STEP: Mapping[str, Sequence[Scalar]] = {
     **PLAIN,

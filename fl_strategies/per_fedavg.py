@@ -38,10 +38,10 @@ from typing import Literal, TypeAlias
 from fl_strategies.core.columns import repeated
 from fl_strategies.core.hyperparameters import Schedule, choice, number
 from fl_strategies.core.oracle import Oracle, Step, Tally
-from fl_strategies.core.plain import check_own_steps, tuned_at
 from fl_strategies.core.vectors import Vector
 from fl_strategies.fedavg import Averaging, Weights
 from fl_strategies.server.algorithm import Card
+from fl_strategies.solvers.own_steps import check_own_steps, tuned_at
 
 MetaGradient: TypeAlias = Literal["exact", "first-order"]
 

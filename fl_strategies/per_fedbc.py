@@ -35,7 +35,6 @@ from typing import Any, ClassVar
 from fl_strategies.core.columns import repeated
 from fl_strategies.core.hyperparameters import Scalar, Schedule, number
 from fl_strategies.core.oracle import Oracle, Step, Tally
-from fl_strategies.core.plain import check_own_steps, tuned_at
 from fl_strategies.core.vectors import Vector
 from fl_strategies.proximity import (
     FIRST,
@@ -48,6 +47,7 @@ from fl_strategies.proximity import (
     uploaded,
 )
 from fl_strategies.server.algorithm import Card
+from fl_strategies.solvers.own_steps import check_own_steps, tuned_at
 
 
 def outer_step(

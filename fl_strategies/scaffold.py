@@ -44,13 +44,13 @@ import numpy as np
 
 from fl_strategies.core.hyperparameters import Schedule, choice, number
 from fl_strategies.core.oracle import Oracle, Step
-from fl_strategies.core.plain import check_plain_steps
 from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.schedules import at
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector, weighted_sum
 from fl_strategies.server.algorithm import NUM_CLIENTS, Card, Next
 from fl_strategies.server.strategy import FederatedStrategy
+from fl_strategies.solvers.own_steps import check_plain_steps
 
 Option: TypeAlias = Literal["I", "II"]
 

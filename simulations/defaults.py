@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fl_strategies.core.local import RATES, TAKES
+from fl_strategies.solvers.local import RATES, TAKES
 
 ANY: dict[str, Any] = {
     "partition": "shards",

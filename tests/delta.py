@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-USUAL = {"gamma": 2.0, "delta": 0.1, "epsilon": 0.0, "amplify_first": False, "same_batch": True}
+USUAL = {"gamma": 2.0, "delta": 0.1, "epsilon": 0.0, "amplify_first": False}
 
 ETA_0, THETA_0 = 0.6, 1.3
 
@@ -21,6 +21,7 @@ def by_hand(
     steps: int,
     eta: float = ETA_0,
     theta: float = THETA_0,
+    same_batch: bool = True,
     **options: Any,
 ) -> tuple[list[np.ndarray], list[float]]:
     """Return the points and step sizes of Algorithm 1, written down as it stands in the paper."""
@@ -29,7 +30,7 @@ def by_hand(
     for k in range(steps):
         g = gradient(x, k)
         if k > 0 or o["amplify_first"]:
-            old = gradient(before, k) if o["same_batch"] else g_before
+            old = gradient(before, k) if same_batch else g_before
             bounds = [math.sqrt(1 + o["delta"] * theta) * eta]
             if k > 0 and np.linalg.norm(g - old) > 0:
                 moved = np.linalg.norm(x - before)

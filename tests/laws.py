@@ -31,8 +31,8 @@ from problems import Quadratic, optimum, to_record, to_vector
 from clients.node.in_process import InProcessGrid
 from fl_strategies import STRATEGIES, FederatedStrategy
 from fl_strategies.core.hyperparameters import Hyperparameter
-from fl_strategies.core.local import idle
-from fl_strategies.core.plain import not_for_fine_tuning
+from fl_strategies.solvers.local import idle
+from fl_strategies.solvers.own_steps import not_for_fine_tuning
 
 Made = TypeVar("Made", bound=FederatedStrategy)
 

@@ -9,22 +9,25 @@ PATH = (
     " -x -k 'not every_algorithm and not every_solver'"
 )
 
-MOON = "tests/test_moon_stacks.py -x"
+MOON = "tests/test_stacked_moon.py -x"
 DROPOUT = "tests/test_stacked.py tests/test_stacked_alone.py -x -k 'dropout or masks'"
 
 STACKS = [
     *of(
+        "clients/stacking/optimizers.py",
+        SOLVERS,
+        {
+            "g += self.part(self.slope, k)": "pass",
+            "(w - self.part(self.centre, k))": "w",
+            "else closure(state.x)[0]": "else state.g",
+            "np.minimum(1.0, size / sizes)": "np.minimum(1.0, sizes / size)",
+            "self.w[k:] = done": "pass",
+        },
+    ),
+    *of(
         "clients/stacking/solve.py",
         SOLVERS,
         {
-            "along.add_(w, alpha=training.weight_decay)": "pass",
-            "[:k].mul_(training.momentum)": "[:k]",
-            "along.add_(velocity, alpha=training.momentum) if": "along if",
-            "g += self.part(self.slope, k)": "pass",
-            "(w - self.part(self.centre, k))": "w",
-            "g_before, _ = closure(x_before)": "pass",
-            "np.minimum(1.0, size / sizes)": "np.minimum(1.0, sizes / size)",
-            "self.w[k:] = done": "pass",
             "before[:k] = here": "pass",
             "self.residual[who] <= self.training.residual": "self.residual[who] < 0.0",
             "g = g + self.training.ridge * at": "pass",

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from clients import DeltaSGD
-from fl_strategies import delta_sgd
+from fl_strategies.solvers import delta_sgd
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "paper": {},
@@ -37,12 +37,14 @@ def rule(
     steps: int,
     eta_0: float = ETA_0,
     theta_0: float = THETA_0,
+    same_batch: bool = True,
     **options: Any,
 ) -> tuple[list[Any], list[Any]]:
     """Return the points and step sizes of the pure rule."""
     state, points, etas = delta_sgd.first_state(eta_0=eta_0, theta_0=theta_0), [x], []
     for k in range(steps):
-        state, x = delta_sgd.step(state, x, lambda w, k=k: gradient(w, k), **USUAL | options)
+        g_before = state.g if state.x is None or not same_batch else gradient(state.x, k)
+        state, x = delta_sgd.step(state, x, gradient(x, k), g_before, **USUAL | options)
         points.append(x)
         etas.append(state.eta)
     return points, etas

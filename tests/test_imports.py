@@ -194,6 +194,10 @@ def failed(program: str, folder: Path, path: Path) -> str:
 FLOORS = {
     "fl_strategies/core": {
         *("flwr", "torch", "clients", "simulations", "fl_strategies.server"),
+        *("fl_strategies.messages", "fl_strategies.solvers"),
+    },
+    "fl_strategies/solvers": {
+        *("flwr", "torch", "clients", "simulations", "fl_strategies.server"),
         "fl_strategies.messages",
     },
     "fl_strategies/parts": {

@@ -22,8 +22,8 @@ from trials import ROOT
 
 from clients import SOLVERS, LocalTraining
 from fl_strategies import STRATEGIES, FedAvg, FedBC, FedPDVR, FedProx, PerFedBC
-from fl_strategies.core.local import TAKES, TORCH, default_training, torch_solver
 from fl_strategies.server.options import Options
+from fl_strategies.solvers.local import TAKES, TORCH, default_training, torch_solver
 from simulations.config import RunConfig
 
 # ---- both sides refuse alike --------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fl_strategies import STRATEGIES, FedAvg
-from fl_strategies.core.local import default_training
+from fl_strategies.solvers.local import default_training
 from simulations.config import RunConfig
 
 LONG = 100_000

@@ -22,7 +22,6 @@ from fl_strategies import (
     FedBC,
     FedBCD,
     FedPD,
-    delta_sgd,
     fedadmm,
     fedbc,
     fedpd,
@@ -30,6 +29,7 @@ from fl_strategies import (
 from fl_strategies.core.params import format_params, parse_params
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.proximity import Dual, State
+from fl_strategies.solvers import delta_sgd
 from simulations.lab.published import BOARD
 from simulations.lab.studies import STUDIES
 

@@ -28,9 +28,10 @@ from problems import (
 from torch import nn
 
 from clients import SPS, LocalTraining, solve
-from fl_strategies import STRATEGIES, sps
+from fl_strategies import STRATEGIES
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.subproblem import Subproblem
+from fl_strategies.solvers import sps
 from simulations.config import RunConfig
 
 USUAL = {"c": 0.5, "f_star": 0.0, "growth": 2.0, "batch_share": 1.0, "max_step": 0.0}

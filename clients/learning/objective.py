@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from clients.learning.mistakes import in_inputs, in_targets
 from clients.learning.model import FlatModel
 from clients.learning.replay import without_trace
-from fl_strategies.core.local import LocalTraining
+from fl_strategies.solvers.local import LocalTraining
 
 Inputs: TypeAlias = Any
 """What the module is called with: a tensor, a tuple of tensors, or a dict of them by argument."""

@@ -15,9 +15,9 @@ from torch import Tensor
 from clients.learning.objective import Batch, Inputs, NoFixedSamples, Objective
 from clients.learning.replay import without_trace
 from clients.learning.solvers import measured, planned, solve
-from fl_strategies.core.local import LocalTraining
 from fl_strategies.core.oracle import Gradient, Solved
 from fl_strategies.core.subproblem import Subproblem
+from fl_strategies.solvers.local import LocalTraining
 
 
 class MiniBatches(NamedTuple):

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from clients.learning.delta_sgd import DeltaSGD
 from clients.learning.objective import Inputs, Move, Objective
-from clients.learning.sps import SPS
-from fl_strategies.core.local import TORCH, LocalTraining, build, torch_solver
+from clients.learning.optimizers import SPS, DeltaSGD
 from fl_strategies.core.oracle import Solved
 from fl_strategies.core.subproblem import Subproblem
+from fl_strategies.solvers.local import TORCH, LocalTraining, build, torch_solver
 
 MakeOptimizer: TypeAlias = Callable[..., Optimizer]
 """``make([parameter], lr=...)``: an optimizer class, or a function that builds one. If it takes
@@ -43,10 +42,9 @@ DESCENT = ("gd", "sgd")
 
 
 class Descent:
-    """``torch.optim.SGD`` on one vector, to the bit, without its bookkeeping of each step."""
+    """``torch.optim.SGD`` to the bit, without its bookkeeping of each step."""
 
-    def __init__(self, vector: Tensor, gradient: Tensor, training: LocalTraining) -> None:
-        self.vector, self.gradient = vector, gradient
+    def __init__(self, training: LocalTraining) -> None:
         self.rate, self.decay = training.rate, training.weight_decay
         self.momentum, self.nesterov = training.momentum, training.nesterov
         self.velocity: Tensor | None = None
@@ -56,20 +54,21 @@ class Descent:
         """Whether a step is one along the gradient alone."""
         return not (self.momentum or self.decay)
 
-    def step(self, closure: Callable[[], Tensor]) -> None:
-        """Take a step; the gradient is written over."""
-        closure()
-        along = self.gradient
+    def move(self, w: Tensor, along: Tensor) -> None:
+        """Step from ``w`` down the gradient ``along``; both are written over.
+
+        They are vectors [d], or [clients, d]: then later steps may be of the first clients alone.
+        """
         if self.decay:
-            along.add_(self.vector, alpha=self.decay)
+            along.add_(w, alpha=self.decay)
         if self.momentum:
             if self.velocity is None:
                 self.velocity = along.clone()
+                velocity = self.velocity
             else:
-                self.velocity.mul_(self.momentum).add_(along)
-            ahead = along.add_(self.velocity, alpha=self.momentum) if self.nesterov else None
-            along = self.velocity if ahead is None else ahead
-        self.vector.add_(along, alpha=-self.rate)
+                velocity = self.velocity[: len(along)].mul_(self.momentum).add_(along)
+            along = along.add_(velocity, alpha=self.momentum) if self.nesterov else velocity
+        w.add_(along, alpha=-self.rate)
 
 
 def make_optimizer(
@@ -124,7 +123,11 @@ def solve(
                 first.append((loss, outputs))
                 return bent(loss)
 
-            optimizer.step(closure)  # type: ignore[arg-type]
+            if isinstance(optimizer, Descent):
+                closure()
+                optimizer.move(model.trained, model.trained_gradient)
+            else:
+                optimizer.step(closure)  # type: ignore[arg-type]
         if training.box:
             model.vector.clamp_(-training.box, training.box)
         return first[0]
@@ -202,7 +205,7 @@ def precise(tensor: Tensor) -> Tensor:
 def _optimizer(problem: Objective, training: LocalTraining, batch_size: int) -> Optimizer | Descent:
     model = problem.model
     if training.solver in DESCENT and not training.solver_params:
-        return Descent(model.trained, model.trained_gradient, training)
+        return Descent(training)
     parameter = torch.nn.Parameter(model.trained)
     parameter.grad = model.trained_gradient
     share = min(1.0, batch_size / len(problem)) if batch_size else 1.0

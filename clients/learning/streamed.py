@@ -26,8 +26,8 @@ from clients.learning.samples import (
     of_loader,
     parted,
 )
-from fl_strategies.core.local import LocalTraining
 from fl_strategies.core.near import hinted
+from fl_strategies.solvers.local import LocalTraining
 
 T = TypeVar("T")
 

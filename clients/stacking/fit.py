@@ -27,12 +27,12 @@ from clients.stacking.forms import form_of
 from clients.stacking.masks import FurtherMasks, dropouts
 from clients.stacking.means import NoMean
 from clients.stacking.obstacles import obstacle
+from clients.stacking.optimizers import STACKED
 from clients.stacking.plans import batch_size
 from clients.stacking.requests import FOR_EACH, shapes_of, stacked_steps
-from clients.stacking.solve import STACKED
-from fl_strategies.core.local import LocalTraining
 from fl_strategies.core.log import log_once
 from fl_strategies.core.reasons import of_exception
+from fl_strategies.solvers.local import LocalTraining
 
 Outcome: TypeAlias = Reply | Exception
 

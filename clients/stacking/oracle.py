@@ -32,9 +32,9 @@ from clients.stacking.plans import (
 )
 from clients.stacking.solve import solve
 from clients.stacking.stack import Batches, Numbers, Stack
-from fl_strategies.core.local import LocalTraining
 from fl_strategies.core.oracle import Gradient, Solved
 from fl_strategies.core.subproblem import Subproblem
+from fl_strategies.solvers.local import LocalTraining
 
 
 class StackOracle:
@@ -45,7 +45,7 @@ class StackOracle:
     problems : sequence of Problem
         All have one model, loss and penalty, and none has an :func:`.obstacles.obstacle`.
     training : LocalTraining
-        How all clients solve their subproblems; its solver is one of ``solve.STACKED``.
+        How all clients solve their subproblems; its solver is one of ``optimizers.STACKED``.
     rngs : sequence of numpy.random.Generator
         The generator of each client's ``solve``.
     streams : callable

@@ -11,7 +11,7 @@ import torch
 
 from clients.learning.solvers import planned, precise
 from clients.stacking.stack import Batches, Numbers, Stack
-from fl_strategies.core.local import LocalTraining
+from fl_strategies.solvers.local import LocalTraining
 
 Generators: TypeAlias = Sequence[np.random.Generator]
 

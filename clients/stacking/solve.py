@@ -7,203 +7,20 @@ sorted by steps, most first. Each client's mini-batches are drawn from its own g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.linalg import vector_norm
 
-from clients.learning.solvers import SOLVERS, precise
-from clients.stacking.plans import Generators, Plan, batch_size, column, plan
+from clients.learning.solvers import precise
+from clients.stacking.optimizers import Task, optimizer_of
+from clients.stacking.plans import Generators, Plan, column, plan
 from clients.stacking.stack import Batches, Found, Numbers, Stack
-from fl_strategies import delta_sgd, sps
-from fl_strategies.core.local import LocalTraining, build
 from fl_strategies.core.oracle import Solved
-from fl_strategies.core.params import parse_params
 from fl_strategies.core.subproblem import Subproblem
-
-ELEMENTWISE = ("gd", "sgd", "adam", "adagrad")
-"""Solvers of torch that act on every entry of a vector separately."""
-STACKED = (*ELEMENTWISE, "delta-sgd", "sps")
-
-
-class Task:
-    """The clients' subproblems at their current w; the last client leaves the stack first.
-
-    ``w`` and the iterate before it, ``before``, are [clients, d]; the first ``k`` clients remain.
-    """
-
-    def __init__(
-        self, stack: Stack, start: Tensor, subproblem: Subproblem, order: Tensor | None
-    ) -> None:
-        like = stack.model.vector
-
-        def arranged(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            return (value if order is None else value[order]).to(like)
-
-        self.stack, self.order = stack, order
-        self.w = arranged(start).clone(memory_format=torch.contiguous_format)
-        self.slope, self.pull, self.centre = map(arranged, subproblem)
-        self.sloped = isinstance(self.slope, Tensor) or self.slope != 0.0
-        self.pulled = isinstance(self.pull, Tensor) or self.pull != 0.0
-        self._floor: Any = None
-
-    def part(self, value: Any, k: int) -> Any:
-        """Return the first ``k`` rows of a vector or column."""
-        return value[:k] if isinstance(value, Tensor) else value
-
-    def bent(self, g: Tensor, w: Tensor, k: int) -> Tensor:
-        """Return the subproblems' gradients at w, written into ``g``, the gradients of f."""
-        if self.sloped:
-            g += self.part(self.slope, k)
-        if self.pulled:
-            g += self.part(self.pull, k) * (w - self.part(self.centre, k))
-        return g
-
-    def value(self, loss: Tensor, w: Tensor, k: int) -> Tensor:
-        """Return the subproblems' losses [k, 1], less the least value of slope and pull."""
-        slope, pull, centre = (self.part(v, k) for v in (self.slope, self.pull, self.centre))
-        if self.sloped:
-            loss = loss + (slope * w).sum(1, keepdim=True)
-        if self.pulled:
-            loss = loss + (pull / 2) * (w - centre).square().sum(1, keepdim=True)
-        value: Tensor = loss - self.part(self.floor, k)
-        return value
-
-    @property
-    def floor(self) -> Any:
-        """The least value of <a, w> + (r/2) ||w - c||^2; without a pull, the value at the start."""
-        if self._floor is None:
-            self._floor = 0.0
-            if isinstance(self.slope, Tensor):
-                at = self.centre - self.slope / (2.0 * self.pull) if self.pulled else self.w
-                self._floor = (self.slope * at).sum(1, keepdim=True)
-        return self._floor
-
-
-class Optimizer(Protocol):
-    """Takes steps for the clients that remain in a stack."""
-
-    def step(self, closure: Closure, k: int) -> None:
-        """Move the first ``k`` clients along what ``closure(w [k, d])`` returns."""
-
-
-Closure = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""The subproblems' gradients [k, d] and f's losses [k, 1] at w [k, d], on one mini-batch each."""
-
-
-class Descent:
-    """Gradient descent with momentum: the steps of ``solvers.Descent``."""
-
-    def __init__(self, task: Task, training: LocalTraining) -> None:
-        self.w, self.training = task.w, training
-        self.velocity: Tensor | None = None
-
-    def step(self, closure: Closure, k: int) -> None:
-        w, training = self.w[:k], self.training
-        along, _ = closure(w)
-        if training.weight_decay:
-            along.add_(w, alpha=training.weight_decay)
-        if training.momentum:
-            if self.velocity is None:
-                self.velocity = along.clone()
-            else:
-                self.velocity[:k].mul_(training.momentum).add_(along)
-            velocity = self.velocity[:k]
-            along = along.add_(velocity, alpha=training.momentum) if training.nesterov else velocity
-        w.add_(along, alpha=-training.rate)
-
-
-class Torch:
-    """A torch optimizer that acts on every entry separately; all vectors are one parameter."""
-
-    def __init__(self, task: Task, training: LocalTraining) -> None:
-        self.w = task.w
-        self.gradient = torch.zeros_like(task.w)
-        parameter = torch.nn.Parameter(task.w)
-        parameter.grad = self.gradient
-        self.optimizer = build(SOLVERS[str(training.solver)], training, [parameter])
-
-    def step(self, closure: Closure, k: int) -> None:
-        done = self.w[k:].clone()
-        self.gradient[:k] = closure(self.w[:k])[0]
-        self.optimizer.step()
-        self.w[k:] = done
-
-
-class DeltaSGD:
-    """Delta-SGD, by the rule of ``fl_strategies.delta_sgd``; a step size for each client."""
-
-    def __init__(self, task: Task, training: LocalTraining) -> None:
-        self.w = task.w
-        self.options = delta_sgd.Options(lr=training.rate, **parse_params(training.solver_params))
-        self.eta: Any = self.options.lr
-        self.theta: Any = self.options.theta_0
-        self.x: Tensor | None = None
-        self.g: Tensor | None = None
-
-    def step(self, closure: Closure, k: int) -> None:
-        x, options, first = self.w[:k].clone(), self.options, self.x is None
-        g, _ = closure(x)
-        x_before = x if self.x is None else self.x[:k]
-        g_before = g if self.g is None else self.g[:k]
-        if options.same_batch and not first:
-            g_before, _ = closure(x_before)
-        if options.amplify_first or not first:
-            moved, changed = (
-                vector_norm(v, dim=1, keepdim=True, dtype=torch.float64)
-                for v in (x - x_before, g - g_before)
-            )
-            eta, theta = (v[:k] if isinstance(v, Tensor) else v for v in (self.eta, self.theta))
-            self.eta, self.theta = delta_sgd.step_size(
-                moved, changed, eta, theta, gamma=options.gamma, delta=options.delta,
-                epsilon=options.epsilon,
-            )  # fmt: skip
-        self.w[:k] = x - self.eta * g
-        self.x, self.g = x, g
-
-
-class Polyak:
-    """SPS, by the rule of ``fl_strategies.sps``; a step size for each client."""
-
-    def __init__(self, task: Task, training: LocalTraining, share: Tensor) -> None:
-        self.task, self.share = task, share
-        self.options = sps.Options(lr=training.rate, **parse_params(training.solver_params))
-        self.eta: Any = self.options.lr
-
-    def step(self, closure: Closure, k: int) -> None:
-        w, options = self.task.w[:k], self.options
-        g, loss = closure(w)
-        square = vector_norm(g, dim=1, keepdim=True, dtype=torch.float64).square()
-        eta, self.eta = sps.step_size(
-            precise(self.task.value(loss, w, k)),
-            square,
-            self.task.part(self.eta, k),
-            c=options.c,
-            f_star=options.f_star,
-            growth=options.growth,
-            batch_share=self.share[:k],
-            max_step=options.max_step,
-        )
-        w.sub_(eta * g)
-
-
-def optimizer_of(task: Task, training: LocalTraining, sizes: Numbers) -> Optimizer:
-    """Return the optimizer of ``training``, for clients with ``sizes`` samples."""
-    if training.solver in ("gd", "sgd") and not training.solver_params:
-        return Descent(task, training)
-    if training.solver == "delta-sgd":
-        return DeltaSGD(task, training)
-    if training.solver == "sps":
-        size = batch_size(training)
-        share = np.minimum(1.0, size / sizes) if size else np.ones(len(sizes))
-        return Polyak(task, training, precise(torch.from_numpy(share[:, None]).to(task.w.device)))
-    return Torch(task, training)
+from fl_strategies.solvers.local import LocalTraining
 
 
 def solve(

@@ -24,6 +24,16 @@ def square_norm(v: Vector) -> Any:
     return total[..., None] if total.ndim else float(total)
 
 
+def norm(v: Vector) -> Any:
+    """Return ||v|| in double precision, a 0-d array of the kind of ``v``; a column for a stack."""
+    stack = v.ndim > 1
+    if isinstance(v, np.ndarray):
+        return np.linalg.norm(v.astype(np.float64), axis=-1, keepdims=stack)
+    import torch  # which has made v
+
+    return torch.linalg.vector_norm(v, dim=-1, keepdim=stack, dtype=torch.float64)
+
+
 def clip(number: Any, low: Any, high: Any) -> Any:
     """Return ``number`` clipped to [low, high]; for a vector or column, bounds may be columns."""
     if hasattr(number, "clip"):

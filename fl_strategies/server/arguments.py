@@ -9,11 +9,11 @@ from logging import WARNING
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.clientapp import ClientApp
 
-from fl_strategies.core.local import default_training
 from fl_strategies.core.log import log
 from fl_strategies.core.near import misspelt
 from fl_strategies.core.records import MISSED
 from fl_strategies.core.schedules import check, require
+from fl_strategies.solvers.local import default_training
 
 
 def check_start(

@@ -10,13 +10,13 @@ from flwr.app import MetricRecord, RecordDict
 
 from fl_strategies.core.hyperparameters import Declared, Scalar, choice, flag, number, option
 from fl_strategies.core.ledger import LostState
-from fl_strategies.core.local import default_training
 from fl_strategies.core.near import listed, meant, unknown
 from fl_strategies.core.schedules import shown
 from fl_strategies.messages.wire import MAX_SAMPLES
 from fl_strategies.parts.server_step import ServerStep
 from fl_strategies.server.callbacks import Callback
 from fl_strategies.server.checkpoints import Checkpoints
+from fl_strategies.solvers.local import default_training
 
 MetricsAggregation: TypeAlias = Callable[[list[RecordDict], str], MetricRecord]
 Local: TypeAlias = Mapping[str, Scalar | Mapping[int, float]]

@@ -26,11 +26,9 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from fl_strategies.core.hyperparameters import Scalar
 from fl_strategies.core.layout import Arrays, Layout, conventional_buffers, few
 from fl_strategies.core.ledger import Ledger
-from fl_strategies.core.local import check_local
 from fl_strategies.core.log import log
 from fl_strategies.core.names import SKIPPED
 from fl_strategies.core.near import hinted
-from fl_strategies.core.plain import check_only_fine_tuning
 from fl_strategies.core.reasons import in_one_log
 from fl_strategies.core.records import Round
 from fl_strategies.core.schedules import require
@@ -53,6 +51,8 @@ from fl_strategies.server.reading import Read, Reader
 from fl_strategies.server.round import Outcome, next_model, shares
 from fl_strategies.server.run import Result, Run
 from fl_strategies.server.sending import Sender
+from fl_strategies.solvers.local import check_local
+from fl_strategies.solvers.own_steps import check_only_fine_tuning
 
 EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
 

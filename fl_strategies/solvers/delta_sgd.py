@@ -35,11 +35,12 @@ ICLR 2024, Algorithm 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
+from fl_strategies.core.columns import norm
 from fl_strategies.core.schedules import check, check_flag
 from fl_strategies.core.vectors import Vector
 
@@ -79,7 +80,7 @@ class Options:
 class State(NamedTuple):
     """What the next step needs: x_{k-1} and its gradient (None at first), eta, theta.
 
-    eta and theta are numbers, or arrays [1] ([clients, 1] for a stack).
+    eta and theta are numbers, or columns for a stack.
     """
 
     x: Vector | None
@@ -103,43 +104,37 @@ def step_size(
     delta: float,
     epsilon: float = 0.0,
 ) -> tuple[Vector, Vector]:
-    """Return eta_k and theta_k by (2) and (3); ``moved`` and ``changed`` are arrays >= 0."""
+    """Return eta_k and theta_k by (2) and (3); ``moved`` and ``changed`` are numbers >= 0, as NumPy
+    or torch has them, or columns."""
     grown = (1.0 + delta * theta) ** 0.5 * eta
     # min(a, b) = b / max(1, b/a), where 1/a may be 0: nothing changed, or nothing moved
     curvature = 2.0 * changed * (moved > 0.0) / (gamma * (moved + (moved == 0.0)))
-    found = grown / (grown * curvature).clip(min=1.0) + epsilon
-    return found, found / eta
+    new = grown / (grown * curvature).clip(min=1.0) + epsilon
+    return new, new / eta
 
 
 def step(
     state: State,
     x: Vector,
-    gradient: Callable[[Vector], Vector],
+    g: Vector,
+    g_before: Vector | None,
     *,
     gamma: float,
     delta: float,
     epsilon: float = 0.0,
     amplify_first: bool = False,
-    same_batch: bool = True,
 ) -> tuple[State, Vector]:
     """Return the next state and point, by (1)-(4).
 
-    ``x`` is [d], or [clients, d] for a stack whose clients have a step size each; ``gradient(w)``
-    is the gradient at w on the step's batch.
+    ``x`` = x_k and its gradient ``g`` are [d], or [clients, d] for a stack whose clients have a
+    step size each. ``g_before`` is the gradient at x_{k-1} = ``state.x``: on the same mini-batch,
+    or ``state.g`` with ``same_batch=False``. It is not used in the first step.
     """
-    g = gradient(x)
-    eta, theta = state.eta, state.theta
-    if state.x is None or state.g is None:
-        x_before, g_before = x, g
-    else:
-        x_before, g_before = state.x, gradient(state.x) if same_batch else state.g
-    if state.x is not None or amplify_first:
-        moved, changed = _norm(x - x_before), _norm(g - g_before)
+    eta, theta, first = state.eta, state.theta, state.x is None
+    if amplify_first or not first:
+        moved = norm(x - (x if first else state.x))
+        changed = norm(g - (g if first else g_before))
         eta, theta = step_size(
             moved, changed, eta, theta, gamma=gamma, delta=delta, epsilon=epsilon
         )
     return State(x, g, eta, theta), x - eta * g
-
-
-def _norm(v: Vector) -> Vector:
-    return (v * v).sum(-1, keepdims=True) ** 0.5

@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from fl_strategies.core.hyperparameters import Schedule
-from fl_strategies.core.local import default_training
 from fl_strategies.core.schedules import all_among
+from fl_strategies.solvers.local import default_training
 
 PLAIN: Mapping[str, Sequence[Any]] = MappingProxyType(
     {

@@ -27,6 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fl_strategies.core.columns import norm
 from fl_strategies.core.schedules import check
 from fl_strategies.core.vectors import Vector
 
@@ -56,7 +57,7 @@ class Options:
 
 
 class State(NamedTuple):
-    """What the next step needs: the last step size, a number, [1] or [clients, 1]."""
+    """What the next step needs: eta_{k-1}, a number or a column."""
 
     eta: Vector | float
 
@@ -74,16 +75,16 @@ def step_size(
 ) -> tuple[Vector, Vector]:
     """Return eta_k by (1) and (2), 0 if no step is taken, and the one from which the next may grow.
 
-    ``loss`` and ``square`` = ||g||^2 are arrays [1], or [clients, 1].
+    ``loss`` and ``square`` = ||g||^2 are numbers, as NumPy or torch has them, or columns.
     """
     steps = (loss > f_star) & (square > 0.0)
-    found = (loss - f_star) / (c * (square + (square == 0.0)))
+    new = (loss - f_star) / (c * (square + (square == 0.0)))
     if growth:
-        found = found.clip(max=growth**batch_share * eta)
+        new = new.clip(max=growth**batch_share * eta)
     if max_step:
-        found = found.clip(max=max_step)
+        new = new.clip(max=max_step)
     last = eta + 0.0 * square  # as an array: a bool times a number would be of single precision
-    return steps * found, steps * found + ~steps * last
+    return steps * new, steps * new + ~steps * last
 
 
 def step(
@@ -95,16 +96,17 @@ def step(
     c: float,
     f_star: float,
     growth: float,
-    batch_share: float,
+    batch_share: Vector | float,
     max_step: float,
 ) -> tuple[State, Vector]:
     """Return the next state and point, by (1)-(3).
 
-    ``x`` and its gradient ``g`` are [d] with ``loss`` [1], or [clients, d] with [clients, 1].
+    ``x`` and its gradient ``g`` are [d], and ``loss`` is a number; for a stack they are
+    [clients, d], and a column.
     """
-    eta, state_eta = step_size(
+    eta, last = step_size(
         loss,
-        (g * g).sum(-1, keepdims=True),
+        norm(g) ** 2,
         state.eta,
         c=c,
         f_star=f_star,
@@ -112,4 +114,4 @@ def step(
         batch_share=batch_share,
         max_step=max_step,
     )
-    return State(state_eta), x - eta * g
+    return State(last), x - eta * g
