@@ -256,7 +256,10 @@ def test_masks_are_drawn_client_by_client_wherever_vmap_has_their_dimension() ->
             torch.manual_seed(seed)
             assert torch.equal(mine[:size], torch.dropout(torch.ones(size, 4), p, True))
         assert not mine[size:].any()
-    with pytest.raises(RuntimeError, match="of local steps alone"), masked(layer, drawing):
+    with (
+        pytest.raises(RuntimeError, match="further masks than those of local steps"),
+        masked(layer, drawing),
+    ):
         vmap(layer)(x)
 
 
