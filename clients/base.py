@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from logging import WARNING
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -17,13 +16,14 @@ from clients.keeping import Keeper, Kept, State
 from clients.learning.objective import Objective
 from clients.learning.oracle import ClientOracle
 from clients.learning.replay import kept_generators, seed_generators
+from clients.metrics import metrics_of
 from clients.node.state import DirectoryStore, Store
 from clients.request import Arrays, Config, Received, generator, round_of, weight_in_secret
 from fl_strategies import STRATEGIES
 from fl_strategies.core.hyperparameters import check_request
 from fl_strategies.core.log import log
 from fl_strategies.core.near import hinted, misspelt
-from fl_strategies.core.oracle import Oracle, Solved, Step
+from fl_strategies.core.oracle import Oracle, Step
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.records import MISSED
 from fl_strategies.core.schedules import check, require
@@ -273,7 +273,7 @@ class FederatedClient(NumPyClient):
         """Keep the result of a request's ``steps``; return what :meth:`fit` returns."""
         model, nonce = self.problem.model, begun.kept.nonce
         self.keeper.save(config, Kept(steps[-1].state, nonce, model.kept_arrays()))
-        metrics = self._metrics(steps, config)
+        metrics = metrics_of(self.algorithm, model, steps, config)
         if nonce:
             metrics["state-nonce"] = nonce
         arrays = model.all_arrays(steps[-1].upload, [steps[-1].beside[n] for n in self.beside])
@@ -304,20 +304,6 @@ class FederatedClient(NumPyClient):
             streams,
             asked_by=f"{self.algorithm} asks client {self.client_id}",
         )
-
-    def _metrics(self, steps: Sequence[Step], config: Config) -> dict[str, Any]:
-        model = self.problem.model
-        metrics: dict[str, Any] = {**steps[-1].scalars, "algorithm": self.algorithm}
-        if "layout" in config:
-            same = config["layout"] == model.layout.signature
-            metrics["layout"] = model.layout.signature if same else model.layout.roles
-        metrics["device"] = model.vector.device.type
-        metrics |= reported([step.solved for step in steps if step.solved is not None])
-        # set by Flower's wrappers; a legacy server's strategy does not see it otherwise
-        bound = config.get("clipping_norm", config.get("clipping-norm"))
-        if bound is not None:
-            metrics["clipping-norm"] = bound
-        return metrics
 
     def _state(self, kept: Kept, theta: Tensor, config: Config) -> State:
         """Return the algorithm's state; if there is none, a newcomer's."""
@@ -356,20 +342,3 @@ def _say_misspelt(names: frozenset[str]) -> None:
     """Warn of a request's names that are almost known; those of one kind of request once."""
     if near := misspelt(names, default_training().settings.keys() | TOLD):
         log(WARNING, "requests have %s", near)
-
-
-def reported(solved: Sequence[Solved]) -> dict[str, float]:
-    """Return the metrics of a request's local work: all steps and epochs, the last loss."""
-    if not solved:
-        return {}
-    last = solved[-1]
-    numbers = {
-        "train-loss": float(last.loss),
-        "train-accuracy": float(last.accuracy),
-        "residual": float(last.residual),
-    }
-    found = {name: number for name, number in numbers.items() if not math.isnan(number)}
-    found["steps"] = sum(each.steps for each in solved)
-    if last.epochs is not None:
-        found["epochs"] = sum(each.epochs for each in solved)
-    return found

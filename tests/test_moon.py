@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, cross_entropy
 
 from clients import DirectoryStore, FlatModel, LocalTraining, Problem, client_id, solve
-from clients.learning import objective as objective_module
 from clients.learning import problem as problem_module
 from clients.moon import Contrast, frozen_features
 from clients.node.in_process import InProcessGrid
@@ -160,7 +159,7 @@ def test_pieces_of_a_large_batch_find_their_rows(monkeypatch: pytest.MonkeyPatch
 
     whole = gradient()
     monkeypatch.setattr(problem_module, "TESTED", 4)
-    monkeypatch.setattr(objective_module, "CHUNK", 4)
+    monkeypatch.setattr("clients.learning.passes.CHUNK", 4)
     for ours, theirs in zip(gradient(), whole, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-14)
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from clients import FlatModel, LocalTraining, Problem, solve
-from clients.learning import objective as problem_module
 from clients.stacking.stack import Stack
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.subproblem import Subproblem
@@ -58,7 +57,7 @@ def test_pieces_of_a_large_batch_add_up_to_it(monkeypatch: pytest.MonkeyPatch) -
     whole = problem.model.gradient.clone()
     whole_evaluation = problem.evaluate().loss
     for chunk in (1, 2, 3, 5, 16):
-        monkeypatch.setattr(problem_module, "CHUNK", chunk)
+        monkeypatch.setattr("clients.learning.passes.CHUNK", chunk)
         monkeypatch.setattr("clients.learning.problem.TESTED", chunk)
         loss, outputs = problem.gradient(problem.inputs, problem.targets)
         assert torch.allclose(problem.model.gradient, whole, rtol=1e-13, atol=1e-13)
@@ -71,7 +70,7 @@ def test_no_piece_of_a_large_batch_is_a_single_example(monkeypatch: pytest.Monke
     torch.manual_seed(9)
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     problem = Problem(FlatModel(module), cross_entropy, torch.randn(7, 3), torch.arange(7) % 2)
-    monkeypatch.setattr(problem_module, "CHUNK", 3)  # 3 + 3 + 1 would fail in BatchNorm
+    monkeypatch.setattr("clients.learning.passes.CHUNK", 3)  # 3 + 3 + 1 would fail in BatchNorm
     assert train(problem).isfinite().all()
 
 
@@ -341,7 +340,7 @@ def test_pieces_of_a_large_batch_add_up_to_its_hessian(monkeypatch: pytest.Monke
     (q,) = quadratics(1)
     problem, v = q.problem(), torch.arange(1.0, DIM + 1, dtype=torch.float64)
     whole = problem.hessian_product(problem.inputs, problem.targets, v)
-    monkeypatch.setattr(problem_module, "CHUNK", 3)  # 7 examples: 3 + 2 + 2
+    monkeypatch.setattr("clients.learning.passes.CHUNK", 3)  # 7 examples: 3 + 2 + 2
     pieces = problem.hessian_product(problem.inputs, problem.targets, v)
     torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=0.0)
 

@@ -285,20 +285,6 @@ class FlatModel:
             )
         return result, seen[-1].flatten(1).to(self.vector.dtype)
 
-    def hessian_product(self, value: Tensor, v: Tensor) -> Tensor:
-        """Return ``v`` [d] times the second derivative of ``value``, a scalar that has a graph."""
-        slopes = torch.autograd.grad(value, self.shared, create_graph=True, materialize_grads=True)
-        along = torch.stack(
-            [(slope * u).sum() for slope, u in zip(slopes, self.views(v), strict=True)]
-        ).sum()
-        product = torch.zeros_like(self.vector)
-        if not along.requires_grad:  # the gradient is the same everywhere
-            return product
-        pieces = torch.autograd.grad(along, self.shared, materialize_grads=True)
-        for view, piece in zip(self.views(product), pieces, strict=True):
-            view.copy_(piece)
-        return product
-
     def clear_gradients(self) -> None:
         """Forget all gradients, before a backward pass."""
         for parameter in self._parameters:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -13,25 +13,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from clients.learning.mistakes import in_inputs, in_targets
+from clients.learning import passes
+from clients.learning.mistakes import in_targets
 from clients.learning.model import FlatModel
+from clients.learning.passes import (
+    Batch,
+    Inputs,
+    called,
+    even_pieces,
+    in_evaluation_mode,
+    right_of_each,
+    without_cudnn,
+)
 from clients.learning.replay import without_trace
 from fl_strategies.solvers.local import LocalTraining
 
-Inputs: TypeAlias = Any
-"""What the module is called with: a tensor, a tuple of tensors, or a dict of them by argument."""
-Batch: TypeAlias = tuple[Inputs, Tensor]
-"""Inputs and targets of some samples, which are the first dimension of each tensor."""
 Loss: TypeAlias = Callable[[Any, Tensor], Tensor]
 """``loss(outputs, targets)``: the mean over the samples of a batch, a scalar tensor."""
 Penalty: TypeAlias = Callable[[Tensor], Tensor]
 Move: TypeAlias = Callable[[], object]
 """Changes the model's vector in place."""
-
-CHUNK = 1000
-"""Samples per pass when the gradient of a whole data set is computed."""
-TESTED = 250
-"""Samples per forward pass without a gradient: on a CPU more are slower, and need more memory."""
 
 
 class NoFixedSamples(ValueError):
@@ -197,7 +198,7 @@ class Objective(abc.ABC):
         self.model.clear_gradients()
         samples = len(targets)
         with self._normalising(samples):
-            if samples <= CHUNK:
+            if samples <= passes.CHUNK:
                 value, outputs = self.forward(inputs, targets)
                 torch.autograd.backward(value)
                 loss, outputs = value.detach(), outputs.detach()
@@ -231,10 +232,10 @@ class Objective(abc.ABC):
             with (
                 self._normalising(len(targets)),
                 sdpa_kernel(SDPBackend.MATH),
-                _without_cudnn() if recurrent else nullcontext(),
+                without_cudnn() if recurrent else nullcontext(),
             ):
                 value, _ = self.forward(x, y)
-            product += len(y) / len(targets) * model.hessian_product(value, v)
+            product += len(y) / len(targets) * second_derivative(model, value, v)
         if self.penalty is not None:
             w = model.vector.detach().requires_grad_()
             (slope,) = torch.autograd.grad(self.penalty(w), w, create_graph=True)
@@ -273,7 +274,7 @@ class Objective(abc.ABC):
         """Let BatchNorm use its running statistics where a batch has a single sample."""
         if samples > 1 or not self._batch_norms:
             return nullcontext()
-        return _evaluating(self._batch_norms)
+        return in_evaluation_mode(self._batch_norms)
 
 
 class OneBatch(Objective):
@@ -318,78 +319,16 @@ class OneBatch(Objective):
         return self._of.right(outputs, targets)
 
 
-def right_of_each(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return how right each sample [n] is: the share of its targets with the likeliest class.
-
-    NaN where ``outputs`` are not [n, classes, ...] with at least two classes, for ``targets``
-    [n, ...] of any shape: a model with one output for two classes has no accuracy.
-    """
-    classes = outputs.shape[1] if outputs.dim() > 1 else 0
-    if classes < 2 or outputs.shape[:1] + outputs.shape[2:] != targets.shape:
-        return torch.full((len(targets),), math.nan, device=outputs.device)
-    right = outputs.argmax(1) == targets
-    return right if right.dim() == 1 else right.flatten(1).float().mean(1)
-
-
-def called(module: Callable[..., Any], inputs: Inputs) -> Any:
-    """Return the outputs of ``module`` on ``inputs``; it gets integer inputs as int64."""
-    if isinstance(inputs, Tensor):
-        try:
-            outputs = module(inputs if inputs.is_floating_point() else inputs.long())
-        except RuntimeError as error:
-            if mistake := in_inputs(inputs, error):
-                raise ValueError(mistake) from error
-            raise
-    elif isinstance(inputs, Mapping):
-        outputs = module(**{name: _as_called(value) for name, value in inputs.items()})
-    else:
-        outputs = module(*(_as_called(value) for value in inputs))
-    return getattr(outputs, "logits", outputs)
-
-
-def _as_called(value: Any) -> Any:
-    integer = isinstance(value, Tensor) and value.dtype in (torch.uint8, torch.int16, torch.int32)
-    return value.long() if integer else value
-
-
-def even_pieces(inputs: Inputs, targets: Tensor) -> Iterator[Batch]:
-    """Yield a batch in pieces of equal size, at most ``CHUNK`` samples each.
-
-    So no piece has a single sample, which BatchNorm cannot normalise.
-    """
-    count = math.ceil(len(targets) / CHUNK)
-    parts = targets.tensor_split(count)
-    if isinstance(inputs, Tensor):
-        yield from zip(inputs.tensor_split(count), parts, strict=True)
-        return
-    named = isinstance(inputs, Mapping)
-    split = [value.tensor_split(count) for value in (inputs.values() if named else inputs)]
-    for piece, y in zip(zip(*split, strict=True), parts, strict=True):
-        yield (dict(zip(inputs, piece, strict=True)) if named else piece), y
-
-
-@contextmanager
-def _without_cudnn() -> Iterator[None]:
-    """Switch cuDNN off inside.
-
-    ``torch.backends.cudnn.flags`` would set all flags, ``deterministic`` too. It fails where the
-    user has set ``fp32_precision``, whose older name it reads.
-    """
-    before = torch.backends.cudnn.enabled
-    torch.backends.cudnn.enabled = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.enabled = before
-
-
-@contextmanager
-def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Put the modules, which are in training mode, into evaluation mode inside."""
-    for module in modules:
-        module.eval()
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.train()
+def second_derivative(model: FlatModel, value: Tensor, v: Tensor) -> Tensor:
+    """Return ``v`` [d] times the second derivative of ``value``, a scalar that has a graph."""
+    slopes = torch.autograd.grad(value, model.shared, create_graph=True, materialize_grads=True)
+    along = torch.stack(
+        [(slope * u).sum() for slope, u in zip(slopes, model.views(v), strict=True)]
+    ).sum()
+    product = torch.zeros_like(model.vector)
+    if not along.requires_grad:  # the gradient is the same everywhere
+        return product
+    pieces = torch.autograd.grad(along, model.shared, materialize_grads=True)
+    for view, piece in zip(model.views(product), pieces, strict=True):
+        view.copy_(piece)
+    return product

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from clients.learning.objective import Batch, Inputs, NoFixedSamples, Objective
+from clients.learning.objective import NoFixedSamples, Objective
+from clients.learning.passes import Batch, Inputs
 from clients.learning.replay import without_trace
 from clients.learning.solvers import measured, planned, solve
 from fl_strategies.core.oracle import Gradient, Solved

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from clients.learning.model import FlatModel
-from clients.learning.objective import TESTED, Batch, Loss, Objective, Penalty
+from clients.learning.objective import Loss, Objective, Penalty
+from clients.learning.passes import TESTED, Batch
 from clients.learning.samples import all_samples, as_targets, as_tensor
 from fl_strategies.core.near import hinted
 from fl_strategies.core.schedules import require

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from clients.learning.objective import TESTED, Inputs
+from clients.learning.passes import TESTED, Inputs
 from fl_strategies.core.schedules import require
 
 T = TypeVar("T")

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from clients.learning.objective import Inputs, Move, Objective
+from clients.learning.objective import Move, Objective
 from clients.learning.optimizers import SPS, DeltaSGD
+from clients.learning.passes import Inputs
 from fl_strategies.core.oracle import Solved
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.solvers.local import TORCH, LocalTraining, build, torch_solver

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from clients.learning.model import FlatModel
-from clients.learning.objective import TESTED, Batch, Loss, Objective, Penalty
+from clients.learning.objective import Loss, Objective, Penalty
+from clients.learning.passes import TESTED, Batch
 from clients.learning.problem import check_made_of
 from clients.learning.samples import (
     Randomness,

@@ -20,7 +20,7 @@ from flwr.client import NumPyClient
 from clients.any_algorithm import CLIENTS, AnyAlgorithmClient
 from clients.base import Begun, FederatedClient, Reply
 from clients.learning.memory import client_bytes
-from clients.learning.objective import CHUNK
+from clients.learning.passes import CHUNK
 from clients.request import Arrays, Config
 from clients.stacking.choice import Setting, check_setting, kind_of, stacked_at
 from clients.stacking.forms import form_of

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from clients.learning.objective import CHUNK, called, right_of_each
+from clients.learning.passes import CHUNK, called, right_of_each
 from clients.learning.problem import Problem, gathered
 from clients.learning.solvers import precise
 from clients.stacking.layers import Forward, chain

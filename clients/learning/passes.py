@@ -1,0 +1,100 @@
+"""Passes of a module over a batch: how it is called, in which pieces, and what is right of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from clients.learning.mistakes import in_inputs
+
+Inputs: TypeAlias = Any
+"""What the module is called with: a tensor, a tuple of tensors, or a dict of them by argument."""
+Batch: TypeAlias = tuple[Inputs, Tensor]
+"""Inputs and targets of some samples, which are the first dimension of each tensor."""
+
+CHUNK = 1000
+"""Samples per pass when the gradient of a whole data set is computed."""
+TESTED = 250
+"""Samples per forward pass without a gradient: on a CPU more are slower, and need more memory."""
+
+
+def right_of_each(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return how right each sample [n] is: the share of its targets with the likeliest class.
+
+    NaN where ``outputs`` are not [n, classes, ...] with at least two classes, for ``targets``
+    [n, ...] of any shape: a model with one output for two classes has no accuracy.
+    """
+    classes = outputs.shape[1] if outputs.dim() > 1 else 0
+    if classes < 2 or outputs.shape[:1] + outputs.shape[2:] != targets.shape:
+        return torch.full((len(targets),), math.nan, device=outputs.device)
+    right = outputs.argmax(1) == targets
+    return right if right.dim() == 1 else right.flatten(1).float().mean(1)
+
+
+def called(module: Callable[..., Any], inputs: Inputs) -> Any:
+    """Return the outputs of ``module`` on ``inputs``; it gets integer inputs as int64."""
+    if isinstance(inputs, Tensor):
+        try:
+            outputs = module(inputs if inputs.is_floating_point() else inputs.long())
+        except RuntimeError as error:
+            if mistake := in_inputs(inputs, error):
+                raise ValueError(mistake) from error
+            raise
+    elif isinstance(inputs, Mapping):
+        outputs = module(**{name: _as_called(value) for name, value in inputs.items()})
+    else:
+        outputs = module(*(_as_called(value) for value in inputs))
+    return getattr(outputs, "logits", outputs)
+
+
+def _as_called(value: Any) -> Any:
+    integer = isinstance(value, Tensor) and value.dtype in (torch.uint8, torch.int16, torch.int32)
+    return value.long() if integer else value
+
+
+def even_pieces(inputs: Inputs, targets: Tensor) -> Iterator[Batch]:
+    """Yield a batch in pieces of equal size, at most ``CHUNK`` samples each.
+
+    So no piece has a single sample, which BatchNorm cannot normalise.
+    """
+    count = math.ceil(len(targets) / CHUNK)
+    parts = targets.tensor_split(count)
+    if isinstance(inputs, Tensor):
+        yield from zip(inputs.tensor_split(count), parts, strict=True)
+        return
+    named = isinstance(inputs, Mapping)
+    split = [value.tensor_split(count) for value in (inputs.values() if named else inputs)]
+    for piece, y in zip(zip(*split, strict=True), parts, strict=True):
+        yield (dict(zip(inputs, piece, strict=True)) if named else piece), y
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Switch cuDNN off inside.
+
+    ``torch.backends.cudnn.flags`` would set all flags, ``deterministic`` too. It fails where the
+    user has set ``fp32_precision``, whose older name it reads.
+    """
+    before = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before
+
+
+@contextmanager
+def in_evaluation_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Put the modules, which are in training mode, into evaluation mode inside."""
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.train()
