@@ -27,6 +27,7 @@ from fl_strategies.core.oracle import Oracle, Step
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.records import MISSED
 from fl_strategies.core.schedules import check, require
+from fl_strategies.messages.description import DESCRIBE, DESCRIPTION
 from fl_strategies.messages.wire import checksum
 from fl_strategies.solvers.local import LocalTraining, default_training
 
@@ -148,8 +149,12 @@ class FederatedClient(NumPyClient):
     # ---- Flower's NumPyClient -----------------------------------------------------------------
 
     def get_properties(self, config: Config) -> dict[str, Any]:
-        """Return the client's stable id; a legacy server learns it only in this way."""
-        return {"client-id": self.client_id}
+        """Return the client's stable id; a legacy server learns it only in this way.
+
+        A config with ``describe`` also asks for a description of the model.
+        """
+        described = {DESCRIPTION: self.problem.model.description.to_text()}
+        return {"client-id": self.client_id, **(described if config.get(DESCRIBE) else {})}
 
     def get_parameters(self, config: Config) -> Arrays:
         """Return the model's current arrays, for a legacy server without an initial model."""

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, MetricRecord
@@ -103,7 +102,7 @@ def run(
 def _run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback], quiet: bool) -> Summary:
     by_workers = is_simulated(grid) and not isinstance(grid, InProcessGrid)
     model, folder = prepare(config, partition=not by_workers)
-    initial, layout = ArrayRecord(model.state_dict()), model.layout_options
+    initial = ArrayRecord(model.state_dict())
     del model  # as large as all else that the server keeps
     shared = shared_population(config, grid, resumes=_resumes(config, folder))
     if by_workers and not shared:
@@ -111,7 +110,7 @@ def _run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback], quiet: bo
     lock = FolderLock(folder)
     before = lock.take()
     try:
-        return _run_in(config, grid, callbacks, initial, layout, lock, before, quiet, shared)
+        return _run_in(config, grid, callbacks, initial, lock, before, quiet, shared)
     finally:
         lock.release()
 
@@ -121,7 +120,6 @@ def _run_in(
     grid: Grid,
     callbacks: Sequence[Callback],
     initial: ArrayRecord,
-    layout: Mapping[str, Any],
     lock: FolderLock,
     before: str,
     quiet: bool,
@@ -170,7 +168,6 @@ def _run_in(
             )
 
     strategy = config.strategy(
-        **layout,
         # on a busy machine some nodes answer late, and sampling must not depend on that
         min_available_nodes=config.clients if simulated else 1,
         callbacks=[

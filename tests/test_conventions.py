@@ -1,4 +1,4 @@
-"""Laws of models whose strategy is told nothing: PyTorch's names and types say what is a buffer."""
+"""Laws of models whose strategy is told nothing: clients describe them, or PyTorch's names do."""
 
 from __future__ import annotations
 
@@ -11,20 +11,17 @@ import torch
 from federations import serve
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.server.workflow import SecAggPlusWorkflow
 from idioms import IDIOMS, Idiom
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from clients import AnyAlgorithmClient, ContextStore, FlatModel, Problem, client_app, client_id
 from clients.node.in_process import InProcessGrid
-from fl_strategies import STRATEGIES, FedAvg, NothingUsable, as_legacy
+from fl_strategies import STRATEGIES, FedAvg, as_legacy
 from fl_strategies.core.layout import conventional_buffers
 
 SETTINGS = {"lr": 0.05, "batch-size": 4}
 QUIET: dict[str, Any] = {"fraction_evaluate": 0.0, "local": SETTINGS}
-UNTOLD = {"tied": r"\*\*model\.layout_options", "frozen": r"ArrayRecord\(model\.state_dict\(\)\)"}
-"""What no name and no type tells, and what the error says to do."""
 NORMALISED = IDIOMS["batch-norm"]
 STATISTICS = [f"layers.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")]
 
@@ -34,13 +31,18 @@ def module_of(idiom: Idiom) -> nn.Module:
     return idiom.make()
 
 
-def federation(idiom: Idiom, clients: int = 2) -> InProcessGrid:
+def undescribed(request: Message, reply: Message) -> Message | None:
+    """No client describes its model."""
+    return None if request.metadata.message_type == "query.describe" else reply
+
+
+def federation(idiom: Idiom, clients: int = 2, **grid: Any) -> InProcessGrid:
     def client_fn(context: Context) -> AnyAlgorithmClient:
         me, model = client_id(context), FlatModel(module_of(idiom))
         problem = Problem(model, cross_entropy, *idiom.samples(9 + me, me))
         return AnyAlgorithmClient(problem, client_id=me, store=ContextStore(context))
 
-    return InProcessGrid(client_app(client_fn), clients)
+    return InProcessGrid(client_app(client_fn), clients, **grid)
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedadmm", "scaffold"])
@@ -57,18 +59,23 @@ def federation(idiom: Idiom, clients: int = 2) -> InProcessGrid:
     ],
 )
 def test_a_network_trains_without_a_word_about_its_arrays(name: str, algorithm: str) -> None:
+    """To the bit as if everything were declared; what is not trained stays as it was."""
     idiom = IDIOMS[name]
+    model = FlatModel(module_of(idiom))
     initial = ArrayRecord(module_of(idiom).state_dict())
     strategy = STRATEGIES[algorithm](**QUIET)
-    if name in UNTOLD:
-        with pytest.raises(NothingUsable, match=UNTOLD[name]):
-            strategy.start(federation(idiom), initial, 3)
-        return
     result = strategy.start(federation(idiom), initial, 2)
     assert {m["clients-used"] for m in result.train_metrics_clientapp.values()} == {2}
-    assert strategy.untrained == list(FlatModel(module_of(idiom)).buffers)
+    assert strategy.opened_model.layout == model.layout
     changed = [n for n in initial if (result.arrays[n].numpy() != initial[n].numpy()).any()]
-    assert changed == list(initial)
+    assert changed == model.names
+    assert list(result.arrays) == list(initial)
+    for begin in (initial, ArrayRecord(model.state_dict()))[: 1 + (name == "frozen")]:
+        told = STRATEGIES[algorithm](**QUIET, **model.layout_options)
+        expected = told.start(federation(idiom), begin, 2).arrays
+        assert list(expected) == list(begin)
+        for n, array in expected.items():
+            np.testing.assert_array_equal(result.arrays[n].numpy(), array.numpy())
 
 
 @pytest.mark.slow
@@ -89,12 +96,17 @@ def test_the_names_and_types_of_pytorchs_buffers_are_known() -> None:
 
 
 def test_the_log_names_the_buffers_once(caplog: pytest.LogCaptureFixture) -> None:
+    initial = ArrayRecord(module_of(NORMALISED).state_dict())
+    lines = []
     with caplog.at_level(logging.INFO):
-        FedAvg(**QUIET).start(
-            federation(NORMALISED), ArrayRecord(module_of(NORMALISED).state_dict()), 2
-        )
-    said = [record.message for record in caplog.records if "buffers" in record.message]
-    assert said == [f"buffers, which no client trains, by PyTorch's names: {STATISTICS}"]
+        for fault in (None, undescribed):
+            caplog.clear()
+            FedAvg(**QUIET).start(federation(NORMALISED, fault=fault), initial, 2)
+            lines += [record.message for record in caplog.records if "buffers" in record.message]
+    assert lines == [
+        f"by descriptions of 2 clients [0, 1]: buffers {STATISTICS}",
+        f"buffers, which no client trains, by PyTorch's names: {STATISTICS}",
+    ]
 
 
 @pytest.mark.parametrize("buffers", [[], STATISTICS[:2]], ids=["none", "some"])
@@ -103,7 +115,7 @@ def test_buffers_that_are_given_are_all_of_them(buffers: list[str]) -> None:
     with pytest.raises(ValueError, match=r"'layers\.1\.num_batches_tracked' has type int64"):
         FedAvg(buffers=buffers, **QUIET).start(federation(NORMALISED), initial, 1)
     given = FedAvg(buffers=STATISTICS, **QUIET).start(federation(NORMALISED), initial, 2)
-    found = FedAvg(**QUIET).start(federation(NORMALISED), initial, 2)
+    found = FedAvg(**QUIET).start(federation(NORMALISED, fault=undescribed), initial, 2)
     for name, array in given.arrays.items():
         np.testing.assert_array_equal(found.arrays[name].numpy(), array.numpy())
 
@@ -153,21 +165,3 @@ def test_a_legacy_server_knows_the_names_of_an_initial_model() -> None:
     found, _ = serve(as_legacy(strategy, initial), federation(NORMALISED), 2)
     expected = np.concatenate([np.ravel(array.numpy()) for array in usual.values()])
     np.testing.assert_array_equal(found, expected)
-
-
-def test_a_legacy_server_without_names_says_which_positions_are_buffers() -> None:
-    strategy = FedAvg(min_available_nodes=2, **QUIET)
-    with pytest.raises(
-        NothingUsable, match=r"does not train \['4', '5'\].*name these in `buffers`"
-    ):
-        serve(as_legacy(strategy), federation(NORMALISED), 3)
-    assert strategy.untrained == ["6"]
-    told = FedAvg(min_available_nodes=2, buffers=["4", "5", "6"], **QUIET)
-    serve(as_legacy(told), federation(NORMALISED), 1)
-    assert told.result.train_metrics_clientapp[1]["clients-used"] == 2
-
-
-def test_statistics_are_refused_under_masks() -> None:
-    initial = ArrayRecord(module_of(NORMALISED).state_dict())
-    with pytest.raises(ValueError, match=r"^buffers \['layers\.1\.running_mean'.* secure aggreg"):
-        as_legacy(FedAvg(**QUIET), initial, secure=SecAggPlusWorkflow(1.0, 0.5))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -69,7 +71,7 @@ def test_a_tied_weight_is_one_parameter_under_however_many_names_it_travels(row:
     for module in (Tied, Doubled):
         federation, model = federation_of(module)
         settings = local(lr=0.02)
-        strategy = row.strategy(local=settings, clipping_norm=None, **model.layout_options)
+        strategy = row.strategy(local=settings, clipping_norm=None)
         found.append(strategy.start(federation, record_of(model), 3).arrays)
     tied, doubled = found
     np.testing.assert_array_equal(tied["again"].numpy(), tied["head"].numpy())
@@ -83,9 +85,7 @@ def test_a_bound_on_the_norm_counts_a_tied_weight_once(name: str) -> None:
     found = []
     for module in (Tied, Doubled):
         federation, model = federation_of(module)
-        strategy = STRATEGIES[name](
-            clipping_norm=0.8, fraction_evaluate=0.0, local=local(lr=0.02), **model.layout_options
-        )
+        strategy = STRATEGIES[name](clipping_norm=0.8, fraction_evaluate=0.0, local=local(lr=0.02))
         result = strategy.start(federation, record_of(model), 2)
         found.append((result.arrays["head"].numpy(), dict(result.train_metrics_clientapp[1])))
     np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-12)
@@ -93,30 +93,44 @@ def test_a_bound_on_the_norm_counts_a_tied_weight_once(name: str) -> None:
 
 
 @every_algorithm
+@pytest.mark.parametrize("module", [Frozen, Tied])
+def test_a_layout_that_nobody_declares_is_learned_to_the_bit(
+    row: Row, module: type[nn.Module]
+) -> None:
+    """A frozen array stays on the server as it is."""
+    federation, model = federation_of(module)
+    begun, settings = record_of(model), local(lr=0.02)
+    found = row.strategy(local=settings).start(federation, begun, 2).arrays
+    declared = row.strategy(local=settings, **model.layout_options)
+    expected = declared.start(federation_of(module)[0], begun, 2).arrays
+    assert list(found) == list(expected) == list(begun)
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name].numpy(), array.numpy())
+        assert (found[name].numpy() == begun[name].numpy()).all() == (name in model.layout.frozen)
+
+
 @pytest.mark.parametrize(
-    ("module", "said"),
+    ("module", "wrong", "reason"),
     [
-        (Frozen, "does not send ['tail']"),
-        (Tied, "has the tied parameters [('head', 'again')]"),
+        (Frozen, {"frozen": {}, "buffers": (), "ties": ()}, r"does not send \['tail'\]"),
+        (Tied, {"ties": ()}, r"the tied parameters \[\('head', 'again'\)\], and this run \[\]"),
+        (Linear, {"buffers": ["tail"]}, r"it trains \['tail'\], which are buffers in this run"),
     ],
 )
-def test_a_model_whose_layout_the_strategy_was_not_told_is_refused_by_name(
-    row: Row, module: type[nn.Module], said: str
+def test_options_come_first_and_clients_with_another_model_are_refused_by_name(
+    module: type[nn.Module], wrong: dict[str, Any], reason: str
 ) -> None:
     federation, model = federation_of(module)
-    strategy = row.strategy(local=local())
-    with pytest.raises(NothingUsable) as error:
+    strategy = FedAvg(fraction_evaluate=0.0, local=local(), **wrong)
+    with pytest.raises(NothingUsable, match=f"3 clients.*{reason}"):
         strategy.start(federation, record_of(model), 4)
-    for part in (said, "layout_options", "3 clients"):
-        assert part in str(error.value)
 
 
-def test_an_array_that_the_strategy_wrongly_takes_for_a_buffer_is_named() -> None:
-    federation, model = federation_of(Linear)
-    with pytest.raises(NothingUsable, match=r"it trains \['tail'\].*leave these out of `buffers`"):
-        FedAvg(buffers=["tail"], fraction_evaluate=0.0, local=local()).start(
-            federation, record_of(model), 4
-        )
+def test_digests_that_are_not_the_initial_models_are_refused() -> None:
+    federation, model = federation_of(Frozen)
+    strategy = FedAvg(frozen={"tail": "12345678"}, fraction_evaluate=0.0, local=local())
+    with pytest.raises(ValueError, match=r"frozen: \['tail'\] of the initial model have other"):
+        strategy.start(federation, record_of(model), 1)
 
 
 def test_copies_of_a_tied_weight_that_differ_are_refused_on_both_sides() -> None:

@@ -48,7 +48,11 @@ class Client(AnyAlgorithmClient):
 
 
 def run(
-    strategy: FederatedStrategy, lie: tuple[float, float] | None, *, hosted: bool = False
+    strategy: FederatedStrategy,
+    lie: tuple[float, float] | None,
+    *,
+    hosted: bool = False,
+    begun: ArrayRecord | None = None,
 ) -> tuple[list[np.ndarray], dict[int, Any]]:
     """Return the model after the rounds and the clients' evaluation in each."""
     model = normalised()
@@ -63,7 +67,8 @@ def run(
 
     hosts = [*range(CLIENTS)] if hosted else None
     grid = InProcessGrid(client_app(client_fn, hosts=hosts), 1 if hosted else CLIENTS)
-    result = strategy.start(grid, ArrayRecord(normalised().module.state_dict()), ROUNDS)
+    begun = begun or ArrayRecord(normalised().module.state_dict())
+    result = strategy.start(grid, begun, ROUNDS)
     return [array.numpy() for array in result.arrays.values()], result.evaluate_metrics_clientapp
 
 
@@ -132,4 +137,4 @@ def test_an_initial_model_with_a_negative_variance_is_refused() -> None:
     initial = normalised().module.state_dict()
     initial["norm.running_var"][1] = -0.5
     with pytest.raises(ValueError, match=r"'norm\.running_var' .* element 1 is -0\.5, < 0"):
-        FedAvg().open(ArrayRecord(initial), 1)
+        run(FedAvg(), None, begun=ArrayRecord(initial))

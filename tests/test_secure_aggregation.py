@@ -140,7 +140,7 @@ def test_rules_that_need_more_than_a_mean_are_refused_under_masks(row: Row) -> N
 
 def test_buffers_and_weights_that_cannot_be_are_refused_under_masks() -> None:
     with pytest.raises(ValueError, match=r"^buffers \['tail'\] do not work with secure aggreg"):
-        as_legacy(FedAvg(buffers=["tail"], **QUIET), to_record(START), secure=workflow())
+        masked_run(FedAvg(buffers=["tail"], min_available_nodes=4, **QUIET), 1)
     with pytest.raises(ValueError, match=r"^max_weight must be >= 1, got 0\.5"):
         as_legacy(FedAvg(**QUIET), to_record(START), secure=workflow(max_weight=0.5))
     narrow = SecAggPlusWorkflow(1.0, 0.5, quantization_range=2**20, modulus_range=2**22)

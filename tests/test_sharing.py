@@ -323,7 +323,7 @@ def test_a_client_with_other_frozen_arrays_is_refused_by_name(
     )
     options = model.layout_options | {"frozen": {}}
     untold = FedAvg(fraction_evaluate=0.0, local=SETTINGS, **options)
-    with pytest.raises(NothingUsable, match=r"frozen arrays, which the strategy was not told"):
+    with pytest.raises(NothingUsable, match=r"it has frozen arrays, and this run has none"):
         untold.start(federation(patterns), ArrayRecord(model.state_dict()), 3)
 
 

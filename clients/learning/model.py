@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from clients.learning.arrays import copy_into, numpy_type, to_host, to_numpy
 from clients.learning.contiguous import contiguous_where_needed
-from clients.learning.sharing import Patterns, digests, split
+from clients.learning.sharing import Patterns, split
 from fl_strategies.core.layout import Layout
 from fl_strategies.core.near import hinted
 from fl_strategies.core.schedules import require
+from fl_strategies.messages.description import Description, digest
 
 T = TypeVar("T")
 
@@ -76,8 +77,9 @@ class FlatModel:
     heads : list of torch.nn.Module
         Of these submodules, the one that a forward pass runs last gets the features.
     layout_options : dict
-        The strategy's arguments ``buffers``, ``ties`` and ``frozen``:
-        ``FedADMM(**model.layout_options)``.
+        The strategy's arguments ``buffers``, ``ties`` and ``frozen``, for a run that asks no
+        client to describe its model: ``FedADMM(**model.layout_options)``, begun with
+        ``ArrayRecord(model.state_dict())``.
 
     Raises
     ------
@@ -143,7 +145,7 @@ class FlatModel:
                 for parameter in self.shared
                 if len(group := tuple(n for n, t in tensors.items() if t is parameter)) > 1
             ),
-            digests(self._all, roles.frozen),
+            {name: digest(to_numpy(self._all[name])) for name in roles.frozen},
         )
         self.layout_options = {
             "buffers": self.buffers,
@@ -158,6 +160,12 @@ class FlatModel:
     def at_home(self) -> list[str]:
         """Names of the arrays that do not travel: the frozen ones and the client's own."""
         return [*self.layout.frozen, *self.kept]
+
+    @property
+    def description(self) -> Description:
+        """All arrays of the module and their roles: what the server asks a few clients for."""
+        layout = self.layout
+        return Description(tuple(self._all), self.buffers, layout.ties, layout.frozen, self.kept)
 
     @property
     def signature(self) -> str:
@@ -232,8 +240,8 @@ class FlatModel:
                 f"{algorithm} takes {expected} arrays for {parts}; {len(arrays)} were"
                 f" received. The client's model does not train {list(self.buffers[:3])}, has"
                 f" the tied parameters {list(self.layout.ties[:3])} and does not send"
-                f" {self.at_home[:3]}: did the strategy get `**model.layout_options`, and"
-                " ArrayRecord(model.state_dict()) to begin with?"
+                f" {self.at_home[:3]}: is the run of a model like the client's, begun with"
+                " ArrayRecord(module.state_dict())?"
             )
         further, vectors = iter(arrays[own:]), {}
         for name in beside:

@@ -12,15 +12,12 @@ Arrays are what ``module.state_dict()`` names: parameters and buffers (running s
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 from torch import Tensor, nn
-
-from clients.learning.arrays import to_numpy
 
 Patterns: TypeAlias = str | Sequence[str]
 """Patterns of array names: an array's name, a module's name (``"head"`` matches all names that
@@ -123,17 +120,6 @@ def matching(patterns: Patterns, names: Sequence[str], what: str) -> list[str]:
     out = [found(pattern) for pattern in given if pattern.startswith("!")]
     chosen = set().union(*into) if into else set(names)
     return [name for name in names if name in chosen.difference(*out)]
-
-
-def digests(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, str]:
-    """Return, by name, a digest of each array's shape, type and values as they travel."""
-    found = {}
-    for name in names:
-        array = to_numpy(tensors[name])
-        digest = hashlib.sha256(repr((array.dtype.str, array.shape)).encode())
-        digest.update(array.tobytes())
-        found[name] = digest.hexdigest()[:8]
-    return found
 
 
 def _few(names: Sequence[str]) -> str:

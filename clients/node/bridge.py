@@ -26,12 +26,22 @@ from flwr.clientapp.mod import (
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from flwr.common.constant import ErrorCode
 
+from clients.learning.replay import kept_generators
 from clients.node.host import Host, Hosted, Hosts
-from clients.node.records import ClientFn, check_id, check_names, divided, make_client, tell
+from clients.node.records import (
+    ClientFn,
+    check_id,
+    check_names,
+    described,
+    divided,
+    make_client,
+    tell,
+)
 from clients.stacking.choice import Setting, check_setting
 from fl_strategies.core.log import log
 from fl_strategies.core.reasons import brief, of_exception
 from fl_strategies.core.schedules import require
+from fl_strategies.messages.description import DESCRIBE, WHOSE
 from fl_strategies.messages.encoding import encoded
 from fl_strategies.messages.hosting import is_hosted
 from fl_strategies.messages.wire import decode
@@ -77,7 +87,8 @@ def client_app(
 
     Texts and bytes among a client's metrics travel in a ConfigRecord, numbers in the MetricRecord
     (with ``num-examples``, and ``evaluate``'s loss as ``eval-loss``). The answer to a query holds
-    ``client-id`` and ``num-partitions``. The same app also answers a legacy ``Server``. A host
+    ``client-id`` and ``num-partitions``; the query "describe" asks a client to describe its model.
+    The same app also answers a legacy ``Server``. A host
     does not; a host also refuses mods that clip, add noise or mask, because its messages are about
     several clients.
 
@@ -132,6 +143,16 @@ class _BridgedApp(ClientApp):
             host = self._host(context)
             about: dict[str, Any] = host.about if host else {"client-id": client_id(context)}
             about["num-partitions"] = int(context.node_config.get("num-partitions", 0))
+            return Message(RecordDict({CLIENT: ConfigRecord(about)}), reply_to=message)
+
+        @self.query(DESCRIBE)
+        def describe(message: Message, context: Context) -> Message:
+            config: dict[str, Any] = dict(message.content.config_records[DESCRIBE])
+            with kept_generators([]):
+                if host := self._host(context):
+                    about = host.describe(config[WHOSE], context)
+                else:
+                    about = described(check_id(make_client(client_fn, context), context))
             return Message(RecordDict({CLIENT: ConfigRecord(about)}), reply_to=message)
 
     def __reduce__(self) -> Any:  # for other processes

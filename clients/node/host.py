@@ -8,9 +8,10 @@ client's ``partition-id`` and the client's own ``state``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from logging import DEBUG
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,7 +20,15 @@ import numpy.typing as npt
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.client import NumPyClient
 
-from clients.node.records import ClientFn, check_id, check_names, divided, make_client, tell
+from clients.node.records import (
+    ClientFn,
+    check_id,
+    check_names,
+    described,
+    divided,
+    make_client,
+    tell,
+)
 from clients.stacking.choice import Setting
 from clients.stacking.fit import fit_all
 from fl_strategies import STRATEGIES
@@ -91,6 +100,10 @@ class Host:
             about["samples"] = [int(count) for count in self.samples]
         return about
 
+    @cached_property
+    def _hosted(self) -> Container[int]:
+        return range(self.clients) if isinstance(self.clients, int) else {*self.clients}
+
     def train(self, message: Message, context: Context) -> RecordDict:
         """Return the reply to a training request about several clients."""
         started = time.monotonic()
@@ -147,20 +160,25 @@ class Host:
         made: dict[int, NumPyClient] = {}
         failed: dict[int, Exception] = {}
         with _states(context, shared=isinstance(self.clients, int)) as context_of:
-            own = range(self.clients) if isinstance(self.clients, int) else {*self.clients}
             for client in asked:
                 try:
-                    if client not in own:
-                        raise ValueError(
-                            f"this node does not host client {client}, but {_few(self.clients)}"
-                        )
-                    mine = context_of(client)
-                    one = check_id(make_client(self.client_fn, mine), mine)
-                    check_names(one, names)
-                    made[client] = one
+                    made[client] = self._made(client, context_of)
+                    check_names(made[client], names)
                 except Exception as error:
                     failed[client] = error
             yield made, failed
+
+    def _made(self, client: int, context_of: Callable[[int], Context]) -> NumPyClient:
+        """Return a client; raise ``ValueError`` if the node does not host it."""
+        if client not in self._hosted:
+            raise ValueError(f"this node does not host client {client}, but {_few(self.clients)}")
+        context = context_of(client)
+        return check_id(make_client(self.client_fn, context), context)
+
+    def describe(self, client: int, context: Context) -> dict[str, Any]:
+        """Return the client's description of its model."""
+        with _states(context, shared=isinstance(self.clients, int)) as context_of:
+            return described(self._made(client, context_of))
 
     def _reasons(self, failed: Mapping[int, Exception]) -> dict[int, str]:
         """Return why clients failed; the host's own log gets a line for each distinct reason."""

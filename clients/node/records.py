@@ -16,6 +16,7 @@ from fl_strategies.core.layout import few
 from fl_strategies.core.log import log
 from fl_strategies.core.reasons import TRACEBACK
 from fl_strategies.core.schedules import require
+from fl_strategies.messages.description import DESCRIBE, DESCRIPTION
 
 ClientFn: TypeAlias = Callable[[Context], NumPyClient]
 
@@ -53,8 +54,14 @@ def check_names(client: NumPyClient, received: list[str]) -> None:
     if received[: len(expected)] != expected:
         raise ValueError(
             f"the client's model shares arrays {few(expected)}, {few(received)} were received:"
-            " begin with ArrayRecord(model.state_dict()) of a FlatModel like the clients'"
+            " begin with ArrayRecord(module.state_dict()) of a module like the clients'"
         )
+
+
+def described(client: NumPyClient) -> dict[str, Any]:
+    """Return the client's description of its model; nothing if it knows no descriptions."""
+    properties = client.get_properties({DESCRIBE: True})
+    return {DESCRIPTION: properties[DESCRIPTION]} if DESCRIPTION in properties else {}
 
 
 def divided(samples: int, metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -144,11 +144,6 @@ class _LegacyStrategy(Strategy):
 
     def _open(self, arrays: ArrayRecord) -> None:
         self.strategy.open(arrays, self.num_rounds)
-        if self.secure is not None and (buffers := self.strategy.untrained):
-            raise ValueError(
-                f"buffers {buffers} do not work with secure aggregation, which treats all arrays as"
-                " trained: use a model without, with GroupNorm instead of BatchNorm"
-            )
         self._arrays = arrays
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters | None:

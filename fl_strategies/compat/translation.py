@@ -121,9 +121,10 @@ def evaluated(request: Message, result: EvaluateRes) -> RecordDict:
 
 
 def _properties(request: Message, proxy: ClientProxy, *, timeout: float) -> RecordDict:
-    found = proxy.get_properties(GetPropertiesIns({}), timeout, None)
-    check_status(found)
-    return RecordDict({"client": ConfigRecord(cast(Any, found.properties))})
+    config: Any = dict(next(iter(request.content.config_records.values()), {}))
+    answer = proxy.get_properties(GetPropertiesIns(config), timeout, None)
+    check_status(answer)
+    return RecordDict({"client": ConfigRecord(cast(Any, answer.properties))})
 
 
 def _metrics(result: FitRes | EvaluateRes, own: dict[str, float]) -> dict[str, Any]:

@@ -141,26 +141,20 @@ class Layout:
             frozen_digest = str(told.get("frozen", ""))
         except (ValueError, TypeError, KeyError, IndexError, RecursionError):
             raise ValueError(f"no roles of {len(names)} arrays: {roles[:100]!r}") from None
-        said = []
+        differences = []
         if trains := [name for name in names if name in self.buffers - untrained]:
-            said.append(
-                f"it trains {few(trains)}, which the strategy takes for buffers: leave these out"
-                " of `buffers`"
-            )
-        if frozen := [name for name in names if name in untrained - self.buffers]:
-            said.append(
-                f"it does not train {few(frozen)}, which the strategy does: name these in `buffers`"
-            )
+            differences.append(f"it trains {few(trains)}, which are buffers in this run")
+        if still := [name for name in names if name in untrained - self.buffers]:
+            differences.append(f"it does not train {few(still)}, which are trained in this run")
         if set(ties) != set(self.ties):
-            said.append(
-                f"it has the tied parameters {few(ties)}, the strategy {few(self.ties)}: declare"
-                " them by `ties`"
+            differences.append(
+                f"it has the tied parameters {few(ties)}, and this run {few(self.ties)}"
             )
         if frozen_digest and not self.frozen:
-            said.append("it has frozen arrays, which the strategy was not told: name `frozen`")
+            differences.append("it has frozen arrays, and this run has none")
         elif frozen_digest != self.frozen_digest:
-            said.append(f"its frozen arrays are not the strategy's, {few([*self.frozen])}")
-        return "; ".join(said) and f"{'; '.join(said)} (`**model.layout_options` of FlatModel)"
+            differences.append(f"its frozen arrays are not this run's, {few([*self.frozen])}")
+        return "; ".join(differences)
 
     def beside(self, names: Sequence[str]) -> Layout:
         """Return the layout of this model followed by further vectors [d], one for each name.

@@ -30,10 +30,10 @@ from fl_strategies.core.schedules import check
 PREFIX, SUFFIX = "round-", ".safetensors"
 RUN = frozenset(
     {"algorithm", "seed", "model", "run-id", "rounds-before", "round", "stopped", "clients",
-     "metrics", "history", "devices"}
+     "metrics", "history", "devices", "roles"}
 )  # fmt: skip
 """The content of ``Checkpoint.run``."""
-VERSION = 3
+VERSION = 4
 """The version of the format."""
 
 

@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from flwr.app import ConfigRecord
 
-from fl_strategies.core.layout import Layout
+from fl_strategies.core.layout import Layout, few
 from fl_strategies.core.records import BadReply, Reply, Round
 from fl_strategies.messages.wire import checksum
 
@@ -59,9 +59,7 @@ class Caller:
         return wire.buffers if averages == "models" else wire.shapes.keys()
 
 
-def check_wrapper(
-    strategy: str, averages: Averages, buffers: Collection[str], *, watched: bool
-) -> None:
+def check_wrapper(strategy: str, averages: Averages, *, watched: bool) -> None:
     """Raise ``ValueError`` if a wrapper would make the results of ``strategy`` wrong.
 
     ``watched`` says that the strategy has callbacks or checkpoints.
@@ -73,16 +71,34 @@ def check_wrapper(
             f" their mean, as with FedAvg, FedProx, MOON; {strategy} has another rule. Call its own"
             " `start`, or, from a loop that does not change replies, first its `open`"
         )
-    if buffers:
-        raise ValueError(
-            f"buffers {[*buffers]} would be clipped and get noise as if trained (a variance"
-            " might become negative): under a wrapper use a model without, with GroupNorm"
-            " instead of BatchNorm"
-        )
     if watched:
         raise ValueError(
             f"a wrapper around {strategy} calls no callbacks and makes no checkpoints: give the"
             " wrapper's `start` an evaluate_fn"
+        )
+
+
+def check_trained(caller: Caller, layout: Layout, arrays: Collection[str]) -> None:
+    """Raise ``ValueError`` if not all ``arrays`` are trained, and a wrapper or masks are there.
+
+    Both treat a model as one list of trained arrays. ``arrays`` are all that the server holds.
+    """
+    if not caller.exact:
+        return
+    if buffers := layout.untrained:
+        raise ValueError(
+            f"buffers {buffers} do not work with secure aggregation, which treats all arrays as"
+            " trained: use a model without, with GroupNorm instead of BatchNorm"
+            if caller.masked
+            else f"buffers {buffers} would be clipped and get noise as if trained (a variance"
+            " might become negative): under a wrapper use a model without, with GroupNorm"
+            " instead of BatchNorm"
+        )
+    if stay := [name for name in arrays if name not in layout.shapes] or [*layout.frozen]:
+        by = "secure aggregation, which masks" if caller.masked else "a wrapper, which clips"
+        raise ValueError(
+            f"arrays {few(stay)} are not shared by the clients, and do not work with {by} all"
+            " arrays of the model: use a model whose arrays are all trained and shared"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from flwr.app import ArrayRecord
 
@@ -14,7 +15,10 @@ from fl_strategies.messages.wire import decode
 
 @dataclass(frozen=True)
 class Model:
-    """The global model as it travels, as arrays by name, and as its trained vector [d]."""
+    """The global model: all of it as a record, the ``arrays`` that travel, its vector [d].
+
+    The arrays of ``record`` that ``layout`` lacks do not travel, and never change.
+    """
 
     record: ArrayRecord
     arrays: Arrays
@@ -24,20 +28,28 @@ class Model:
     @classmethod
     def of(cls, record: ArrayRecord, layout: Layout) -> Model:
         """Return the model in ``record``; raise ``BadReply`` for what is not an array."""
-        arrays = decoded(record)
+        arrays = {name: decode(record[name]) for name in layout.shapes}
         return cls(record, arrays, layout, layout.pack(arrays))
+
+    @cached_property
+    def travelling(self) -> ArrayRecord:
+        """The record of the arrays that travel."""
+        if len(self.record) == len(self.layout.shapes):
+            return self.record
+        return ArrayRecord({name: self.record[name] for name in self.layout.shapes})
+
+    def record_with(self, arrays: Arrays) -> ArrayRecord:
+        """Return the record of all arrays, of which ``arrays`` are those that travel."""
+        return ArrayRecord(
+            {n: encoded(arrays[n]) if n in arrays else a for n, a in self.record.items()}
+        )
 
     def with_vector(self, vector: Vector, buffers: Arrays) -> Model:
         """Return the model whose trained arrays are those of ``vector`` [d], with ``buffers``."""
         arrays = self.layout.unpack(vector, {**self.arrays, **buffers})
-        return Model.of(encoded_model(arrays), self.layout)
+        return Model.of(self.record_with(arrays), self.layout)
 
 
 def decoded(record: ArrayRecord) -> Arrays:
     """Return the arrays of ``record`` by name, as views of its bytes."""
     return {name: decode(array) for name, array in record.items()}
-
-
-def encoded_model(arrays: Arrays) -> ArrayRecord:
-    """Return ``arrays`` as Flower's record."""
-    return ArrayRecord({name: encoded(array) for name, array in arrays.items()})

@@ -103,24 +103,26 @@ class Options(Declared):
         type_name="iterable of str",
         accepts=are_names,
         about="Names of the arrays that travel and are not trained (running statistics, counters):"
-        " floats are averaged, weighted by samples; of integers the largest is taken. By default"
-        " those of PyTorch's conventions: integers, and names that end in `running_mean`,"
+        " floats are averaged, weighted by samples; of integers the largest is taken. You need not"
+        " give them: without a value, clients describe their models, and if none does,"
+        " PyTorch's conventions hold: buffers are integers, and names that end in `running_mean`,"
         " `running_var` or `num_batches_tracked`. Names that are given, also none, are all.",
     )
-    ties: Iterable[Iterable[str]] = option(
-        default=(),
+    ties: Iterable[Iterable[str]] | None = option(
+        default=None,
         type_name="iterable of iterables of str",
         accepts=lambda groups: all_in(groups, are_names),
         about="Groups of names under which one parameter travels (tied weights): it counts once"
-        " in every norm and sum. `**clients.FlatModel(module).layout_options` gives"
-        " `buffers`, `ties` and `frozen`.",
+        " in every norm and sum. You need not give them: clients describe their models.",
     )
-    frozen: Mapping[str, str] = option(
-        default=MappingProxyType({}),
+    frozen: Mapping[str, str] | None = option(
+        default=None,
         type_name="mapping",
         accepts=lambda digests: isinstance(digests, Mapping),
         about="Digests, by name, of the frozen arrays, which nobody trains and which do not"
-        " travel: a client with other arrays is refused.",
+        " travel: a client with other arrays is refused. You need not give them: clients describe"
+        " their models. If `buffers`, `ties` and `frozen` are all given"
+        " (`**clients.FlatModel(module).layout_options`), no client is asked.",
     )
     assume_algorithm: bool = flag(
         default=False,
@@ -178,8 +180,8 @@ class Options(Declared):
     )
     node_wait: float = number(
         default=60.0,
-        about="Seconds that a query for a client's id may take, and that the first round waits"
-        " for nodes which, as the connected nodes say, exist.",
+        about="Seconds that a query for a client's id, or for a description of its model, may"
+        " take, and that the first round waits for nodes which, as the connected nodes say, exist.",
         above=0.0,
     )
     shared_population: int = number(

@@ -20,6 +20,7 @@ from fl_strategies.server.callbacks import Callback, RoundInfo
 from fl_strategies.server.checkpoints import Checkpoint, Checkpoints
 from fl_strategies.server.progress import round_line
 from fl_strategies.server.replies import one_line
+from fl_strategies.server.settling import Roles
 
 
 class Result(FlowerResult):
@@ -73,6 +74,8 @@ class Run:
     """Whether a callback had ended the run when the checkpoint was made that it continues from."""
     known: set[int] = field(default_factory=set)
     """The clients ever connected, of that checkpoint."""
+    roles: Roles | None = None
+    """The roles of the model's arrays, once they are settled."""
     opened: bool = False
     """Whether the strategy's ``start`` or ``open``, not a wrapper, began the run."""
 
@@ -184,6 +187,7 @@ class Run:
             "stopped": stopped,
             "clients": sorted(known),
             "devices": sorted(self.devices.items()),
+            "roles": self.roles._asdict() if self.roles else {},
             "metrics": self.metrics(self.number),
             "history": [
                 [[number, dict(record)] for number, record in phase.items()]
@@ -194,43 +198,55 @@ class Run:
         kept = {name: fields_of(state) for name, state in states.items()}
         return Checkpoint(trained, kept, ledger.record, run)
 
+    def take(self, checkpoints: Checkpoints | None, *, resume: bool) -> Checkpoint | None:
+        """Lock the checkpoints, if any; return the last, None if the run begins anew.
+
+        The run takes over the roles of the last one's arrays.
+        """
+        if checkpoints is None:
+            if resume:
+                raise ValueError("resume needs checkpoints: give the strategy some")
+            return None
+        before = checkpoints.take()
+        last = checkpoints.last() if resume else None
+        if last is not None:
+            self.roles = Roles.saved(last.run["roles"])
+            return last
+        # killed before its first, clients may have states of it
+        if resume and before.rpartition("-")[0] == self.algorithm:
+            self.id = before
+        self.claim(checkpoints, before)
+        return None
+
     def resume(
         self,
-        checkpoints: Checkpoints,
+        last: Checkpoint,
+        checkpoints: Checkpoints | None,
         identity: Mapping[str, Any],
         states: Mapping[str, Any],
         ledger: Ledger,
-        *,
-        resume: bool,
-    ) -> dict[str, Any] | None:
-        """Lock the checkpoints; with ``resume`` restore the run and the ledger from the last.
+    ) -> dict[str, Any]:
+        """Restore the run and the ledger from the ``last`` checkpoint, and return its states.
 
-        Returns the states of the last checkpoint, None if the run begins anew. ``identity`` is what
-        checkpoint and run must have in common, ``states`` are records like those to restore.
+        ``identity`` is what checkpoint and run must have in common, ``states`` are records like
+        those to restore.
         """
-        before = checkpoints.take()
-        found = checkpoints.last() if resume else None
-        if found is None:
-            # killed before its first, clients may have states of it
-            if resume and before.rpartition("-")[0] == self.algorithm:
-                self.id = before
-            self.claim(checkpoints, before)
-            return None
-        where, saved = checkpoints.directory, found.run
+        assert checkpoints is not None
+        where, saved = checkpoints.directory, last.run
         if other := {n: saved[n] for n, ours in identity.items() if saved[n] != ours}:
             ours = {name: identity[name] for name in other}
             raise ValueError(f"{where} is of a run with {other}, not {ours}")
-        if unknown := sorted(found.states.keys() - states.keys()):
+        if unknown := sorted(last.states.keys() - states.keys()):
             raise ValueError(f"{where} is of a run with the parts {unknown}, which this run lacks")
         after = {
-            name: restored(state, found.states.get(name, {}), where)
+            name: restored(state, last.states.get(name, {}), where)
             for name, state in states.items()
         }
-        ledger.restore(found.ledger)
+        ledger.restore(last.ledger)
         self.id, self.devices = saved["run-id"], dict(saved["devices"])
         self.rounds_before, self.round = saved["rounds-before"], saved["round"]
         self.known, self.stopped = set(saved["clients"]), bool(saved["stopped"])
-        self.result.arrays = ArrayRecord({n: Array(array) for n, array in found.model.items()})
+        self.result.arrays = ArrayRecord({n: Array(array) for n, array in last.model.items()})
         for phase, rows in zip(self.phases, saved["history"], strict=True):
             phase.update({number: MetricRecord(row) for number, row in rows})
         checkpoints.sign(self.id)

@@ -29,6 +29,9 @@ from fl_strategies.server.composition import Caller
 from fl_strategies.server.model import Model
 from fl_strategies.server.nodes import ANY_HOST, Nodes
 
+OF_LAYOUT = ("layout", "frozen", "checksums")
+"""Names in a request that depend on the model's layout."""
+
 
 @dataclass
 class Sender:
@@ -57,7 +60,7 @@ class Sender:
         wire = model.layout.beside(self.algorithm.beside)
         asked = Asked(round, model.arrays, wire, started=time.monotonic())
         trains = message_type == MessageType.TRAIN
-        arrays = model.record
+        arrays = model.travelling
         if trains and self.algorithm.beside:
             arrays = self._with_vectors(state, asked, arrays)
         size = sum(len(array.data) for array in arrays.values())

@@ -10,6 +10,7 @@ This package, ``fl_strategies.messages`` and the legacy adapter use Flower.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import time
 from bisect import bisect_left
@@ -24,7 +25,6 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fl_strategies.core.hyperparameters import Scalar
-from fl_strategies.core.layout import Arrays, Layout, conventional_buffers, few
 from fl_strategies.core.ledger import Ledger
 from fl_strategies.core.log import log
 from fl_strategies.core.names import SKIPPED
@@ -36,21 +36,24 @@ from fl_strategies.server import stages
 from fl_strategies.server.algorithm import Algorithm, State
 from fl_strategies.server.arguments import check_configs, check_start
 from fl_strategies.server.asked import Asked
+from fl_strategies.server.checkpoints import Checkpoint
 from fl_strategies.server.composition import (
     Caller,
     check_hosts,
+    check_trained,
     check_wrapper,
     told_bound,
     unequal,
 )
-from fl_strategies.server.model import Model, decoded, encoded_model
+from fl_strategies.server.model import Model, decoded
 from fl_strategies.server.nodes import Nodes
 from fl_strategies.server.options import Options
 from fl_strategies.server.patience import Patience
 from fl_strategies.server.reading import Read, Reader
-from fl_strategies.server.round import Outcome, next_model, shares
+from fl_strategies.server.round import next_model, shares
 from fl_strategies.server.run import Result, Run
-from fl_strategies.server.sending import Sender
+from fl_strategies.server.sending import OF_LAYOUT, Sender
+from fl_strategies.server.settling import Roles, described, settled
 from fl_strategies.solvers.local import check_local
 from fl_strategies.solvers.own_steps import check_only_fine_tuning
 
@@ -81,9 +84,8 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         # Flower warns of 0, which is no mistake
         FlowerFedAvg.__init__(self, **given | {"fraction_evaluate": 1.0})
         vars(self).update(given)
-        self.buffers = None if self.buffers is None else tuple(self.buffers)
-        self.frozen = dict(self.frozen)
-        self.ties = tuple(tuple(group) for group in self.ties)
+        self.buffers = self.buffers and tuple(self.buffers)
+        self.ties = self.ties and tuple(tuple(group) for group in self.ties)
         self.local = dict(self.local or {})
         check_local(self.local)
         if not self.uses_local:
@@ -154,11 +156,13 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         self.open(initial_arrays, num_rounds)
         check_configs(
             {"train_config": train_config, "evaluate_config": evaluate_config},
-            ours=self.request(1, 0),
+            ours=[*OF_LAYOUT, *self.request(1, 0)],
             declared=[d.sent for d in type(self).declarations.values() if d.sent],
         )
         try:
-            stopped = self._resume(resume=resume)
+            last = run.take(self.checkpoints, resume=resume)
+            self.settle(grid)
+            stopped = self._resume(last) if last else False
             run.num_rounds = self.communication_rounds(self.state, num_rounds)
             arrays = run.result.arrays
             run.result.arrays = self.shown(arrays)
@@ -193,10 +197,16 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         self.run.open(initial_arrays, num_rounds)
         self.reader.forget()
         self.model = None
-        self._load(initial_arrays)
-        first = self._first(self.state)
-        round = self.make_round(self.run.number)
-        self.state = self.begin(first, round, num_rounds)
+
+    def settle(self, grid: Grid) -> None:
+        """Settle which arrays travel and which are trained; begin the algorithm's state."""
+        arrays, run = self.result.arrays, self.run
+        ask = functools.partial(described, self.nodes, grid, self.clients_needed)
+        layout = settled(self, decoded(arrays), run.roles, ask)
+        check_trained(self.caller, layout, arrays)
+        run.roles, self.model = Roles.of(layout), Model.of(arrays, layout)
+        round = self.make_round(run.number)
+        self.state = self.begin(self._first(self.state), round, run.num_rounds)
         self.parts = stages.begin(self, self.parts, round.theta)
 
     def train_round(self, grid: Grid, timeout: float, config: ConfigRecord) -> ArrayRecord | None:
@@ -254,7 +264,9 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         seconds = time.monotonic() - asked.started
         metrics.update({**read.hosts, **outcome.info, "seconds": seconds})
         self.result.train_metrics_clientapp[number] = metrics
-        return _record(outcome), metrics
+        if outcome.model is None:
+            return None, metrics
+        return self.opened_model.record_with(outcome.model), metrics
 
     def _shares(self, read: Read) -> dict[str, float]:
         """Note each client's share of the samples and of the next global model."""
@@ -310,8 +322,10 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
             self.run.opened = False
             watched = bool(self.callbacks or self.checkpoints)
             averages = stages.mean_of(self)
-            check_wrapper(stages.described(self), averages, self.untrained, watched=watched)
+            check_wrapper(stages.described(self), averages, watched=watched)
             self.caller = replace(self.caller, wrapped=True)
+        if self.model is None:
+            self.settle(grid)
         self.run.round = server_round
         self._load(arrays)
         self._asked = self.ask(config, grid)
@@ -363,11 +377,6 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         return self.run.result
 
     @property
-    def untrained(self) -> list[str]:
-        """The names of the model's buffers, once the run has begun."""
-        return [] if self.model is None else self.model.layout.untrained
-
-    @property
     def population(self) -> int:
         """Number m of clients that were ever connected, and at least ``num_clients``."""
         return max(len(self.nodes.known), self.num_clients)
@@ -380,18 +389,13 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
 
     def shown(self, arrays: ArrayRecord) -> ArrayRecord:
         """Return the model that is tested, evaluated and returned when ``arrays`` train next."""
-        return stages.shown(self, self.parts, arrays, self.opened_model.layout)
+        if self.model is None:
+            return arrays
+        return stages.shown(self, self.parts, arrays, self.model.layout)
 
     def _load(self, arrays: ArrayRecord) -> None:
         """Make ``arrays`` the global model of the round."""
-        layout = self._layout_of(decoded(arrays)) if self.model is None else self.model.layout
-        self.model = Model.of(arrays, layout)
-
-    def _layout_of(self, arrays: Arrays) -> Layout:
-        buffers = self.buffers
-        if buffers is None and (buffers := conventional_buffers(arrays)):
-            log(INFO, "buffers, which no client trains, by PyTorch's names: %s", few(buffers))
-        return Layout.of(arrays, buffers or (), self.ties, self.frozen)
+        self.model = Model.of(arrays, self.opened_model.layout)
 
     def _first(self, state: State) -> State:
         theta = np.zeros(0) if self.model is None else self.model.theta
@@ -458,17 +462,9 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         """The states that a checkpoint holds, by whose they are."""
         return {"algorithm": self.state, **self.parts}
 
-    def _resume(self, *, resume: bool) -> bool:
-        """Lock the checkpoints; with ``resume`` restore the last; return whether the run ended."""
-        if self.checkpoints is None:
-            if resume:
-                raise ValueError("resume needs checkpoints: give the strategy some")
-            return False
-        states = self.run.resume(
-            self.checkpoints, self._named, self._states, self.ledger, resume=resume
-        )
-        if states is None:
-            return False
+    def _resume(self, last: Checkpoint) -> bool:
+        """Continue from the ``last`` checkpoint; return whether the run ended there."""
+        states = self.run.resume(last, self.checkpoints, self._named, self._states, self.ledger)
         self.state, self.parts = states.pop("algorithm"), states
         self.nodes.known |= self.run.known
         rows = {number: self.run.metrics(number) for number in self.run.numbers}
@@ -476,7 +472,3 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
             if recall := getattr(callback, "recall", None):
                 recall(rows)
         return self.run.stopped
-
-
-def _record(outcome: Outcome) -> ArrayRecord | None:
-    return None if outcome.model is None else encoded_model(outcome.model)

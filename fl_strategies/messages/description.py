@@ -1,0 +1,92 @@
+"""What a client says of its model: its arrays, and which of them are trained, tied, kept at home.
+
+Before the first round the server asks a few clients to describe their models
+(``server/settling.py``). A description is a text, because a legacy client's properties hold no
+lists; it is read without trust.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fl_strategies.core.records import NOTHING, BadReply
+from fl_strategies.messages.wire import MAX_NAME
+
+DESCRIBE = "describe"
+"""The action of the query, and the key of its config that asks for a description."""
+DESCRIPTION = "description"
+"""The key of the answer."""
+WHOSE = "client-id"
+"""The key of the query's config that says which client of a host is meant."""
+MAX_DESCRIPTION = 1 << 22
+"""The most characters of a description."""
+
+
+class Description(NamedTuple):
+    """A model's arrays by name, in its order, and their roles.
+
+    ``buffers`` are not trained and travel; each group of ``ties`` is one parameter. Those that do
+    not travel: ``frozen`` ones, which nobody trains, with a digest of each, and ``local`` ones,
+    which are each client's own.
+    """
+
+    arrays: tuple[str, ...]
+    buffers: tuple[str, ...] = ()
+    ties: tuple[tuple[str, ...], ...] = ()
+    frozen: Mapping[str, str] = NOTHING
+    local: tuple[str, ...] = ()
+
+    @property
+    def shared(self) -> list[str]:
+        """The arrays that travel."""
+        stay = {*self.frozen, *self.local}
+        return [name for name in self.arrays if name not in stay]
+
+    def to_text(self) -> str:
+        """Return the description as it travels."""
+        return json.dumps({**self._asdict(), "frozen": dict(self.frozen)}, separators=(",", ":"))
+
+    @classmethod
+    def of(cls, text: object) -> Description:
+        """Return the description that ``text`` is; raise :class:`BadReply` if it is none."""
+        if not isinstance(text, str) or len(text) > MAX_DESCRIPTION:
+            length = f"{len(text)} characters" if isinstance(text, str) else type(text).__name__
+            raise BadReply(f"no text of at most {MAX_DESCRIPTION} characters: {length}")
+        try:
+            fields = json.loads(text)
+            frozen = dict(fields["frozen"])
+            parts = [_names(fields[name]) for name in ("arrays", "buffers", "local")]
+            arrays, buffers, local = parts
+            ties = tuple(_names(group) for group in fields["ties"])
+            roles = [*buffers, *local, *_names([*frozen])]
+            _names([*frozen.values()], distinct=False)
+            if len({*roles}) < len(roles) or not {*roles} <= {*arrays}:
+                raise ValueError("roles of arrays that it does not have, or two of one array")
+            _names([name for group in ties for name in group])
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise BadReply(f"it cannot be read: {type(error).__name__}: {error}") from None
+        return cls(arrays, buffers, ties, frozen, local)
+
+
+def _names(values: Any, *, distinct: bool = True) -> tuple[str, ...]:
+    """Return a list of names; raise ``ValueError`` for anything else."""
+    if not isinstance(values, list) or not all(
+        isinstance(name, str) and len(name) <= MAX_NAME for name in values
+    ):
+        raise ValueError(f"no list of names: {values!r:.100}")
+    if distinct and len({*values}) < len(values):
+        raise ValueError(f"a name twice: {values!r:.100}")
+    return tuple(values)
+
+
+def digest(array: npt.NDArray[Any]) -> str:
+    """Return a digest of the array's type, shape and values."""
+    found = hashlib.sha256(repr((array.dtype.str, array.shape)).encode())
+    found.update(np.ascontiguousarray(array).data)
+    return found.hexdigest()[:8]
