@@ -217,4 +217,4 @@ def test_a_round_waits_for_replies_as_long_as_the_run_config_says(tmp_path: Path
         {"clients": 2, "rounds": 1, "timeout": 12.5, "output": str(tmp_path), "fraction": 1.0}
     )
     run(config, Clocked(app, 2, run_config=config.to_run_config()))
-    assert waited == [60.0, 12.5]  # the clients' ids, training
+    assert waited == [60.0, 60.0, 12.5]  # the clients' ids, a description, training

@@ -221,8 +221,10 @@ def test_two_starts_are_one_that_is_as_long(options: dict[str, Any]) -> None:
 
 def test_from_another_model_the_cloud_servers_begin_there() -> None:
     one = async_(servers=3, first=1)
-    train(one, grid(quadratics(6)), 3)
+    on = grid(quadratics(6))
+    train(one, on, 3)
     one.open(to_record(2 * START), 1)
+    one.settle(on)
     for model in one.cloud_models:
         np.testing.assert_array_equal(to_vector(model), 2 * START)
 

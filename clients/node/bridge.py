@@ -41,7 +41,7 @@ from clients.stacking.choice import Setting, check_setting
 from fl_strategies.core.log import log
 from fl_strategies.core.reasons import brief, of_exception
 from fl_strategies.core.schedules import require
-from fl_strategies.messages.description import DESCRIBE, WHOSE
+from fl_strategies.messages.description import DESCRIBE, QUERY, WHOSE
 from fl_strategies.messages.encoding import encoded
 from fl_strategies.messages.hosting import is_hosted
 from fl_strategies.messages.wire import decode
@@ -169,7 +169,8 @@ class _BridgedApp(ClientApp):
             return self._legacy(message, context) if legacy else super().__call__(message, context)
         except Exception as error:
             reason = of_exception(error)
-            tell(f"client {_named(context)}", reason)
+            if kind != QUERY:  # training will fail for the same reason
+                tell(f"client {_named(context)}", reason)
             log(DEBUG, "client %s failed", _named(context), exc_info=error)
             return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
 

@@ -20,6 +20,8 @@ from fl_strategies.messages.wire import MAX_NAME
 
 DESCRIBE = "describe"
 """The action of the query, and the key of its config that asks for a description."""
+QUERY = f"query.{DESCRIBE}"
+"""The type of the message."""
 DESCRIPTION = "description"
 """The key of the answer."""
 WHOSE = "client-id"

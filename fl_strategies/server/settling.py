@@ -15,20 +15,22 @@ from collections.abc import Callable, Iterator, Mapping
 from logging import INFO, WARNING
 from typing import Any, NamedTuple
 
-from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fl_strategies.core.layout import Arrays, Layout, conventional_buffers, few
 from fl_strategies.core.log import log
-from fl_strategies.core.reasons import named, root_cause
+from fl_strategies.core.reasons import by_reason, named, root_cause
 from fl_strategies.core.records import BadReply
 from fl_strategies.messages.description import (
     DESCRIBE,
     DESCRIPTION,
+    QUERY,
     WHOSE,
     Description,
     digest,
 )
+from fl_strategies.messages.wire import Failed
 from fl_strategies.server.nodes import ANY_HOST, NO_QUERY, Nodes
 from fl_strategies.server.options import Options
 from fl_strategies.server.replies import is_reply_to, one_line
@@ -111,9 +113,9 @@ def described(nodes: Nodes, grid: Grid, needed: int) -> dict[int, Description | 
     for client, node in _few_of(nodes, connected):
         whose = {WHOSE: client} if node in nodes.hosts else {}
         content = RecordDict({DESCRIBE: ConfigRecord({DESCRIBE: True, **whose})})
-        kind = f"{MessageType.QUERY}.{DESCRIBE}"
-        asked[node] = client, Message(content, dst_node_id=node, message_type=kind)
+        asked[node] = client, Message(content, dst_node_id=node, message_type=QUERY)
     descriptions: dict[int, Description | None] = {}
+    faults: dict[int, BadReply] = {}
     silent = {client for client, _ in asked.values()}
     queries = [query for _, query in asked.values()]
     for reply in grid.send_and_receive(queries, timeout=nodes.patience):
@@ -124,9 +126,12 @@ def described(nodes: Nodes, grid: Grid, needed: int) -> dict[int, Description | 
         try:
             descriptions[client] = _read(reply)
         except BadReply as fault:
-            log(WARNING, "%s describes no model: %s", named([client]), one_line(str(fault)))
-    if silent:
-        log(WARNING, "%s: no description of the model came", named(sorted(silent)))
+            faults[client] = fault
+    faults |= dict.fromkeys(silent, Failed("none came"))
+    for kind, level in ((Failed, INFO), (BadReply, WARNING)):  # errors that last stop training
+        reasons = {c: one_line(str(fault)) for c, fault in faults.items() if type(fault) is kind}
+        for reason, clients in by_reason(reasons.items()).items():
+            log(level, "no description of the model from %s: %s", named(clients), reason)
     return dict(sorted(descriptions.items()))
 
 
@@ -151,7 +156,7 @@ def _read(reply: Message) -> Description | None:
         reason = str(reply.error.reason) if reply.has_error() else "no content"
         if NO_QUERY in reason:
             return None
-        raise BadReply(root_cause(reason))
+        raise Failed(root_cause(reason))
     answers = [about for about in reply.content.config_records.values() if DESCRIPTION in about]
     return Description.of(answers[0][DESCRIPTION]) if answers else None
 
