@@ -125,7 +125,7 @@ ENGINES: dict[str, tuple[Callable[[bool], InProcessGrid], dict[str, int]]] = {
     "2 hosts": (hosts(half, 2), {}),
     "1 host": (hosts(lambda context: [*range(CLIENTS)], 1), {}),
     "hosts that share": (hosts(CLIENTS, 2), {"shared_population": CLIENTS}),
-    "stacked": (hosts(CLIENTS, 1, cohort=CLIENTS), {"shared_population": CLIENTS}),
+    "stacked": (hosts(CLIENTS, 1, stack=CLIENTS), {"shared_population": CLIENTS}),
 }
 
 

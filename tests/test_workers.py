@@ -106,7 +106,8 @@ def test_a_worker_that_dies_costs_its_client_alone(caplog: pytest.LogCaptureFixt
     strategy = FedAvg(local={"lr": 0.1}, fraction_evaluate=0.0)
     strategy.start(grid, initial(), num_rounds=2)
     assert strategy.run.faults == {2: "the worker process died (SIGKILL)"}
-    assert caplog.text.count("a worker process died (SIGKILL); another one starts") == 2
+    deaths = caplog.text.count("a worker process died (SIGKILL); another one starts")
+    assert deaths == 3  # asked for a description, and in two rounds
 
 
 @pytest.mark.xdist_group("engine")
