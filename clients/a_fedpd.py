@@ -23,4 +23,4 @@ class AFedPDClient(FederatedClient):
         self, state: a_fedpd.State, received: Received, oracle: Oracle, config: Config
     ) -> Step:
         rho = value_of(config, "rho")
-        return a_fedpd.client_rule(state, received.theta, received.missed, oracle, rho=rho)
+        return a_fedpd.client_rule(state, received.theta, received.catch_up, oracle, rho=rho)

@@ -25,7 +25,7 @@ from fl_strategies.core.log import log
 from fl_strategies.core.near import hinted, misspelt
 from fl_strategies.core.oracle import Oracle, Step
 from fl_strategies.core.randomness import stream
-from fl_strategies.core.records import MISSED
+from fl_strategies.core.records import CATCH_UP
 from fl_strategies.core.schedules import check, require
 from fl_strategies.messages.description import DESCRIBE, DESCRIPTION
 from fl_strategies.messages.wire import checksum
@@ -42,11 +42,11 @@ Streams: TypeAlias = Callable[[str], np.random.Generator]
 
 
 class Begun(NamedTuple):
-    """The start of a request: what the client kept, the algorithm's state, what it missed."""
+    """The start of a request: what the client kept, its algorithm's state, its catch-up vector."""
 
     kept: Kept
     state: State
-    missed: Tensor | float
+    catch_up: Tensor | float
     """As of :class:`.Received`."""
 
 
@@ -84,8 +84,8 @@ class FederatedClient(NumPyClient):
     algorithm: ClassVar[str]
     state_type: ClassVar[type[NamedTuple] | None] = None
     """The named tuple that the client keeps, if any."""
-    beside: ClassVar[tuple[str, ...]] = ()
-    """Names of the vectors [d] that travel beside the model; the strategy's are the same."""
+    extra_vectors: ClassVar[tuple[str, ...]] = ()
+    """Names of the vectors [d] that travel with the model; the strategy's are the same."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class FederatedClient(NumPyClient):
         return self.problem.most_steps(self.training.updated(config))
 
     @staticmethod
-    def own_model(state: State) -> Tensor | None:
+    def personalized_model(state: State) -> Tensor | None:
         """Return the personalized model [d], if the algorithm keeps one."""
         return None
 
@@ -142,7 +142,7 @@ class FederatedClient(NumPyClient):
     def array_names(self) -> list[str]:
         """Names of the model's arrays, in the order in which the client expects and returns them.
 
-        The arrays of the vectors ``beside`` follow in the same order, one per trained parameter.
+        The arrays of ``extra_vectors`` follow in the same order, one per trained parameter.
         """
         return self.problem.model.names
 
@@ -171,7 +171,7 @@ class FederatedClient(NumPyClient):
         received = self.received(parameters)
         begun = self.begun(received, config)
         with kept_generators([received.theta]):
-            received = received._replace(missed=begun.missed)
+            received = received._replace(catch_up=begun.catch_up)
             steps = self.steps_made(begun.state, received, config, self._oracle)
         return self.finished(begun, steps, config)
 
@@ -193,7 +193,7 @@ class FederatedClient(NumPyClient):
         rest = Rest(parameters, kept.arrays)
         result = measured(self.test, rest, theta)
         state = self._state(kept, theta, config)
-        own = None if state is None else self.own_model(state)
+        own = None if state is None else self.personalized_model(state)
         models = {} if own is None else {"own": (rest, own)}
         training = self.training.updated(config)
         if training.fine_tune != "off":
@@ -245,15 +245,16 @@ class FederatedClient(NumPyClient):
 
     def received(self, parameters: Arrays) -> Received:
         """Put the arrays of a request into the model; return its vectors."""
-        return Received(*self.problem.model.load_all(parameters, self.beside, self.algorithm))
+        load = self.problem.model.load_all
+        return Received(*load(parameters, self.extra_vectors, self.algorithm))
 
     def begun(self, received: Received, config: Config) -> Begun:
         """Return the start of a request; load the client's own arrays into the model."""
         kept = self.keeper.settled(config, received.theta)
         self.problem.model.load_kept(kept.arrays)
-        data = config.get(MISSED)
-        missed = self.problem.model.read(data) if data else 0.0
-        return Begun(kept, self._state(kept, received.theta, config), missed)
+        data = config.get(CATCH_UP)
+        catch_up = self.problem.model.read(data) if data else 0.0
+        return Begun(kept, self._state(kept, received.theta, config), catch_up)
 
     def steps_made(
         self,
@@ -270,7 +271,7 @@ class FederatedClient(NumPyClient):
         for number in self.rounds(config):
             oracle = oracle_in(number, config)
             step = self.step(state, received, oracle, {**config, "round": number})
-            state, received = step.state, received._replace(theta=step.upload, missed=0.0)
+            state, received = step.state, received._replace(theta=step.upload, catch_up=0.0)
             made.append(step)
         return made
 
@@ -281,7 +282,8 @@ class FederatedClient(NumPyClient):
         metrics = metrics_of(self.algorithm, model, steps, config)
         if nonce:
             metrics["state-nonce"] = nonce
-        arrays = model.all_arrays(steps[-1].upload, [steps[-1].beside[n] for n in self.beside])
+        last = steps[-1]
+        arrays = model.all_arrays(last.upload, [last.extra_vectors[n] for n in self.extra_vectors])
         if config.get("checksums"):
             metrics["checksums"] = " ".join(checksum(array) for array in arrays)
         samples = len(self.problem)

@@ -26,6 +26,6 @@ class DittoClient(FederatedClient):
         return ditto.client_rule(state, received.theta, oracle, lam=value_of(config, "lam"))
 
     @staticmethod
-    def own_model(state: ditto.State) -> Tensor:
+    def personalized_model(state: ditto.State) -> Tensor:
         own: Tensor = state.v
         return own

@@ -32,6 +32,6 @@ class FedADMMClient(FederatedClient):
         )
 
     @staticmethod
-    def own_model(state: fedadmm.State) -> Tensor:
+    def personalized_model(state: fedadmm.State) -> Tensor:
         own: Tensor = state.w
         return own

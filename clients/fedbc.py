@@ -47,6 +47,6 @@ class FedBCClient(FederatedClient):
         )
 
     @staticmethod
-    def own_model(state: State) -> Tensor:
+    def personalized_model(state: State) -> Tensor:
         own: Tensor = state.x
         return own

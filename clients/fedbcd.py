@@ -17,7 +17,7 @@ class Device(FederatedClient):
     """A client that keeps a personalized model."""
 
     @staticmethod
-    def own_model(state: fedbcd.State | fedbcd_i.State) -> Tensor:
+    def personalized_model(state: fedbcd.State | fedbcd_i.State) -> Tensor:
         own: Tensor = state.x
         return own
 

@@ -44,6 +44,6 @@ class PerFedBCClient(FederatedClient):
         )
 
     @staticmethod
-    def own_model(state: State) -> Tensor:
+    def personalized_model(state: State) -> Tensor:
         own: Tensor = state.x
         return own

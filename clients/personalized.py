@@ -25,7 +25,9 @@ from fl_strategies import Checkpoints
 from fl_strategies.core.log import log
 
 PERSONALIZED = frozenset(
-    name for name, client in CLIENTS.items() if client.own_model is not FederatedClient.own_model
+    name
+    for name, client in CLIENTS.items()
+    if client.personalized_model is not FederatedClient.personalized_model
 )
 """The algorithms whose clients keep a personalized model."""
 
@@ -211,7 +213,7 @@ def _arrays(algorithm: str, model: FlatModel, fields: Fields, last: Any) -> dict
     found: dict[str, Any] = {} if last is None else dict(last.model)
     make, own = CLIENTS[algorithm], None
     if make.state_type is not None:
-        own = make.own_model(from_fields(make.state_type, fields, model.vector))
+        own = make.personalized_model(from_fields(make.state_type, fields, model.vector))
     if own is not None:
         arrays = dict(zip(model.names, model.arrays(own), strict=True))
         found |= {name: array for name, array in arrays.items() if name not in model.buffers}

@@ -39,6 +39,6 @@ class PFedMeClient(FederatedClient):
         )
 
     @staticmethod
-    def own_model(state: pfedme.State) -> Tensor:
+    def personalized_model(state: pfedme.State) -> Tensor:
         own: Tensor = state.theta
         return own

@@ -21,10 +21,10 @@ class Received(NamedTuple):
 
     theta: Tensor
     """The model [d]."""
-    beside: Mapping[str, Tensor] = {}
-    """Further vectors [d], by the names in the client's ``beside``."""
-    missed: Tensor | float = 0.0
-    """The vector [d] that the strategy's ``missed`` returns for the client, 0 if none."""
+    extra_vectors: Mapping[str, Tensor] = {}
+    """Further vectors [d], by the names in the client's ``extra_vectors``."""
+    catch_up: Tensor | float = 0.0
+    """The vector [d] that the strategy's ``catch_up`` returns for the client, 0 if none."""
 
 
 def value_of(config: Config, name: str) -> Any:

@@ -15,7 +15,7 @@ class SCAFFOLDClient(FederatedClient):
 
     algorithm = "scaffold"
     state_type = scaffold.State
-    beside = (scaffold.CONTROL,)
+    extra_vectors = (scaffold.CONTROL,)
 
     def first_state(self, theta: Tensor, config: Config) -> scaffold.State:
         return scaffold.first_state(theta)
@@ -28,7 +28,7 @@ class SCAFFOLDClient(FederatedClient):
         return scaffold.client_rule(
             state,
             received.theta,
-            received.beside[scaffold.CONTROL],
+            received.extra_vectors[scaffold.CONTROL],
             oracle,
             rate=training.rate,
             option=option,

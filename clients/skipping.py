@@ -18,6 +18,6 @@ class SkippingClient(FederatedClient):
         return range(first, first + count(config, "algorithm-rounds"))
 
     @staticmethod
-    def own_model(state: Any) -> Tensor:
+    def personalized_model(state: Any) -> Tensor:
         own: Tensor = state.x
         return own

@@ -65,13 +65,13 @@ def first_state(theta: Vector) -> State:
 
 
 def client_rule(
-    state: State, theta: Vector, missed: Vector | float, oracle: Oracle, *, rho: float
+    state: State, theta: Vector, catch_up: Vector | float, oracle: Oracle, *, rho: float
 ) -> Step:
     """Return the client's next state and its upload w - theta, by (1) and (3).
 
-    ``missed`` is V - V_r, 0 for a client of the last round.
+    ``catch_up`` is V - V_r, 0 for a client of the last round.
     """
-    y = state.y + missed
+    y = state.y + catch_up
     solved = oracle.solve(theta, Subproblem(slope=y, pull=rho, centre=theta))
     moved = solved.w - theta
     return Step(moved, State(y + rho * moved), solved=solved)
@@ -109,7 +109,7 @@ class AFedPD(FederatedStrategy):
         paper="Sun, Shen, Tao, NeurIPS 2024",
     )
     averages = "changes"
-    books_changes = True
+    accumulates_changes = True
     folds = True
 
     rho: Schedule = number(

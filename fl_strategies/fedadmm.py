@@ -141,7 +141,7 @@ class FedADMM(FederatedStrategy):
         paper="Gong, Li, Freris, ICDE 2022",
     )
     averages = "changes"
-    books_changes = True
+    accumulates_changes = True
     folds = True
     paper_rule: ClassVar[Mapping[str, Any]] = {
         "rho": 0.01,

@@ -89,7 +89,7 @@ class FedDyn(FederatedStrategy):
         paper="Acar et al., ICLR 2021",
     )
     averages = "changes"
-    books_changes = True
+    accumulates_changes = True
     folds = True
 
     alpha: Schedule = number(

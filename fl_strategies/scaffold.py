@@ -94,7 +94,7 @@ def client_rule(
         c_new = oracle.full_gradient(theta)
     else:
         c_new = state.c - c + (theta - solved.w) / (solved.steps * rate)
-    return Step(moved, State(c_new), solved=solved, beside={CONTROL: c_new - state.c})
+    return Step(moved, State(c_new), solved=solved, extra_vectors={CONTROL: c_new - state.c})
 
 
 def server_rule(
@@ -128,8 +128,8 @@ class SCAFFOLD(FederatedStrategy):
         paper="Karimireddy et al., ICML 2020",
     )
     averages = "changes"
-    beside = (CONTROL,)
-    books_changes = True
+    extra_vectors = (CONTROL,)
+    accumulates_changes = True
     folds = True
 
     eta_g: Schedule = number(default=1.0, about="Server step.", above=0.0, scheduled=True)
@@ -152,7 +152,7 @@ class SCAFFOLD(FederatedStrategy):
         return {CONTROL: state.total / round.population}
 
     def aggregate(self, state: ServerState, round: Round, uploads: Sequence[Upload]) -> Next:
-        pairs = ((upload.vector, upload.beside[CONTROL]) for upload in uploads)
+        pairs = ((upload.vector, upload.extra_vectors[CONTROL]) for upload in uploads)
         rate = at(self.eta_g, round.number)
         theta, total = server_rule(round.theta, state.total, pairs, rate=rate)
         return theta, ServerState(total), {}

@@ -65,7 +65,7 @@ def server_rule(uploads: Iterable[Vector], *, mean: Mean = weighted_mean) -> Vec
     return mean((upload, 1.0) for upload in uploads)
 
 
-def exchanges_after(r: int, *, p: float, seed: int) -> bool:
+def communicates_after(r: int, *, p: float, seed: int) -> bool:
     """Return whether algorithm round ``r`` ends with communication: a coin of probability 1 - p."""
     return bool(stream(seed, "coin", r).random() >= p)
 
@@ -73,7 +73,7 @@ def exchanges_after(r: int, *, p: float, seed: int) -> bool:
 def rounds_from(first: int, *, p: float, seed: int) -> range:
     """Return the algorithm rounds from ``first`` to the next one with communication."""
     last = first
-    while not exchanges_after(last, p=p, seed=seed):
+    while not communicates_after(last, p=p, seed=seed):
         last += 1
     return range(first, last + 1)
 
@@ -86,7 +86,7 @@ class ServerState(NamedTuple):
     """
 
     done: int = 0
-    exchanges: int = 0
+    communication_rounds: int = 0
     first: int = 0
     before: int = 0
     wanted: int = 0
@@ -102,16 +102,15 @@ class SkippingStrategy(FederatedStrategy):
     ``num_rounds`` of :meth:`start` counts algorithm rounds; the rounds that the log prints, in
     which metrics are kept and schedules are read, are the about (1 - p) ``num_rounds``
     communication rounds. Algorithm rounds after the last of them are not run, because nobody would
-    receive their result; another ``start`` runs them. Each communication round reports
-    ``algorithm-round`` (how many are done), ``exchanges`` (how many communication rounds so far)
-    and ``bytes-saved`` (by the algorithm rounds without communication before it). If a
-    communication round changes nothing (``skipped``), the run gets as many algorithm rounds
-    shorter.
+    receive their result; another ``start`` runs them. Each communication round reports how many
+    algorithm rounds (``algorithm-round``) and ``communication-rounds`` are done, and
+    ``bytes-saved`` by the algorithm rounds without communication before it. A skipped
+    communication round makes the run as many algorithm rounds shorter.
     """
 
     averages = "models"
     folds = True
-    reports = ("algorithm-round", "exchanges", "bytes-saved")
+    reports = ("algorithm-round", "communication-rounds", "bytes-saved")
 
     eta: Schedule = number(
         default=1.0,
@@ -140,9 +139,9 @@ class SkippingStrategy(FederatedStrategy):
         integer=True,
         low=0,
     )
-    missing: Literal["void", "proceed"] = choice(
-        default="void",
-        choices=("void", "proceed"),
+    missing: Literal["skip", "proceed"] = choice(
+        default="skip",
+        choices=("skip", "proceed"),
         about="What happens to a round in which a known client is missing: it is skipped, and no"
         " client's state changes; or it takes the mean over the clients present, and only their"
         " states change.",
@@ -170,7 +169,7 @@ class SkippingStrategy(FederatedStrategy):
         """
         state = state or ServerState()
         rounds = range(state.first, state.before + num_rounds)
-        return sum(exchanges_after(r, p=self.p, seed=self.seed) for r in rounds)
+        return sum(communicates_after(r, p=self.p, seed=self.seed) for r in rounds)
 
     def next_rounds(self, state: ServerState) -> range:
         """Return the algorithm rounds up to the next communication round."""
@@ -184,7 +183,7 @@ class SkippingStrategy(FederatedStrategy):
         }
 
     def replies_needed(self, round: Round) -> int:
-        every_client = round.population if self.missing == "void" else 1
+        every_client = round.population if self.missing == "skip" else 1
         return max(every_client, super().replies_needed(round))
 
     def aggregate(self, state: ServerState, round: Round, uploads: Sequence[Upload]) -> Next:
@@ -195,7 +194,10 @@ class SkippingStrategy(FederatedStrategy):
                 len(uploads),
                 round.population,
             )
-        after = state._replace(done=self.next_rounds(state).stop, exchanges=state.exchanges + 1)
+        after = state._replace(
+            done=self.next_rounds(state).stop,
+            communication_rounds=state.communication_rounds + 1,
+        )
         x0 = server_rule((upload.vector for upload in uploads), mean=round.mean)
         return x0, after, progress(state, after, round)
 
@@ -210,6 +212,6 @@ def progress(before: ServerState, after: ServerState, round: Round) -> dict[str,
     skipped = max(after.done - before.done - 1, 0)
     return {
         "algorithm-round": after.done,
-        "exchanges": after.exchanges,
+        "communication-rounds": after.communication_rounds,
         "bytes-saved": skipped * round.traffic,
     }

@@ -96,8 +96,8 @@ def card(name: str) -> list[str]:
 def traffic(name: str) -> str:
     """Return in words what one client downloads and uploads in a communication round."""
     strategy = STRATEGIES[name]
-    vectors = 1 + len(strategy.beside)
-    what = "the model" if vectors == 1 else f"the model and {', '.join(strategy.beside)}"
+    vectors = 1 + len(strategy.extra_vectors)
+    what = "the model" if vectors == 1 else f"the model and {', '.join(strategy.extra_vectors)}"
     times = "" if vectors == 1 else f"{vectors} "
     each_way = f"{what}: {times}d numbers each way, {4 * vectors}d bytes in float32"
     if strategy.catch_up is FederatedStrategy.catch_up:

@@ -301,10 +301,10 @@ class RunConfig:
             **options,
         )
         if self.lr_decay:
-            exchanges = strategy.communication_rounds(
+            communications = strategy.communication_rounds(
                 strategy.state, self.rounds
             )  # in which schedules are read
-            decay = step_decay(self.lr, max(exchanges, 1))
+            decay = step_decay(self.lr, max(communications, 1))
             strategy.local = {**strategy.local, "lr": decay}
         return strategy
 

@@ -29,7 +29,7 @@ class Panel(NamedTuple):
 PANELS = (
     Panel("round", ("test_accuracy",), "round", "test accuracy (%)"),
     Panel("round", ("test_loss",), "round", "test loss (nats)", up_unit=1.0),
-    Panel("exchanges", ("test_accuracy",), "communication round", "test accuracy (%)"),
+    Panel("communication_rounds", ("test_accuracy",), "communication round", "test accuracy (%)"),
     Panel("bytes", ("test_accuracy",), "download and upload (MB)", "test accuracy (%)", 1e-6),
     Panel("seconds", ("test_accuracy",), "computing time (s)", "test accuracy (%)"),
     Panel("virtual_seconds", ("test_accuracy",), "virtual time (s)", "test accuracy (%)"),
@@ -135,7 +135,7 @@ def title(algorithm: str) -> str:
 
 
 def _tells(rows: Sequence[Mapping[str, Any]], panel: Panel) -> bool:
-    if panel.x == "exchanges" and all(row[panel.x] == row["round"] for row in rows):
+    if panel.x == "communication_rounds" and all(row[panel.x] == row["round"] for row in rows):
         return False
     return any(row[panel.x] is not None and row[y] is not None for row in rows for y in panel.ys)
 

@@ -25,7 +25,7 @@ Row: TypeAlias = dict[str, Any]
 
 AXES = {
     "rounds": "round",
-    "exchanges": "exchanges",
+    "communication_rounds": "communication_rounds",
     "bytes": "bytes",
     "seconds": "seconds",
     "virtual_seconds": "virtual_seconds",
@@ -36,7 +36,7 @@ FIGURES: dict[str, tuple[str, float, str]] = {
     "final_accuracy": ("final accuracy", 100, ".2f"),
     "best_accuracy": ("best", 100, ".2f"),
     "rounds_to_target": ("rounds to {target}", 1, ".4g"),
-    "exchanges_to_target": ("communication rounds to {target}", 1, ".4g"),
+    "communication_rounds_to_target": ("communication rounds to {target}", 1, ".4g"),
     "bytes_to_target": ("MB to {target}", 1e-6, ".2f"),
     "seconds_to_target": ("seconds to {target}", 1, ".1f"),
     "virtual_seconds_to_target": ("virtual s to {target}", 1, ".1f"),
@@ -84,7 +84,7 @@ def curve(config: RunConfig) -> list[Row]:
             "algorithm": config.rule,
             "seed": config.seed,
             "round": int(row.get("algorithm-round", row["round"])),
-            "exchanges": int(row.get("exchanges", row["round"])),
+            "communication_rounds": int(row.get("communication-rounds", row["round"])),
             "bytes": int(all_bytes),
             "seconds": seconds,
             "virtual_seconds": row.get("virtual-seconds"),
@@ -146,8 +146,8 @@ def markdown(rows: Sequence[Row]) -> str:
     names = [n for n in FIGURES if n in always or any(row[n] is not None for row in rows)]
     if not any(row["missing"] for row in rows):
         names = [name for name in names if name != "missing"]
-    if all(row["exchanges_to_target"] == row["rounds_to_target"] for row in rows):
-        names = [name for name in names if name != "exchanges_to_target"]
+    if all(row["communication_rounds_to_target"] == row["rounds_to_target"] for row in rows):
+        names = [name for name in names if name != "communication_rounds_to_target"]
     target = f"{100 * rows[0]['target']:g} %"
     heads = [FIGURES[name][0].format(target=target) for name in names]
     shown = [

@@ -63,7 +63,7 @@ class Row:
     hyperparameters: dict[str, Any] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)
     """Another value of each; those that are not given are ``another``'s."""
-    beside: dict[str, dict[str, Any]] = field(default_factory=dict)
+    needs: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What else must be set for a hyperparameter to matter."""
     policies: frozenset[str] = frozenset()
     """Hyperparameters that matter only when something fails, tested in the algorithm's own file."""
@@ -158,7 +158,7 @@ ROWS = [
         optimum,
         {"rho": 0.5},
         {"eta": 0.5, "newcomer": "origin"},
-        beside={"newcomer": {"fraction_train": 0.5}, "num_clients": {"eta": "fraction"}},
+        needs={"newcomer": {"fraction_train": 0.5}, "num_clients": {"eta": "fraction"}},
         rounds=240,
     ),
     Row("feddyn", hyperparameters={"alpha": 1.0}),

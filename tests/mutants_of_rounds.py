@@ -91,7 +91,7 @@ ROUNDS = [
             "self.nonces = self.nonces | {": "self.nonces = {",
             "newcomer=client not in self.acked": "newcomer=client in self.acked",
             'if self.lost_state == "refuse":': 'if self.lost_state == "reset":',
-            "and nonce != booked": "and nonce == booked",
+            "and nonce != recorded": "and nonce == recorded",
         },
     ),
     *of(
@@ -101,7 +101,7 @@ ROUNDS = [
             "<= self.bound:\n                raise": "<= 10 * self.bound:\n                raise",
             "change = upload.vector - self.reference(upload)": "change = upload.vector",
             "vector=self.reference(upload) + clip": "vector=clip",
-            "if self.books_changes:\n": "if not self.books_changes:\n",
+            "if self.accumulates_changes:\n": "if not self.accumulates_changes:\n",
         },
     ),
     *of(
@@ -142,7 +142,7 @@ ROUNDS = [
             "self._weight + weight, self._count + 1": "self._weight + 1.0, self._count + 1",
             "total += weight * vector": "total += vector",
             "[weight * vector for vector in vectors]": "[*vectors]",
-            "if booked and reply.words": "if not booked and reply.words",
+            "if nonce and reply.words": "if not nonce and reply.words",
             "upload = self.bound.check(upload)": "self.bound.check(upload)",
             "moved = mine[0] - self.theta": "moved = mine[0]",
             "float(moved @ moved)": "float(moved @ moved) ** 0.5",
@@ -180,18 +180,18 @@ ROUNDS = [
         A_FEDPD,
         {
             "asked.round.acked.get(client, -1)": "asked.round.number",
-            "sum(map(len, {*missed}))": "sum(map(len, missed))",
-            "size * len(clients) + sum(map(len, missed))": "size * len(clients)",
-            "            self._add_missed(state, asked, configs)\n": "            pass\n",
+            "sum(map(len, {*catch_ups}))": "sum(map(len, catch_ups))",
+            "size * len(clients) + sum(map(len, catch_ups))": "size * len(clients)",
+            "            self._add_catch_up(state, asked, configs)\n": "            pass\n",
         },
     ),
     *of(
         "fl_strategies/messages/hosting.py",
         A_FEDPD,
         {
-            "row[MISSED] = missed[row[MISSED]]": "row[MISSED] = missed[0]",
-            "dict.fromkeys(row[MISSED] for row in own.values() if MISSED in row)": (
-                "row[MISSED] for row in own.values() if MISSED in row"
+            "row[CATCH_UP] = catch_ups[row[CATCH_UP]]": "row[CATCH_UP] = catch_ups[0]",
+            "dict.fromkeys(row[CATCH_UP] for row in own.values() if CATCH_UP in row)": (
+                "row[CATCH_UP] for row in own.values() if CATCH_UP in row"
             ),
         },
     ),
@@ -199,8 +199,8 @@ ROUNDS = [
         "clients/stacking/requests.py",
         A_FEDPD,
         {
-            "one if isinstance(one, Tensor) else 0.0 * like for": "missed[0] for",
-            '"layout", MISSED)': '"layout")',
+            "one if isinstance(one, Tensor) else 0.0 * like for": "vectors[0] for",
+            '"layout", CATCH_UP)': '"layout")',
         },
     ),
     *of(
@@ -276,7 +276,7 @@ ROUNDS = [
             "if asked_for != self.algorithm:": "if False:",
             "len(self.rounds(config)) * self.most_steps(config)": "self.most_steps(config)",
             "sum(each.steps for each in solved)": "last.steps",
-            "received._replace(theta=step.upload, missed=0.0)": "received",
+            "received._replace(theta=step.upload, catch_up=0.0)": "received",
             "int(rng.integers(2**63))": "0",
             '{**config, "round": number}': '{**config, "round": 0}',
         },

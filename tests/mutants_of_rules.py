@@ -221,13 +221,13 @@ RULES = [
         "tests/test_fedbcd.py tests/test_fedbcd_i.py tests/test_fedbcd_settings.py"
         " tests/test_fedbcd_async.py tests/test_fedbcd_arrival.py",
         {
-            "solved.w - state.booked * state.x": "solved.w",
+            "solved.w - state.recorded * state.x": "solved.w",
             "pull=gamma, centre=z)": "pull=gamma)",
             "previous=state.previous)": "previous=state.x)",
-            "book.total + gamma * change": "book.total + change",
+            "before.total + gamma * change": "before.total + change",
             "devices * gamma)": "devices)",
-            "book.weight * w - book.total": "book.total - book.weight * w",
-            'if reduce == "sum" else book.weight': 'if reduce == "mean" else book.weight',
+            "s.weight * w - s.total": "s.total - s.weight * w",
+            'if reduce == "sum" else s.weight': 'if reduce == "mean" else s.weight',
             "again = int(fresh and not upload.newcomer)": "again = 0",
             "w - rate * (a / b)": "w + rate * (a / b)",
             "for _ in range(repeats):": "for _ in range(1):",
@@ -273,7 +273,7 @@ RULES = [
             "not set(overdue) <= done.keys() or ": "",
             "zs, mixed = (round.theta,)": "zs, mixed = (0.0 * round.theta,)",
             "max(wanted - len(overdue), 0)": "wanted",
-            "[state.books[n] for n in group]": "[state.books[group[0]] for n in group]",
+            "[state.sums[n] for n in group]": "[state.sums[group[0]] for n in group]",
         },
     ),
     *of(
@@ -363,8 +363,8 @@ RULES = [
         "fl_strategies/a_fedpd.py",
         "tests/test_a_fedpd.py tests/test_laws.py -k 'a-fedpd or a_fedpd'",
         {
-            "y = state.y + missed": "y = state.y",
-            "state.y + missed\n": "state.y - missed\n",
+            "y = state.y + catch_up": "y = state.y",
+            "state.y + catch_up\n": "state.y - catch_up\n",
             "(slope=y, pull=rho,": "(slope=-y, pull=rho,",
             "pull=rho, centre=theta)": "pull=rho)",
             "State(y + rho * moved)": "State(state.y + rho * moved)",

@@ -37,7 +37,7 @@ from stacked_runs import ROWS, assert_alike, classified, smooth
 from clients import FlatModel
 from clients.node.in_process import InProcessGrid
 from fl_strategies import AFedPD, FedDyn, RoundInfo, a_fedpd
-from fl_strategies.core.records import MISSED
+from fl_strategies.core.records import CATCH_UP
 from fl_strategies.messages.hosting import unpack_request
 from simulations import models
 
@@ -51,9 +51,9 @@ def duals(one: AFedPD, federation: InProcessGrid) -> np.ndarray:
     for node, context in federation.contexts.items():
         last = one.ledger.acked.get(CLIENT_OF[node], -1)
         fields = fields_of(context, last) if last > 0 else None
-        missed = one.catch_up(one.state, last)
+        catch_up = one.catch_up(one.state, last)
         kept = np.zeros(5) if fields is None else fields["y"]
-        found.append(kept if missed is None else kept + missed)
+        found.append(kept if catch_up is None else kept + catch_up)
     return np.array(found)
 
 
@@ -156,7 +156,7 @@ def test_a_client_that_lost_its_state_leaves_the_mean_off_by_its_share(caplog: A
     forget(federation, 1)
     with caplog.at_level(logging.WARNING):
         one.start(federation, to_record(theta), 6)
-    assert "client 1 lost its state and counts as a newcomer" in caplog.text
+    assert "client 1 lost its state and is treated as new" in caplog.text
     np.testing.assert_allclose(one.state.mean, duals(one, federation).mean(0) + lost / 3, atol=1e-9)
 
 
@@ -173,9 +173,9 @@ def test_a_client_used_in_the_last_round_is_sent_the_model_alone_and_others_what
     def seen(request: Message, reply: Message) -> Message:
         if request.metadata.message_type == "train":
             config = request.content["config"]
-            missed = np.frombuffer(config.get(MISSED, b""))
+            catch_up = np.frombuffer(config.get(CATCH_UP, b""))
             number = int(config["server-round"]) - 1
-            sent[number][CLIENT_OF[request.metadata.dst_node_id]] = missed
+            sent[number][CLIENT_OF[request.metadata.dst_node_id]] = catch_up
         return reply
 
     def fault(request: Message, reply: Message) -> Message | None:
@@ -216,10 +216,10 @@ def test_a_host_gets_what_several_clients_missed_once() -> None:
     one.fraction_train = 1.0
     one.start(federation, to_record(theta), 1)
     first, second = contents
-    assert MISSED not in first.config_records
-    assert len(second[MISSED][MISSED]) == 1
+    assert CATCH_UP not in first.config_records
+    assert len(second[CATCH_UP][CATCH_UP]) == 1
     configs = unpack_request(second)[1]
-    assert {client for client in configs if MISSED not in configs[client]} == old
+    assert {client for client in configs if CATCH_UP not in configs[client]} == old
     assert len({*range(CLIENTS)} - old) == 3
     size = sum(len(array.data) for array in to_record(START).values())
     assert one.result.train_metrics_clientapp[2]["bytes-down"] == size + 5 * 8
@@ -297,8 +297,8 @@ def test_bytes_of_another_size_are_refused() -> None:
     model = FlatModel(torch.nn.Linear(2, 1))
     with pytest.raises(ValueError, match="a vector of the model takes 12 bytes, got 8"):
         model.read(b"\0" * 8)
-    with pytest.raises(ValueError, match=f"train_config must not set \\['{MISSED}'\\]"):
-        strategy().start(federation, to_record(START), 1, train_config={MISSED: b""})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"train_config must not set \\['{CATCH_UP}'\\]"):
+        strategy().start(federation, to_record(START), 1, train_config={CATCH_UP: b""})  # type: ignore[arg-type]
 
 
 # ---- the rules ----------------------------------------------------------------------------------
@@ -311,11 +311,11 @@ def test_the_rules_on_numbers() -> None:
     np.testing.assert_allclose(v, [0.3 + 0.5 * 0.5])
     np.testing.assert_allclose(found, [1.0 + 0.5 + 0.55 / 0.5])
     (q,) = quadratics(1)
-    y, missed = np.arange(5.0), np.array([0.1, -0.2, 0.3, 0.0, 1.0])
-    step = a_fedpd.client_rule(a_fedpd.State(y), START, missed, q.oracle(), rho=rho)
-    w = q.argmin(y + missed, rho, START)
+    y, catch_up = np.arange(5.0), np.array([0.1, -0.2, 0.3, 0.0, 1.0])
+    step = a_fedpd.client_rule(a_fedpd.State(y), START, catch_up, q.oracle(), rho=rho)
+    w = q.argmin(y + catch_up, rho, START)
     np.testing.assert_allclose(step.upload, w - START)
-    np.testing.assert_allclose(step.state.y, y + missed + rho * (w - START))
+    np.testing.assert_allclose(step.state.y, y + catch_up + rho * (w - START))
     np.testing.assert_allclose(q.gradient(w), -step.state.y, atol=1e-12)
 
 

@@ -109,7 +109,7 @@ def test_a_huge_upload_neither_voids_the_round_nor_moves_the_model_beyond_the_bo
         assert found.state["ledger"].acked != before.strategy.ledger.acked  # the round counts
         assert np.linalg.norm(found.theta - theta) <= bound * (1 + 1e-12)
     found = the_round(before, {LAST: huge})
-    if before.strategy.books_changes:
+    if before.strategy.accumulates_changes:
         assert_same(found, the_round(before, {}, leave=[LAST]))
         return
     strategy = copy.deepcopy(before.strategy)

@@ -47,13 +47,13 @@ def test_a_target_is_counted_in_rounds_exchanges_bytes_seconds_and_virtual_time(
 ) -> None:
     columns = {
         "algorithm-round": [2, 3, 7, 8],
-        "exchanges": [1, 4, 5, 6],
+        "communication-rounds": [1, 4, 5, 6],
         "virtual-seconds": [1.5, 4.0, 6.0, 9.0],
     }
     config = made(tmp_path, [0.1, 0.4, 0.6, 0.7], **columns)
     found = run_figures(config, {"final_accuracy": 0.7})
     assert found["rounds_to_target"] == 7
-    assert found["exchanges_to_target"] == 5
+    assert found["communication_rounds_to_target"] == 5
     assert found["bytes_to_target"] == (3 + 10) + (4 + 10) + (5 + 10)
     assert found["seconds_to_target"] == 1.5
     assert found["virtual_seconds_to_target"] == 6.0

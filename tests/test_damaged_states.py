@@ -47,7 +47,7 @@ def test_a_damaged_state_is_treated_as_a_lost_one(
         file.unlink()
     found = one.start(federation, theta, 2)
     assert f"client 1 begins anew: {path} is damaged" in caplog.text
-    assert "client 1 lost its state and counts as a newcomer" in caplog.text
+    assert "client 1 lost its state and is treated as new" in caplog.text
     assert found.train_metrics_clientapp[3]["clients-used"] == 3
     expected = other.start(lost, theta, 2)
     assert same(to_vector(found.arrays), to_vector(expected.arrays))
@@ -62,7 +62,7 @@ def test_a_client_with_a_damaged_state_is_left_out_until_that_is_restored(tmp_pa
     found = one.start(federation, theta, 2)
     used = [m["clients-used"] for m in found.train_metrics_clientapp.values()]
     assert used == [2, 2]
-    assert one.run.faults == {1: "the state which the server booked for it is lost"}
+    assert one.run.faults == {1: "its acknowledged state is lost"}
     path.write_bytes(whole)
     found = one.start(federation, found.arrays, 1)
     assert found.train_metrics_clientapp[5]["clients-used"] == 3

@@ -152,10 +152,7 @@ def test_refuse_leaves_out_a_client_whose_state_is_lost(caplog: pytest.LogCaptur
     forget(federation, 2)
     result = one.start(federation, to_record(theta), 1)
     assert result.train_metrics_clientapp[4]["clients-rejected"] == 1
-    assert (
-        "reply of client 2 left out: the state which the server booked for it is lost"
-        in caplog.text
-    )
+    assert "reply of client 2 left out: its acknowledged state is lost" in caplog.text
 
 
 def test_a_newcomer_in_a_later_round_starts_from_the_theta_it_receives() -> None:

@@ -235,7 +235,7 @@ def test_a_lost_state_may_be_refused(caplog: pytest.LogCaptureFixture) -> None:
     z = train(one, federation, 2)
     forget(federation, 0)
     one.start(federation, to_record(z), 1)
-    assert "client 0 left out: the state which the server booked for it is lost" in caplog.text
+    assert "client 0 left out: its acknowledged state is lost" in caplog.text
 
 
 def test_a_void_round_takes_no_dual_steps() -> None:

@@ -169,11 +169,11 @@ def test_the_servers_sum_is_that_of_all_devices_last_models_after_lost_replies(r
     federation = grid(quadratics(8), fault=drop(0.3))
     one = fedbcd_(fraction_train=0.5, servers=2)
     train(one, federation, rounds)
-    total = sum(book.total for book in one.state.books)
+    total = sum(book.total for book in one.state.sums)
     np.testing.assert_allclose(
         total, sum_of_last_models(federation, one.ledger.acked, 8), rtol=1e-12
     )
-    assert [book.weight for book in one.state.books] == [4.0, 4.0]
+    assert [book.weight for book in one.state.sums] == [4.0, 4.0]
     assert len(one.ledger.acked) == 8 or rounds < 12
 
 
@@ -185,7 +185,7 @@ def test_without_acknowledgement_lost_replies_break_the_sum() -> None:
         client: max(int(key.rsplit("-", 1)[1]) for key in context.state.array_records)
         for client, context in enumerate(federation.contexts.values())
     }
-    gap = one.state.books[0].total - sum_of_last_models(federation, newest, 8)
+    gap = one.state.sums[0].total - sum_of_last_models(federation, newest, 8)
     assert np.abs(gap).max() > 1e-2
 
 
@@ -196,12 +196,12 @@ def test_a_device_whose_state_is_lost_counts_as_one_more_beside_what_it_was() ->
     forget(federation, 2)
     after = to_vector(one.start(federation, to_record(z), 1).arrays)
     every = [*(f["x"] for f in devices(federation, one.ledger.acked).values()), lost]
-    np.testing.assert_allclose(one.state.books[0].total, 0.7 * np.sum(every, axis=0), rtol=1e-12)
-    assert one.state.books[0].weight == pytest.approx(0.7 * 5)
+    np.testing.assert_allclose(one.state.sums[0].total, 0.7 * np.sum(every, axis=0), rtol=1e-12)
+    assert one.state.sums[0].weight == pytest.approx(0.7 * 5)
     np.testing.assert_allclose(after, z - 0.5 * (z - np.mean(every, axis=0)), rtol=1e-12)
     again = to_vector(one.start(federation, to_record(after), 1).arrays)
     assert np.isfinite(again).all()
-    assert one.state.books[0].weight == pytest.approx(0.7 * 5)  # the same loss counts once
+    assert one.state.sums[0].weight == pytest.approx(0.7 * 5)  # the same loss counts once
 
 
 def test_refuse_leaves_out_a_device_whose_state_is_lost() -> None:
@@ -212,9 +212,7 @@ def test_refuse_leaves_out_a_device_whose_state_is_lost() -> None:
     result = one.start(federation, to_record(z), 1)
     assert result.train_metrics_clientapp[4]["clients-rejected"] == 1
     others = [f["x"] for i, f in devices(federation, one.ledger.acked).items() if i != 2]
-    np.testing.assert_allclose(
-        one.state.books[0].total, np.sum([*others, kept], axis=0), rtol=1e-12
-    )
+    np.testing.assert_allclose(one.state.sums[0].total, np.sum([*others, kept], axis=0), rtol=1e-12)
 
 
 def test_a_newcomer_starts_from_the_model_it_receives_and_uploads_its_own_whole() -> None:

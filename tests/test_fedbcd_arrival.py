@@ -82,7 +82,7 @@ def test_by_arrival_a_slow_cloud_server_is_not_waited_for_and_its_work_is_not_lo
     assert asked[:2] == [1, first + 1] if first < 6 else asked == [1]
     kept = devices(federation, one.ledger.acked)
     assert set(kept) >= {0, 3}
-    total = sum(book.total for book in one.state.books)
+    total = sum(book.total for book in one.state.sums)
     np.testing.assert_allclose(
         total, sum_of_last_models(federation, one.ledger.acked, 6), rtol=1e-12
     )
@@ -157,7 +157,7 @@ def test_a_device_too_late_for_its_phase_counts_in_the_next_and_is_not_asked_bef
     assert acked[2] == {0: 3, 1: 3, 2: 3, 3: 3}
     assert [t for t, client in federation.pushed if client == 3] == [1, 3]
     assert [info.metrics["clients-used"] for info in seen] == [3, 4, 4]
-    total = one.state.books[0].total
+    total = one.state.sums[0].total
     np.testing.assert_allclose(
         total, sum_of_last_models(federation, one.ledger.acked, 4), rtol=1e-12
     )
@@ -208,7 +208,7 @@ def test_by_arrival_a_request_that_could_not_be_sent_is_not_waited_for() -> None
     one.callbacks = (lambda info: acked.append(dict(one.ledger.acked)),)
     train(one, federation, 2)
     assert acked == [{0: 1}, {0: 2, 1: 2, 2: 2}]
-    total = one.state.books[0].total
+    total = one.state.sums[0].total
     np.testing.assert_allclose(
         total, sum_of_last_models(federation, one.ledger.acked, 3), rtol=1e-12
     )

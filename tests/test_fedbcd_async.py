@@ -126,7 +126,7 @@ def test_the_sums_hold_after_lost_replies_also_with_work_that_waits(rounds: int)
     federation = grid(quadratics(8), fault=drop(0.3))
     one = async_(servers=4, first=2)
     train(one, federation, rounds)
-    total = sum(book.total for book in one.state.books)
+    total = sum(book.total for book in one.state.sums)
     np.testing.assert_allclose(
         total, sum_of_last_models(federation, one.ledger.acked, 8), rtol=1e-12
     )

@@ -81,8 +81,8 @@ def test_devices_begin_anew_as_long_as_a_summed_step_keeps_its_bound(
     counts = [m["clients-rejected"] for m in result.train_metrics_clientapp.values()]
     assert counts == [1, 1]
     assert caplog.text.count("reply of client 2 left out: it lost its state and would be one") == 2
-    assert sum(book.weight for book in one.state.books) == pytest.approx(0.5 * 5)
-    total = 0.4 * sum(book.weight for book in one.state.books)
+    assert sum(book.weight for book in one.state.sums) == pytest.approx(0.5 * 5)
+    total = 0.4 * sum(book.weight for book in one.state.sums)
     assert total <= 1.0 + 1e-12
 
 
@@ -115,7 +115,7 @@ def test_blocks_and_modulo_tell_which_cloud_server_a_device_has() -> None:
     one.nodes.known |= {6, 7}
     state = one.on_connect(one.state, one.nodes.known)
     assert [state.cloud_of[6], state.cloud_of[7]] == [0, 1]  # where the fewest are
-    assert state.books[0].weight == 3.0
+    assert state.sums[0].weight == 3.0
 
 
 def test_the_devices_own_models_are_measured_beside_the_common_one() -> None:

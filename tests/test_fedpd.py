@@ -118,7 +118,7 @@ def test_void_rounds_leave_states_equal_to_those_of_an_uninterrupted_run(
     assert "round 3 is skipped: 2 usable replies, at least 3 needed" in caplog.text
     plain, calm = strategy(name, p=0.4), grid(problems)
     np.testing.assert_array_equal(train(plain, calm, one.state.done), model)
-    assert one.state.exchanges == plain.state.exchanges > 2
+    assert one.state.communication_rounds == plain.state.communication_rounds > 2
     same(states(federation, one.ledger.acked), states(calm, plain.ledger.acked))
 
 
@@ -127,7 +127,7 @@ def test_a_void_round_reports_no_progress_and_no_savings() -> None:
     result = one.start(grid(quadratics(2), fault=lose((2, 1))), to_record(START), 12)
     before, void = (result.train_metrics_clientapp[r] for r in (1, 2))
     assert void["algorithm-round"] == before["algorithm-round"]
-    assert void["exchanges"] == before["exchanges"]
+    assert void["communication-rounds"] == before["communication-rounds"]
     assert void["bytes-saved"] == 0
 
 

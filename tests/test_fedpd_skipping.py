@@ -39,7 +39,7 @@ class OneMessageARound(skipping.SkippingStrategy):
 
     def aggregate(self, state: skipping.ServerState, round: Any, uploads: Any) -> Any:
         mean, after, info = super().aggregate(state, round, uploads)
-        if skipping.exchanges_after(state.done, p=self.p, seed=self.seed):
+        if skipping.communicates_after(state.done, p=self.p, seed=self.seed):
             self.own = {}
             return mean, after, info
         self.own = {upload.client: to_record(upload.vector) for upload in uploads}
@@ -52,7 +52,7 @@ def test_skipped_rounds_inside_one_message_are_those_of_one_message_each(name: s
     one, federation = strategy(name, p=0.6, seed=3), grid(problems)
     model = train(one, federation, 12)
     done = one.state.done
-    assert one.state.exchanges < done - 2
+    assert one.state.communication_rounds < done - 2
     split = type("Split", (OneMessageARound, type(one)), {})
     options = {"eta": 0.5, "fraction_evaluate": 0.0, **SETTINGS[name]}
     twin, apart = split(p=0.6, seed=3, **options), grid(problems)
@@ -79,7 +79,7 @@ def test_skipped_rounds_cost_no_message_and_are_reported() -> None:
     metrics = result.train_metrics_clientapp
     assert list(metrics) == list(range(1, sum(coins) + 1))
     final = metrics[sum(coins)]
-    assert final["exchanges"] == sum(coins)
+    assert final["communication-rounds"] == sum(coins)
     assert final["algorithm-round"] == last
     saved = sum(float(record["bytes-saved"]) for record in metrics.values())  # type: ignore[arg-type]
     model = sum(len(array.data) for array in to_record(START).values())
@@ -88,13 +88,13 @@ def test_skipped_rounds_cost_no_message_and_are_reported() -> None:
 
 def test_about_one_minus_p_of_the_rounds_exchange() -> None:
     for p in (0.0, 0.25, 0.9):
-        share = np.mean([skipping.exchanges_after(r, p=p, seed=5) for r in range(4000)])
+        share = np.mean([skipping.communicates_after(r, p=p, seed=5) for r in range(4000)])
         assert abs(share - (1 - p)) <= 4 * np.sqrt(p * (1 - p) / 4000)
 
 
 def test_the_coins_follow_the_seed() -> None:
     def coins(seed: int) -> list[bool]:
-        return [skipping.exchanges_after(r, p=0.5, seed=seed) for r in range(40)]
+        return [skipping.communicates_after(r, p=0.5, seed=seed) for r in range(40)]
 
     assert coins(1) == coins(1) != coins(2)
 
@@ -105,7 +105,7 @@ def test_starts_of_one_round_each_come_to_every_exchange() -> None:
     for _ in range(12):
         arrays = short.start(federation, arrays, 1).arrays
     np.testing.assert_array_equal(to_vector(arrays), train(whole, grid(problems), 12))
-    assert short.state.exchanges == whole.state.exchanges > 3
+    assert short.state.communication_rounds == whole.state.communication_rounds > 3
 
 
 def test_a_second_start_goes_on_with_the_rounds_that_were_left() -> None:
@@ -119,5 +119,5 @@ def test_a_second_start_goes_on_with_the_rounds_that_were_left() -> None:
 
 
 def test_a_run_without_any_exchange_leaves_the_model_as_it_was() -> None:
-    seed = next(s for s in range(99) if not skipping.exchanges_after(0, p=0.9, seed=s))
+    seed = next(s for s in range(99) if not skipping.communicates_after(0, p=0.9, seed=s))
     np.testing.assert_array_equal(train(strategy(p=0.9, seed=seed), grid(quadratics(2)), 1), START)

@@ -283,7 +283,7 @@ def test_a_client_that_lost_its_state_is_refused_by_its_host() -> None:
             fold=fold,  # type: ignore[arg-type]
         )
         train(one, grid, 3)
-        assert one.run.faults == {2: "the state which the server booked for it is lost"}
+        assert one.run.faults == {2: "its acknowledged state is lost"}
         assert one.ledger.acked == {c: 2 if c == 2 else 3 for c in range(CLIENTS)}
 
 

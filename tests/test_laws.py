@@ -55,9 +55,9 @@ def model_after(rounds: int, algorithm: str, **hyperparameters: Any) -> np.ndarr
     ("row", "name"), [(row, name) for row in TABLE for name in row.others], ids=str
 )
 def test_every_hyperparameter_matters(row: Row, name: str) -> None:
-    beside = row.beside.get(name, {})
-    usual = model_after(3, row.name, **beside)
-    changed = model_after(3, row.name, **beside | {name: row.others[name]})
+    needs = row.needs.get(name, {})
+    usual = model_after(3, row.name, **needs)
+    changed = model_after(3, row.name, **needs | {name: row.others[name]})
     assert np.abs(usual - changed).max() > 1e-3
 
 
@@ -74,11 +74,11 @@ def scheduled(row: Row, name: str) -> bool:
 def test_a_scheduled_hyperparameter_has_its_next_value_from_that_round_on(
     row: Row, name: str
 ) -> None:
-    beside = row.beside.get(name, {})
-    usual = {**hyperparameter_defaults(row.name), **row.hyperparameters, **beside}[name]
-    hyperparameters = beside | {name: {1: usual, 3: row.others[name]}}
+    needs = row.needs.get(name, {})
+    usual = {**hyperparameter_defaults(row.name), **row.hyperparameters, **needs}[name]
+    hyperparameters = needs | {name: {1: usual, 3: row.others[name]}}
     for rounds, same in ((2, True), (6, False)):
-        constant = model_after(rounds, row.name, **beside)
+        constant = model_after(rounds, row.name, **needs)
         changed = train(row.strategy(local=local(), **hyperparameters), grid(quadratics(4)), rounds)
         assert np.array_equal(changed, constant) == same
 
@@ -94,7 +94,7 @@ def test_a_scheduled_hyperparameter_has_its_next_value_from_that_round_on(
     ids=str,
 )
 def test_every_other_number_refuses_to_be_scheduled(row: Row, name: str) -> None:
-    hyperparameters = row.beside.get(name, {}) | {name: {1: row.others[name]}}
+    hyperparameters = row.needs.get(name, {}) | {name: {1: row.others[name]}}
     with pytest.raises(ValueError, match=f"{name} must be"):
         row.strategy(local=local(), **hyperparameters)
 

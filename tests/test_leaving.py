@@ -112,7 +112,7 @@ def test_a_state_lost_late_costs_the_optimum_unless_it_is_refused(
             found, limit(problems, slope=problems[1].gradient(best)), atol=1e-5
         )
         assert round(float(np.abs(found - best).max()), 1) == 1.1
-        assert "client 1 lost its state and counts as a newcomer" in caplog.text
+        assert "client 1 lost its state and is treated as new" in caplog.text
     assert round(float(np.abs(START - best).max()), 1) == 3.8
 
 
@@ -158,4 +158,4 @@ def test_fedpd_waits_for_those_it_was_told_of_and_comes_to_the_optimum_of_all(to
     )
     result = one.start(federation, to_record(START), 45)
     np.testing.assert_allclose(to_vector(result.arrays), optimum(problems), atol=1e-6)
-    assert one.state.exchanges == (45 - 4 if told else 45)
+    assert one.state.communication_rounds == (45 - 4 if told else 45)

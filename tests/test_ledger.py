@@ -80,7 +80,7 @@ def test_a_lost_state_is_known_by_its_nonce_until_a_reply_of_it_is_used(
 def test_a_lost_state_is_refused_where_that_is_the_policy() -> None:
     ledger = Ledger("refuse")
     booked(ledger, 3, 1, "one")
-    with pytest.raises(BadReply, match="the state which the server booked for it is lost"):
+    with pytest.raises(BadReply, match="its acknowledged state is lost"):
         ledger.check(reply(3, "two"), upload(3, 2))
     booked(ledger, 4, 1, "two")  # another's nonce is no matter
     assert booked(ledger, 3, 2, "one").nonce == "one"

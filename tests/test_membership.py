@@ -213,6 +213,6 @@ def test_newcomers_begin_at_the_origin_where_theorem_1_has_them() -> None:
 def test_a_lost_state_is_warned_of_wherever_changes_are_booked(name: str) -> None:
     expected = {"fedadmm", "feddyn", "a-fedpd", "scaffold", "fedbcd", "fedbcd-async"}
     one = STRATEGIES[name]()
-    assert one.books_changes is (name in expected)
+    assert one.accumulates_changes is (name in expected)
     assert one.lost_state == ("warn" if name in expected else "reset")
     assert STRATEGIES[name](lost_state="refuse").lost_state == "refuse"

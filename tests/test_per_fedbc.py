@@ -266,7 +266,7 @@ def test_tuning_leaves_running_statistics_to_the_received_model() -> None:
                 return State(theta, 0.0, 0.0)
 
             @staticmethod
-            def own_model(state: State) -> Tensor:
+            def personalized_model(state: State) -> Tensor:
                 own: Tensor = state.x
                 return own
 

@@ -267,6 +267,6 @@ def test_the_rate_decays_over_the_exchanges_in_which_schedules_are_read(
         {"algorithm": "fedpd", "params": f"p={p}", "rounds": rounds, "lr": 0.4, "lr-decay": True}
     )
     strategy = config.strategy()
-    exchanges = strategy.communication_rounds(strategy.state, rounds)
-    assert exchanges < rounds
-    assert strategy.local["lr"] == step_decay(0.4, max(exchanges, 1))
+    communications = strategy.communication_rounds(strategy.state, rounds)
+    assert communications < rounds
+    assert strategy.local["lr"] == step_decay(0.4, max(communications, 1))

@@ -355,10 +355,10 @@ def test_server_rules_take_the_rows_of_stacks_and_columns() -> None:
     alone = proximity.server_rule((w[i], float(lam[i, 0])) for i in range(3))
     np.testing.assert_allclose(z, alone[0], rtol=1e-13)
     assert total == pytest.approx(alone[1], rel=1e-13)
-    book = alone_book = fedbcd.Sum()
+    total = total_alone = fedbcd.Sum()
     for i in range(3):
-        book = fedbcd.booked(book, w[i], gamma=lam[i], devices=1)
-        alone_book = fedbcd.booked(alone_book, w[i], gamma=float(lam[i, 0]), devices=1)
+        total = fedbcd.added(total, w[i], gamma=lam[i], devices=1)
+        total_alone = fedbcd.added(total_alone, w[i], gamma=float(lam[i, 0]), devices=1)
     step = {"rate": 0.3, "reduce": "mean", "repeats": 2}
-    (found,), (expected,) = (fedbcd.server_rule([theta], [b], **step) for b in (book, alone_book))
+    (found,), (expected,) = (fedbcd.server_rule([theta], [b], **step) for b in (total, total_alone))
     np.testing.assert_allclose(found, expected, rtol=1e-13)

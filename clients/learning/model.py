@@ -225,17 +225,17 @@ class FlatModel:
         return dict(zip(self.kept, found, strict=True))
 
     def load_all(
-        self, arrays: Sequence[npt.NDArray[Any]], beside: Sequence[str], algorithm: str
+        self, arrays: Sequence[npt.NDArray[Any]], extra_vectors: Sequence[str], algorithm: str
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Load the model; return its vector [d], and by name the vectors ``beside`` it.
+        """Load the model; return its vector [d], and by name the ``extra_vectors``.
 
-        A vector beside the model has an array for each trained parameter. Raises ``ValueError``,
-        which names the ``algorithm``, for a wrong number of arrays.
+        An extra vector has an array for each trained parameter. Raises ``ValueError``,
+                which names the ``algorithm``, for a wrong number of arrays.
         """
         own, trained = len(self.names), self.layout.trainable
-        expected = own + len(trained) * len(beside)
+        expected = own + len(trained) * len(extra_vectors)
         if len(arrays) != expected:
-            parts = ", ".join(("the model", *beside))
+            parts = ", ".join(("the model", *extra_vectors))
             raise ValueError(
                 f"{algorithm} takes {expected} arrays for {parts}; {len(arrays)} were"
                 f" received. The client's model does not train {list(self.buffers[:3])}, has"
@@ -244,17 +244,17 @@ class FlatModel:
                 " ArrayRecord(module.state_dict())?"
             )
         further, vectors = iter(arrays[own:]), {}
-        for name in beside:
+        for name in extra_vectors:
             received = dict(zip(self.names, arrays[:own], strict=True))
             received |= {n: next(further) for n in trained}
             received |= {copy: received[n] for copy, n in self.layout.copies.items()}
             vectors[name] = self.load(list(received.values()))
         return self.load(arrays[:own]), vectors
 
-    def all_arrays(self, vector: Tensor, beside: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
-        """Return the model's arrays, as :meth:`arrays` does, and those of the vectors beside."""
+    def all_arrays(self, vector: Tensor, further: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
+        """Return the model's arrays, as :meth:`arrays` does, and those of ``further`` vectors."""
         return to_host(
-            [*self._travelling(vector), *itertools.chain.from_iterable(map(self.views, beside))]
+            [*self._travelling(vector), *itertools.chain.from_iterable(map(self.views, further))]
         )
 
     def arrays(self, vector: Tensor) -> list[npt.NDArray[Any]]:

@@ -17,9 +17,9 @@ from clients.request import Config, Received
 from clients.stacking.oracle import StackOracle
 from clients.stacking.plans import column
 from fl_strategies.core.oracle import Solved, Step
-from fl_strategies.core.records import MISSED
+from fl_strategies.core.records import CATCH_UP
 
-FOR_EACH = ("acked-round", "kept-rounds", "checksums", "layout", MISSED)
+FOR_EACH = ("acked-round", "kept-rounds", "checksums", "layout", CATCH_UP)
 """Settings that are read for each client separately, and that no rule uses."""
 
 
@@ -53,8 +53,8 @@ def stacked_steps(
 
     wide = Received(
         received.theta.expand(len(clients), -1),
-        {name: vector.expand(len(clients), -1) for name, vector in received.beside.items()},
-        _missed([one.missed for one in begun], received.theta),
+        {name: vector.expand(len(clients), -1) for name, vector in received.extra_vectors.items()},
+        _catch_ups([one.catch_up for one in begun], received.theta),
     )
     made = first.steps_made(
         _stack_of(states, device),
@@ -74,11 +74,11 @@ def _common(configs: Sequence[Config], device: torch.device) -> dict[str, Any]:
     return common
 
 
-def _missed(missed: Sequence[Tensor | float], like: Tensor) -> Tensor | float:
-    """Return what clients missed, [clients, d]; 0 if none missed anything."""
-    if not any(isinstance(one, Tensor) for one in missed):
+def _catch_ups(vectors: Sequence[Tensor | float], like: Tensor) -> Tensor | float:
+    """Return clients' catch-up vectors, [clients, d]; 0 if none has one."""
+    if not any(isinstance(one, Tensor) for one in vectors):
         return 0.0
-    return torch.stack([one if isinstance(one, Tensor) else 0.0 * like for one in missed])
+    return torch.stack([one if isinstance(one, Tensor) else 0.0 * like for one in vectors])
 
 
 def shapes_of(state: State) -> Any:
@@ -101,7 +101,7 @@ def _taken_apart(made: Sequence[Step], states: Sequence[State], like: Tensor) ->
     count, last = len(states), made[-1]
     solved = [_solved(step.solved, count) for step in made]
     uploads = _rows(last.upload, count, like)
-    beside = {name: _rows(vectors, count, like) for name, vectors in last.beside.items()}
+    further = {name: _rows(vectors, count, like) for name, vectors in last.extra_vectors.items()}
     scalars = {name: _numbers(value, count) for name, value in last.scalars.items()}
     kept: list[State] = [None] * count
     if last.state is not None:
@@ -120,7 +120,7 @@ def _taken_apart(made: Sequence[Step], states: Sequence[State], like: Tensor) ->
                 kept[i],
                 {name: values[i] for name, values in scalars.items()},
                 solved[-1][i],
-                {name: rows[i] for name, rows in beside.items()},
+                {name: rows[i] for name, rows in further.items()},
             ),
         ]
         for i in range(count)

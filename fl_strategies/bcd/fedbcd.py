@@ -69,7 +69,7 @@ class State(NamedTuple):
 
     x: Vector
     previous: Vector
-    booked: float
+    recorded: float
 
 
 class Sum(NamedTuple):
@@ -81,7 +81,7 @@ class Sum(NamedTuple):
 
 def first_state(z: Vector) -> State:
     """Return the state of a device that has never taken part, or that lost its state."""
-    return State(x=z, previous=z, booked=0.0)
+    return State(x=z, previous=z, recorded=0.0)
 
 
 def work(solved: Solved, by_steps: bool) -> Any:
@@ -92,17 +92,17 @@ def work(solved: Solved, by_steps: bool) -> Any:
 def client_rule(
     state: State, z: Vector, oracle: Oracle, *, gamma: float, by_steps: bool = False
 ) -> Step:
-    """Return the device's next state, by (2)-(3), and its upload: x+ - x, or x+ if not booked."""
+    """Return the device's next state, by (2)-(3), and its upload: x+ - x, or x+ if not recorded."""
     pulled = Subproblem(pull=gamma, centre=z)
     solved = oracle.solve(state.x, pulled, previous=state.previous)
-    scalars = {"work": work(solved, by_steps), "fresh": 1 - state.booked}
-    upload = solved.w - state.booked * state.x
+    scalars = {"work": work(solved, by_steps), "fresh": 1 - state.recorded}
+    upload = solved.w - state.recorded * state.x
     return Step(upload, State(solved.w, solved.previous, 1.0), scalars, solved)
 
 
-def booked(book: Sum, change: Vector, *, gamma: float, devices: int = 0) -> Sum:
+def added(before: Sum, change: Vector, *, gamma: float, devices: int = 0) -> Sum:
     """Return the sum with a device's ``change``, and with ``devices`` more of its gamma."""
-    return Sum(book.total + gamma * change, book.weight + devices * gamma)
+    return Sum(before.total + gamma * change, before.weight + devices * gamma)
 
 
 def mean(zs: Sequence[Vector]) -> Vector:
@@ -111,34 +111,34 @@ def mean(zs: Sequence[Vector]) -> Vector:
 
 
 def server_rule(
-    zs: Sequence[Vector], books: Sequence[Sum], *, rate: float, reduce: Reduce, repeats: int = 1
+    zs: Sequence[Vector], sums: Sequence[Sum], *, rate: float, reduce: Reduce, repeats: int = 1
 ) -> list[Vector]:
     """Return the servers' models after ``repeats`` steps, each by (4) or (5) from their mean."""
     for _ in range(repeats):
         w = mean(zs)
-        apart = [book.weight * w - book.total for book in books]
-        by = [1.0 if reduce == "sum" else book.weight for book in books]
+        apart = [s.weight * w - s.total for s in sums]
+        by = [1.0 if reduce == "sum" else s.weight for s in sums]
         zs = [w - rate * (a / b) for a, b in zip(apart, by, strict=True)]
     return list(zs)
 
 
 @dataclass(frozen=True)
 class ServerState(CloudState):
-    """What the server keeps beside: each cloud server's sum."""
+    """What the server keeps in addition: each cloud server's sum."""
 
-    books: tuple[Sum, ...] = ()
+    sums: tuple[Sum, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "books", tuple(Sum(*book) for book in self.books))
+        object.__setattr__(self, "sums", tuple(Sum(*fields) for fields in self.sums))
 
 
 Kept = TypeVar("Kept", bound=ServerState)
 
 
-class BookedStrategy(CloudStrategy):
+class SummingStrategy(CloudStrategy):
     """A strategy whose cloud servers keep the sums of all their devices' last models."""
 
-    books_changes = True
+    accumulates_changes = True
     paper_rule: ClassVar[Mapping[str, Any]] = {
         "gamma": 1.0,
         "zeta": 0.9,
@@ -164,16 +164,16 @@ class BookedStrategy(CloudStrategy):
         return {**super().scalar_bounds, "fresh": (0.0, 1.0)}
 
     def first_state(self, theta: Vector) -> ServerState:
-        return ServerState({}, theta, books=(Sum(),) * self.servers)
+        return ServerState({}, theta, sums=(Sum(),) * self.servers)
 
     def joined(self, state: Any, client: int) -> Any:
-        gamma, books = self.gamma_of(client), list(state.books)
+        gamma, sums = self.gamma_of(client), list(state.sums)
         cloud = state.cloud_of[client]
-        books[cloud] = booked(books[cloud], state.origin, gamma=gamma, devices=1)
-        return replace(state, books=tuple(books))
+        sums[cloud] = added(sums[cloud], state.origin, gamma=gamma, devices=1)
+        return replace(state, sums=tuple(sums))
 
     def weight_of(self, state: ServerState, cloud: int) -> float:
-        weight: float = state.books[cloud].weight
+        weight: float = state.sums[cloud].weight
         return weight
 
     def unusable(self, state: Any, round: Round, uploads: Iterable[Upload]) -> Mapping[int, str]:
@@ -196,14 +196,15 @@ class BookedStrategy(CloudStrategy):
 
     def with_uploads(self, state: Kept, uploads: Iterable[Upload]) -> Kept:
         """Return the state with the uploads added to the cloud servers' sums."""
-        books = list(state.books)
+
+        sums = list(state.sums)
         for upload in uploads:
             vector, fresh = upload.vector, upload.scalars["fresh"] > 0.0
             cloud, gamma = state.cloud_of[upload.client], self.gamma_of(upload.client)
             change = vector - state.origin if fresh and upload.newcomer else vector
             again = int(fresh and not upload.newcomer)
-            books[cloud] = booked(books[cloud], change, gamma=gamma, devices=again)
-        return replace(state, books=tuple(books))
+            sums[cloud] = added(sums[cloud], change, gamma=gamma, devices=again)
+        return replace(state, sums=tuple(sums))
 
     def sent(self, state: Any, round: Round, client: int) -> Vector:
         """Return the model [d] that ``client`` got in the round."""
@@ -214,7 +215,7 @@ class BookedStrategy(CloudStrategy):
         return self.sent(state, round, upload.client) if fresh else 0.0
 
 
-class FedBCD(BookedStrategy):
+class FedBCD(SummingStrategy):
     """FedBCD's server half, sync-cloud; see the module's docstring for the rule."""
 
     algorithm = "fedbcd"
@@ -230,7 +231,7 @@ class FedBCD(BookedStrategy):
         self, state: ServerState, round: Round, uploads: Sequence[Upload]
     ) -> tuple[Vector, ServerState]:
         state = self.with_uploads(state, uploads)
-        total = sum(book.total for book in state.books)
-        everyone = Sum(total, sum(book.weight for book in state.books))
+        total = sum(cloud.total for cloud in state.sums)
+        everyone = Sum(total, sum(cloud.weight for cloud in state.sums))
         (z,) = server_rule([round.theta], [everyone], **self.step(round.number))
         return z, state

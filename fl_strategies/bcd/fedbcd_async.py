@@ -13,7 +13,7 @@ take part in a later round. The model of the run is the mean of all z_n.
 rigorous     (Appendix A) the others take (2) too, with w = z_n, once their devices have answered,
              and ask again: every cloud server steps in every round
 staleness    rounds in which each cloud server mixes at least once: the round waits for a cloud
-             server that would exceed them, which mixes beside the first B others
+             server that would exceed them, which mixes in addition to the first B others
 order        "virtual": by the clock of ``latency``, so that a seed fixes the run. The devices of a
              cloud server begin when it mixed last; a mix sets the clocks of its cloud servers to
              the latest of them. "arrival": by the real arrival of replies
@@ -42,8 +42,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fl_strategies.bcd.fedbcd import BookedStrategy, Sum, mean, server_rule
-from fl_strategies.bcd.fedbcd import ServerState as BookedState
+from fl_strategies.bcd.fedbcd import ServerState as SumState
+from fl_strategies.bcd.fedbcd import Sum, SummingStrategy, mean, server_rule
 from fl_strategies.bcd.phases import Phase, Phases, together
 from fl_strategies.core.hyperparameters import choice, flag, number
 from fl_strategies.core.records import Round, Upload
@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ServerState(BookedState):
-    """What the server keeps beside, by cloud server: z_n [d], its clock, the round of its last mix.
+class ServerState(SumState):
+    """What the server keeps in addition, by cloud server: z_n [d], its clock, its last mix's round.
 
     ``unfinished`` is its devices' work under way: the round in which they were asked, these
     clients, the buffers. A run that resumes from a checkpoint asks for it again, and by the round's
@@ -78,7 +78,7 @@ class ServerState(BookedState):
     ends: Mapping[int, float] = field(default_factory=dict)
 
 
-class FedBCDAsync(BookedStrategy):
+class FedBCDAsync(SummingStrategy):
     """Async-cloud FedBCD's server half; see the module's docstring.
 
     With ``reduce="sum"`` its bound is on one cloud server's devices.
@@ -141,15 +141,15 @@ class FedBCDAsync(BookedStrategy):
     def first_state(self, theta: Vector) -> ServerState:
         clouds = range(self.servers)
         return ServerState(
-            {}, theta, books=(Sum(),) * self.servers, clocks=tuple(0.0 for _ in clouds)
+            {}, theta, sums=(Sum(),) * self.servers, clocks=tuple(0.0 for _ in clouds)
         )
 
     def begin(self, state: ServerState, round: Round, num_rounds: int) -> ServerState:
-        found: ServerState = super().begin(state, round, num_rounds)
-        if not (found.z and np.array_equal(round.theta, as_sent(mean(found.z), round))):
+        begun: ServerState = super().begin(state, round, num_rounds)
+        if not (begun.z and np.array_equal(round.theta, as_sent(mean(begun.z), round))):
             zs, mixed = (round.theta,) * self.servers, (round.number,) * self.servers
-            return replace(found, z=zs, mixed=mixed, unfinished={})
-        return found  # it continues from where it ended
+            return replace(begun, z=zs, mixed=mixed, unfinished={})
+        return begun  # it continues from where it ended
 
     def sent(self, state: ServerState, round: Round, client: int) -> Vector:
         return state.z[state.cloud_of[client]]
@@ -169,10 +169,9 @@ class FedBCDAsync(BookedStrategy):
         state, step = self.with_uploads(state, uploads), self.step(round.number)
         zs, mixed = list(state.z), list(state.mixed)
         for group in [state.ready, *((n,) for n in state.alone)]:
-            books = [state.books[n] for n in group]
-            for n, z in zip(
-                group, server_rule([state.z[n] for n in group], books, **step), strict=True
-            ):
+            sums = [state.sums[n] for n in group]
+            models = server_rule([state.z[n] for n in group], sums, **step)
+            for n, z in zip(group, models, strict=True):
                 zs[n] = z
         for n in state.ready:
             mixed[n] = round.number

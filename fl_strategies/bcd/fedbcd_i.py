@@ -21,7 +21,7 @@ gamma_i     pull in (0, 1], the paper's 0.2; K is as in ``fl_strategies.bcd.fedb
 Nothing travels offline, so a device does this work when it gets its next message. The server draws
 which devices are available, and tells a device the number of rounds in which it was available since
 its last contact, including this round and at most ``offline_rounds``. The result is exactly the
-same and costs no message. A void round does not count; a device that was asked without success
+same and costs no message. A skipped round does not count; a device that was asked without success
 counts as available without contact.
 
 A device that lost its state begins anew from the received z; nothing else changes.
@@ -40,7 +40,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 from fl_strategies.bcd.clouds import PAPER_LOCAL, CloudState, CloudStrategy
-from fl_strategies.bcd.fedbcd import Sum, booked, server_rule, work
+from fl_strategies.bcd.fedbcd import Sum, added, server_rule, work
 from fl_strategies.core.columns import clip, repeated
 from fl_strategies.core.hyperparameters import Scalar, number, option
 from fl_strategies.core.oracle import Oracle, Solved, Step
@@ -104,7 +104,7 @@ def client_rule(
 
 @dataclass(frozen=True)
 class ServerState(CloudState):
-    """What the server keeps beside: in how many rounds a device was available since contact."""
+    """What the server keeps in addition: each device's available rounds since its last contact."""
 
     offline: Mapping[int, int] = field(default_factory=dict)
 
@@ -116,7 +116,7 @@ class FedBCDI(CloudStrategy):
     card = Card(
         "FedBCD-I",
         "FedBCD whose clients also train without contact to the server",
-        when="clients are available more often than they are connected",
+        when="clients can compute while they are offline",
         keeps="model, last iterate",
         paper="Wu et al., AAAI 2021",
     )
@@ -179,12 +179,12 @@ class FedBCDI(CloudStrategy):
     def next_theta(
         self, state: ServerState, round: Round, uploads: Sequence[Upload]
     ) -> tuple[Vector, ServerState]:
-        book = Sum()
+        active = Sum()
         for upload in uploads:
             gamma = self.gamma_of(upload.client)
-            book = booked(book, upload.vector, gamma=gamma, devices=1)
-        (z,) = server_rule([round.theta], [book], **self.step(round.number))
+            active = added(active, upload.vector, gamma=gamma, devices=1)
+        (z,) = server_rule([round.theta], [active], **self.step(round.number))
         available = (c for n in range(self.servers) for c in self.available(state, round, n))
         waited = {client: state.offline.get(client, 0) + 1 for client in available}
-        met = {upload.client: 0 for upload in uploads}
-        return z, replace(state, offline={**state.offline, **waited, **met})
+        contacted = {upload.client: 0 for upload in uploads}
+        return z, replace(state, offline={**state.offline, **waited, **contacted})

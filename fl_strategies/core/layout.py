@@ -156,7 +156,7 @@ class Layout:
             differences.append(f"its frozen arrays are not this run's, {few([*self.frozen])}")
         return "; ".join(differences)
 
-    def beside(self, names: Sequence[str]) -> Layout:
+    def with_vectors(self, names: Sequence[str]) -> Layout:
         """Return the layout of this model followed by further vectors [d], one for each name.
 
         The arrays of the vector ``c`` are called ``c/array`` and have the shapes of the model's

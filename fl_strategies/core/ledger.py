@@ -6,9 +6,9 @@ Replies get lost, come late or are rejected, and a client does not learn which. 
   the rounds that a checkpoint would go back to (``kept-rounds``): a client keeps its state of these
   rounds, and undoes the rest;
 - a client's state has a nonce, drawn when the state began. A client that reports another nonce than
-  the booked one has lost its state. With ``lost_state`` "reset" or "warn" it counts as a newcomer,
+  the recorded one has lost its state. With ``lost_state`` "reset" or "warn" it is treated as new,
   "warn" with a warning; with "refuse" its replies are rejected;
-- after a successful round, the used replies are booked. A void round books none.
+- after a successful round, the used replies are recorded. A skipped round records none.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ class Ledger:
         return request
 
     def check(self, reply: Reply, upload: Upload) -> Upload:
-        """Return ``upload``, completed by what is booked of its client.
+        """Return ``upload``, completed by what is recorded of its client.
 
-        If the client lost its booked state, it counts as a newcomer, or :class:`BadReply` is raised
+        A client that lost its acknowledged state is treated as new, or :class:`BadReply` is raised
         with ``lost_state="refuse"``.
         """
         client = upload.client
-        nonce, booked = str(reply.words.get("state-nonce", "")), self.nonces.get(client)
+        nonce, recorded = str(reply.words.get("state-nonce", "")), self.nonces.get(client)
         upload = upload._replace(newcomer=client not in self.acked, nonce=nonce)
-        if not (nonce and booked and nonce != booked):
+        if not (nonce and recorded and nonce != recorded):
             return upload
         if self.lost_state == "refuse":
-            raise BadReply("the state which the server booked for it is lost")
+            raise BadReply("its acknowledged state is lost")
         level = WARNING if self.lost_state == "warn" else INFO
-        LOGGER.log(level, "client %s lost its state and counts as a newcomer", brief(client))
+        LOGGER.log(level, "client %s lost its state and is treated as new", brief(client))
         return upload
 
     def settle(self, used: Sequence[Upload]) -> None:
-        """Book the uploads of a successful round."""
+        """Record the uploads of a successful round."""
         self.acked = self.acked | {upload.client: upload.round for upload in used}
         self.nonces = self.nonces | {u.client: u.nonce for u in used if u.nonce}
 

@@ -79,7 +79,7 @@ class Step(NamedTuple):
     """Numbers to send beside the upload."""
     solved: Solved | None = None
     """The local work, for the round's metrics."""
-    beside: Mapping[str, Vector] = NOTHING
+    extra_vectors: Mapping[str, Vector] = NOTHING
     """Further vectors to send, by name."""
 
 

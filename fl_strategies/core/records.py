@@ -15,8 +15,8 @@ Mean: TypeAlias = Callable[[Iterable[tuple[Vector, Any]]], Vector]
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
-MISSED = "missed"
-"""Where a training request's config has, as bytes, the vector [d] that its client missed."""
+CATCH_UP = "catch-up"
+"""Where a training request's config has, as bytes, its client's catch-up vector [d]."""
 
 
 class BadReply(ValueError):
@@ -43,8 +43,8 @@ class Reply:
 class Upload(NamedTuple):
     """A usable reply, as the server rule gets it.
 
-    ``vector`` [d] holds the trainable arrays, ``beside`` the algorithm's further vectors [d] by
-    name, ``buffers`` the arrays that are not trained. ``newcomer`` says that no reply of this
+    ``vector`` [d] holds the trainable arrays, ``extra_vectors`` the algorithm's further vectors [d]
+    by name, ``buffers`` the arrays that are not trained. ``newcomer`` says that no reply of this
     client was used before; ``round`` is the round of the request. If ``vector`` is a host's mean,
     ``distance2`` is the host's word for ||v - theta||^2, v being the client's own vector.
     """
@@ -53,7 +53,7 @@ class Upload(NamedTuple):
     vector: Vector
     num_examples: float
     scalars: Mapping[str, float] = NOTHING
-    beside: Mapping[str, Vector] = NOTHING
+    extra_vectors: Mapping[str, Vector] = NOTHING
     buffers: Arrays = NOTHING
     newcomer: bool = False
     round: int = 0

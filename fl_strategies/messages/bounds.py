@@ -18,13 +18,13 @@ class NormBound:
     """Scales uploads down to ``bound``, and rejects uploads that must not be scaled.
 
     ``reference(upload)`` is the point, [d] or 0, from which a change is measured.
-    ``books_changes`` says that the client books its change too; the client could not book a scaled
-    one.
+    ``accumulates_changes`` says that the client adds its change to its state, too: it could not add
+    a scaled one.
     """
 
     bound: float
     reference: Callable[[Upload], Vector | float]
-    books_changes: bool
+    accumulates_changes: bool
     model: Arrays
 
     def check(self, upload: Upload) -> Upload:
@@ -33,8 +33,8 @@ class NormBound:
         Raises :class:`BadReply` for an upload beyond the bound that must not be scaled.
         """
         change = upload.vector - self.reference(upload)
-        parts = dict(upload.beside)
-        if self.books_changes:
+        parts = dict(upload.extra_vectors)
+        if self.accumulates_changes:
             parts["update"] = change
         for name, vector in parts.items():
             if not (size := norm(np.asarray(vector))) <= self.bound:
@@ -42,7 +42,7 @@ class NormBound:
                     f"the norm of its {name} is {size:g}, at most {self.bound:g}"
                     " (clipping_norm) is taken"
                 )
-        if not self.books_changes and norm(change) > self.bound:
+        if not self.accumulates_changes and norm(change) > self.bound:
             upload = upload._replace(vector=self.reference(upload) + clip(change, self.bound))
         return upload._replace(buffers=self._clipped(upload.buffers))
 

@@ -32,7 +32,7 @@ from fl_strategies.messages.wire import Content, decode_model, opened, upload_of
 
 ROUNDING = 1e-9
 """The share of the bound by which rounding may put a mean of vectors beyond the bound."""
-LOST = "the state which the server booked for it is lost"
+LOST = "its acknowledged state is lost"
 DISTANCE = "folded-distance2"
 """The number of a folded client that is ||v_i - theta||^2."""
 
@@ -54,11 +54,11 @@ class Terms:
     buffers: Sequence[str] = ()
     ties: Sequence[Sequence[str]] = ()
     frozen: Mapping[str, str] | None = None
-    beside: Sequence[str] = ()
+    extra_vectors: Sequence[str] = ()
     bounds: Mapping[str, Sequence[float]] | None = None
     clipping_norm: float | None = None
     max_samples: int | None = None
-    books_changes: bool = False
+    accumulates_changes: bool = False
     nonces: Mapping[str, str] | None = None
     distances: bool = False
 
@@ -83,25 +83,24 @@ class Fold:
 class Folder:
     """Checks uploads one by one, and holds only their sum.
 
-    ``received`` are the arrays of the request: the model and what travels beside it. ``weight``
-    is that of an upload, in the file of the algorithm that ``terms`` name.
+    ``received`` are the arrays of the request: the model and the extra vectors. ``weight`` is that
+    of an upload, in the file of the algorithm that ``terms`` name.
     """
 
     def __init__(self, terms: Terms, received: Arrays, weight: Callable[..., float]) -> None:
         self.terms, self.received, self.weight = terms, received, weight
-        ahead = tuple(f"{name}/" for name in terms.beside)
-        model = (
-            {n: a for n, a in received.items() if not n.startswith(ahead)} if ahead else received
-        )
+        extra = tuple(f"{name}/" for name in terms.extra_vectors)
+        model = {name: array for name, array in received.items() if not name.startswith(extra)}
         self.layout = Layout.of(model, terms.buffers, terms.ties, dict(terms.frozen or {}))
-        self.wire = self.layout.beside(terms.beside)
+        self.wire = self.layout.with_vectors(terms.extra_vectors)
         self.identity = Identity(terms.strategy, terms.algorithm, terms.trust, self.layout)
         self.theta = self.layout.pack(model) if terms.distances else 0.0
         self.bound: NormBound | None = None
         if terms.clipping_norm is not None:
-            theta = 0.0 if terms.books_changes else self.layout.pack(model)
-            bound, booked = terms.clipping_norm, terms.books_changes
-            self.bound = NormBound(bound, lambda upload: theta, booked, model)
+            theta = 0.0 if terms.accumulates_changes else self.layout.pack(model)
+            self.bound = NormBound(
+                terms.clipping_norm, lambda upload: theta, terms.accumulates_changes, model
+            )
         self._sums: list[npt.NDArray[Any]] = []
         self._plain: list[npt.NDArray[Any]] = []
         self._weight, self._count = 0.0, 0
@@ -126,24 +125,24 @@ class Folder:
             bounds=bounds,
             admit=self.identity.admit,
         )
-        booked = (self.terms.nonces or {}).get(str(client), "")
-        if booked and reply.words.get("state-nonce", booked) != booked:
+        nonce = (self.terms.nonces or {}).get(str(client), "")
+        if nonce and reply.words.get("state-nonce", nonce) != nonce:
             raise BadReply(LOST)
         reply = replace(reply, arrays=decode_model(arrays, self.wire))
-        upload = upload_of(reply, self.layout, self.terms.beside)
+        upload = upload_of(reply, self.layout, self.terms.extra_vectors)
         if self.bound is not None:
             upload = self.bound.check(upload)
         weight = self.weight(upload, **self.terms.hyperparameters)
-        vectors = [upload.vector, *(upload.beside[name] for name in self.terms.beside)]
-        mine = [np.asarray(vector, np.float64) for vector in vectors]
+        extra = (upload.extra_vectors[name] for name in self.terms.extra_vectors)
+        vectors = [np.asarray(vector, np.float64) for vector in (upload.vector, *extra)]
         if self._weight == 0.0:
-            self._plain = added(self._plain, mine, 1.0)
-        self._sums = added(self._sums, mine, weight)
+            self._plain = added(self._plain, vectors, 1.0)
+        self._sums = added(self._sums, vectors, weight)
         self._weight, self._count = self._weight + weight, self._count + 1
         self._buffers.add(upload.buffers, upload.num_examples)
         if not self.terms.distances:
             return {}
-        moved = mine[0] - self.theta
+        moved = vectors[0] - self.theta
         return {DISTANCE: float(moved @ moved)}
 
     def mean(self) -> dict[str, npt.NDArray[Any]]:

@@ -2,10 +2,10 @@
 
 A *host* is a node with several clients. A request to it holds
 
-- the model and what travels beside it, once (one ArrayRecord), and the config that all share;
+- the model and the extra vectors, once (one ArrayRecord), and the config that all share;
 - ``hosted``: a ConfigRecord that gives, for each further record, the ids of its clients;
 - ``own-0``, ``own-1`` ...: tables (:mod:`.tables`) of each client's own settings;
-- ``missed``: the vectors that clients missed, each once; a client's row tells which is its own.
+- ``catch-up``: the catch-up vectors, each once; a client's row has the place of its own.
 
 The reply also holds ``hosted``, which lists the clients that failed and their reasons; the arrays
 stacked ``[k, ...]``, with a slice for each client listed under ``arrays``; and tables of what each
@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from fl_strategies.core.records import MISSED, BadReply
+from fl_strategies.core.records import CATCH_UP, BadReply
 from fl_strategies.messages.folding import Fold
 from fl_strategies.messages.tables import in_common, rows_of, tabulate
 from fl_strategies.messages.wire import Content, Failed, decode
@@ -66,15 +66,15 @@ def pack_request(
     uploads are folded (``folding.Terms``), or "" if they are not.
     """
     common, own = in_common(configs)
-    missed = list(dict.fromkeys(row[MISSED] for row in own.values() if MISSED in row))
-    place = {data: number for number, data in enumerate(missed)}
+    catch_ups = list(dict.fromkeys(row[CATCH_UP] for row in own.values() if CATCH_UP in row))
+    place = {data: number for number, data in enumerate(catch_ups)}
     for row in own.values():
-        if MISSED in row:
-            row[MISSED] = place[row[MISSED]]
+        if CATCH_UP in row:
+            row[CATCH_UP] = place[row[CATCH_UP]]
     content: dict[str, Any] = {keys[0]: arrays, keys[1]: ConfigRecord(common)}
     whose: dict[str, Any] = {FOLD: fold} if fold else {}
-    if missed:
-        content[MISSED] = ConfigRecord({MISSED: missed})
+    if catch_ups:
+        content[CATCH_UP] = ConfigRecord({CATCH_UP: catch_ups})
     for number, table in enumerate(tabulate(own)):
         whose[f"{OWN}-{number}"] = table.clients
         content[f"{OWN}-{number}"] = ConfigRecord(table.columns)
@@ -85,7 +85,7 @@ def unpack_request(content: RecordDict) -> tuple[ArrayRecord, dict[int, dict[str
     """Return the arrays and, by client, the config; raise ``ValueError`` for a broken request."""
     records = dict(content.config_records)
     whose = {name: ids for name, ids in records.pop(HOSTED).items() if name != FOLD}
-    missed: Any = records.pop(MISSED)[MISSED] if MISSED in records else []
+    catch_ups: Any = records.pop(CATCH_UP)[CATCH_UP] if CATCH_UP in records else []
     rows = rows_of((_ids(name, whose[name]), records.pop(name, {})) for name in whose)
     if len(content.array_records) != 1 or len(records) > 1:
         raise ValueError(
@@ -94,8 +94,8 @@ def unpack_request(content: RecordDict) -> tuple[ArrayRecord, dict[int, dict[str
         )
     common = dict(next(iter(records.values()), {}))
     for row in rows.values():
-        if MISSED in row:
-            row[MISSED] = missed[row[MISSED]]
+        if CATCH_UP in row:
+            row[CATCH_UP] = catch_ups[row[CATCH_UP]]
     return next(iter(content.array_records.values())), {c: common | row for c, row in rows.items()}
 
 

@@ -126,7 +126,7 @@ def decode_model(
     return arrays
 
 
-def upload_of(reply: Reply, layout: Layout, beside: Sequence[str]) -> Upload:
+def upload_of(reply: Reply, layout: Layout, extra_vectors: Sequence[str]) -> Upload:
     """Return ``reply`` as an upload for the rule, its arrays in place."""
     names, arrays = layout.trainable, reply.arrays
     return Upload(
@@ -134,7 +134,7 @@ def upload_of(reply: Reply, layout: Layout, beside: Sequence[str]) -> Upload:
         Pieces([arrays[name] for name in names]),
         reply.num_examples,
         reply.numbers,
-        {v: Pieces([arrays[f"{v}/{name}"] for name in names]) for v in beside},
+        {v: Pieces([arrays[f"{v}/{name}"] for name in names]) for v in extra_vectors},
         {name: arrays[name] for name in layout.buffers},
         round=reply.round,
     )

@@ -71,13 +71,13 @@ class Algorithm(Options):
     """Whether clients train as ``local`` says; else it may hold only what ``fine-tune`` needs."""
     reports: ClassVar[tuple[str, ...]] = ()
     """Names of the numbers that the algorithm adds to a round's metrics."""
-    beside: ClassVar[tuple[str, ...]] = ()
-    """Names of vectors [d] that travel beside the model, in training requests and replies."""
+    extra_vectors: ClassVar[tuple[str, ...]] = ()
+    """Names of vectors [d] that travel with the model, in training requests and replies."""
     averages: ClassVar[Averages] = ""
     """The uploads if the server rule depends only on their (weighted) mean: "models" trained from
     the received one, or "changes", of models or states, which must add up. Else "". A class that
     overrides one of :data:`GETS_UPLOADS` says it anew."""
-    books_changes: ClassVar[bool] = False
+    accumulates_changes: ClassVar[bool] = False
     """Whether uploads are changes that the server and the client both add to their states."""
     weight: ClassVar[Callable[..., float]] = staticmethod(equal)
     """The weight of an upload in the rule. Its keyword arguments are hyperparameters."""
@@ -187,14 +187,14 @@ class Algorithm(Options):
         return NOTHING
 
     def vectors(self, state: State, round: Round) -> Mapping[str, Vector]:
-        """Return the vectors [d] that a training request carries, one for each of ``beside``."""
+        """Return the vectors [d] of a training request, one for each of ``extra_vectors``."""
         return NOTHING
 
     def catch_up(self, state: State, since: int) -> Vector | None:
         """Return the vector [d] that a client is sent, whose last reply used is of round ``since``.
 
         -1: none was used. A training request carries it for that client alone, where it is not
-        None, of the model's types; the client's ``step`` finds it in ``received.missed``.
+        None, of the model's types; the client's ``step`` finds it in ``received.catch_up``.
         """
         return None
 
@@ -214,7 +214,7 @@ class Algorithm(Options):
 
     def reference(self, state: State, round: Round, upload: Upload) -> Vector | float:
         """Return the point, [d] or 0, from which ``clipping_norm`` measures ``upload``."""
-        return 0.0 if self.books_changes else round.theta
+        return 0.0 if self.accumulates_changes else round.theta
 
     def replies_needed(self, round: Round) -> int:
         """Return the number of usable replies below which the round is skipped."""

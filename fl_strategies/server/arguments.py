@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 
 from fl_strategies.core.log import log
 from fl_strategies.core.near import misspelt
-from fl_strategies.core.records import MISSED
+from fl_strategies.core.records import CATCH_UP
 from fl_strategies.core.schedules import check, require
 from fl_strategies.solvers.local import default_training
 
@@ -41,7 +41,7 @@ def check_configs(
 
     ``ours`` are the names in a request, ``declared`` those of hyperparameters that may be sent.
     """
-    taken = {*ours, *declared, MISSED}
+    taken = {*ours, *declared, CATCH_UP}
     for name, config in configs.items():
         wanted = "a ConfigRecord, or None"
         require(config is None or isinstance(config, Mapping), name, wanted, config)

@@ -151,11 +151,11 @@ class Options(Declared):
     lost_state: LostState | None = choice(
         default=None,
         choices=("reset", "refuse", "warn"),
-        about="What to do with a reply of a client that lost the state which the server booked"
-        " (restarted without its files, or replaced): count the client as a newcomer (reset),"
-        " leave its replies out (refuse), or count it as a newcomer with a warning (warn). What"
+        about="What to do with a reply of a client that lost its acknowledged state (restarted"
+        " without its files, or replaced): treat the client as new (reset),"
+        " leave its replies out (refuse), or treat it as new with a warning (warn). What"
         " the lost state added to the global model remains there: the server keeps no copy of it."
-        ' So the default is "warn" if the server books changes (`books_changes`: FedADMM,'
+        ' So the default is "warn" if the server adds up changes (`accumulates_changes`: FedADMM,'
         ' FedDyn, A-FedPD, SCAFFOLD, FedBCD), else "reset". Use "refuse" if you can restore the'
         " state from a backup.",
     )
@@ -235,7 +235,7 @@ class Options(Declared):
         default=None,
         about="Bound on the norm of the change that one upload makes to the model, and to the"
         " floats among `buffers`: a larger change is scaled down to it. If server and clients"
-        " both book uploads (`books_changes`), and for vectors that travel beside the model, the"
+        " both add uploads to their states (`accumulates_changes`), and for extra vectors, the"
         " reply is left out instead: after a scaled change, the server's sum and the clients'"
         " states would disagree forever, while clients undo a reply that was left out.",
         above=0.0,

@@ -186,7 +186,7 @@ class Phase:
         self._folds: dict[int, Upload] = {}  # the means that were checked, by id(Fold)
 
     def taken(self, client: int, content: Content) -> tuple[Reply, Upload]:
-        """Return a reply and its upload, completed by what is booked of its client.
+        """Return a reply and its upload, completed by what is recorded of its client.
 
         Raises :class:`BadReply` for a reply that cannot be used.
         """
@@ -225,14 +225,14 @@ class Phase:
         intact = self.caller.intact(algorithm.mean_of, self.wire)
         check_intact(reply, self.identity.strategy, intact, self.wire)
         check_clipped(reply, self.caller, self.asked.bound, self.asked.round)
-        upload = upload_of(reply, self.layout, algorithm.beside)
+        upload = upload_of(reply, self.layout, algorithm.extra_vectors)
         if algorithm.clipping_norm is not None:
             upload = self._bound(algorithm.clipping_norm).check(upload)
         return reply, upload
 
     def _bound(self, bound: float) -> NormBound:
         reference = partial(self.algorithm.reference, self.state, self.asked.round)
-        return NormBound(bound, reference, self.algorithm.books_changes, self.asked.model)
+        return NormBound(bound, reference, self.algorithm.accumulates_changes, self.asked.model)
 
     def _folded(self, reply: Reply, fold: Fold) -> tuple[Reply, Upload]:
         """Return a folded client's reply and upload, which is its host's mean.
@@ -241,7 +241,8 @@ class Phase:
         """
         if (mean := self._folds.get(id(fold))) is None:
             arrays = decode_fold(fold, self.wire)
-            mean = upload_of(replace(reply, arrays=arrays), self.layout, self.algorithm.beside)
+            folded = replace(reply, arrays=arrays)
+            mean = upload_of(folded, self.layout, self.algorithm.extra_vectors)
             if (bound := self.algorithm.clipping_norm) is not None:
                 mean = self._bound(bound * (1.0 + ROUNDING)).check(mean)
             self._folds[id(fold)] = mean

@@ -17,7 +17,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from fl_strategies.core.hyperparameters import Scalar, told
 from fl_strategies.core.ledger import Ledger
 from fl_strategies.core.log import log
-from fl_strategies.core.records import MISSED, Round
+from fl_strategies.core.records import CATCH_UP, Round
 from fl_strategies.core.schedules import at
 from fl_strategies.core.spread import expected_work, spread
 from fl_strategies.messages.encoding import encoded
@@ -57,16 +57,16 @@ class Sender:
         Each client has its own message, except clients of a host: a host gets the model once.
         ``nodes`` gives each client's node.
         """
-        wire = model.layout.beside(self.algorithm.beside)
+        wire = model.layout.with_vectors(self.algorithm.extra_vectors)
         asked = Asked(round, model.arrays, wire, started=time.monotonic())
         trains = message_type == MessageType.TRAIN
         arrays = model.travelling
-        if trains and self.algorithm.beside:
+        if trains and self.algorithm.extra_vectors:
             arrays = self._with_vectors(state, asked, arrays)
         size = sum(len(array.data) for array in arrays.values())
         configs = self._configs(state, round, config, caller)
         if trains:
-            self._add_missed(state, asked, configs)
+            self._add_catch_up(state, asked, configs)
         requests, messages, sent = [], [], 0
         terms = self._terms(round, configs, nodes, size) if trains else None
         work = self._expected(configs, trains=trains)
@@ -82,11 +82,11 @@ class Sender:
             messages.append(message)
             folds = hosted and terms is not None
             requests.append(Request(node, tuple(clients), message.metadata, hosted, folds))
-            missed = [configs[client].get(MISSED, b"") for client in clients]
+            catch_ups = [configs[client].get(CATCH_UP, b"") for client in clients]
             if nodes[clients[0]] == ANY_HOST:  # hosts stand for as many nodes as clients
-                sent += size * len(clients) + sum(map(len, missed))
+                sent += size * len(clients) + sum(map(len, catch_ups))
             else:
-                sent += size + sum(map(len, {*missed}))
+                sent += size + sum(map(len, {*catch_ups}))
         return replace(asked, messages=messages, requests=requests, bytes_down=sent)
 
     # ---- what clients are told ----------------------------------------------------------------
@@ -124,7 +124,7 @@ class Sender:
         own = self.algorithm.client_config(state, round, client)
         return _at(own, round.number) | self.ledger.ask(client)
 
-    def _add_missed(
+    def _add_catch_up(
         self, state: State, asked: Asked, configs: Mapping[int, dict[str, Any]]
     ) -> None:
         """Tell each client what it missed: the same bytes to all that were last used together."""
@@ -137,13 +137,13 @@ class Sender:
                 vector = self.algorithm.catch_up(state, since)
                 known[since] = b"" if vector is None else layout.to_bytes(vector)
             if known[since]:
-                config[MISSED] = known[since]
+                config[CATCH_UP] = known[since]
 
     def _with_vectors(self, state: State, asked: Asked, arrays: ArrayRecord) -> ArrayRecord:
-        """Return ``arrays``, followed by the arrays of the vectors beside the model."""
+        """Return ``arrays``, followed by the arrays of the extra vectors."""
         assert asked.wire is not None
         vectors = self.algorithm.vectors(state, asked.round)
-        every = [asked.round.theta, *(vectors[name] for name in self.algorithm.beside)]
+        every = [asked.round.theta, *(vectors[name] for name in self.algorithm.extra_vectors)]
         unpacked = asked.wire.unpack(np.concatenate(every), asked.model)
         return ArrayRecord(
             {name: encoded(array) for name, array in unpacked.items()} | dict(arrays)
@@ -184,11 +184,11 @@ class Sender:
             buffers=layout.untrained,
             ties=[[*group] for group in layout.ties],
             frozen=dict(layout.frozen),
-            beside=algorithm.beside,
+            extra_vectors=algorithm.extra_vectors,
             bounds=dict(algorithm.scalar_bounds),
             clipping_norm=algorithm.clipping_norm,
             max_samples=algorithm.max_samples,
-            books_changes=algorithm.books_changes,
+            accumulates_changes=algorithm.accumulates_changes,
             distances=algorithm.sends_distances,
         )
 
@@ -196,8 +196,8 @@ class Sender:
         """Return the ``terms`` for a request to the host of ``clients``."""
         if terms is None:
             return ""
-        booked = self.ledger.nonces if self.ledger.lost_state == "refuse" else {}
-        nonces = {str(client): booked[client] for client in clients if client in booked}
+        required = self.ledger.nonces if self.ledger.lost_state == "refuse" else {}
+        nonces = {str(client): required[client] for client in clients if client in required}
         return replace(terms, nonces=nonces).to_text()
 
     def _expected(

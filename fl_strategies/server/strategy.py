@@ -91,7 +91,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         if not self.uses_local:
             check_only_fine_tuning(self.algorithm, self.local)
         self.callbacks = tuple(self.callbacks)
-        self.lost_state = self.lost_state or ("warn" if self.books_changes else "reset")
+        self.lost_state = self.lost_state or ("warn" if self.accumulates_changes else "reset")
         kept_rounds = self.checkpoints.kept_rounds if self.checkpoints else None
         stages.check_parts(self)
         self.state: State = None

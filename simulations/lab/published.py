@@ -305,7 +305,7 @@ def fedpd_writers() -> Setting:
             "stack": "auto",
         },
         seeds=(1, 2, 3),
-        curves=("round", "exchanges"),
+        curves=("round", "communication_rounds"),
     )
 
 
