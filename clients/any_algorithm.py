@@ -10,7 +10,7 @@ from flwr.client import NumPyClient
 from clients.base import FederatedClient
 from clients.request import Arrays, Config
 from fl_strategies import STRATEGIES, FederatedStrategy
-from fl_strategies.core.near import unknown
+from fl_strategies.core.spelling import unknown
 
 
 def _client_of(strategy: type[FederatedStrategy]) -> type[FederatedClient]:

@@ -22,11 +22,11 @@ from clients.request import Arrays, Config, Received, generator, round_of, weigh
 from fl_strategies import STRATEGIES
 from fl_strategies.core.hyperparameters import check_request
 from fl_strategies.core.log import log
-from fl_strategies.core.near import hinted, misspelt
 from fl_strategies.core.oracle import Oracle, Step
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.records import CATCH_UP
 from fl_strategies.core.schedules import check, require
+from fl_strategies.core.spelling import hinted, misspelt
 from fl_strategies.messages.description import DESCRIBE, DESCRIPTION
 from fl_strategies.messages.wire import checksum
 from fl_strategies.solvers.local import LocalTraining, default_training

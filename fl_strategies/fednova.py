@@ -31,10 +31,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fl_strategies.core.clipping import clip
-from fl_strategies.core.columns import choose, is_nought, repeated
 from fl_strategies.core.hyperparameters import Schedule, largest, number
 from fl_strategies.core.oracle import Oracle, Step
 from fl_strategies.core.records import Round, Upload
+from fl_strategies.core.stacks import choose, is_nought, repeated
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector, weighted_sum
 from fl_strategies.server.algorithm import Card, Next, State

@@ -34,9 +34,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from fl_strategies.core.columns import choose, repeated
 from fl_strategies.core.hyperparameters import Schedule, number
 from fl_strategies.core.oracle import Oracle, Step, Tally
+from fl_strategies.core.stacks import choose, repeated
 from fl_strategies.core.vectors import Vector
 from fl_strategies.server.algorithm import Card
 from fl_strategies.skipping import SkippingStrategy, X0Rule, consensus, dual_step

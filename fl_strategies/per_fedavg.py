@@ -35,9 +35,9 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from fl_strategies.core.columns import repeated
 from fl_strategies.core.hyperparameters import Schedule, choice, number
 from fl_strategies.core.oracle import Oracle, Step, Tally
+from fl_strategies.core.stacks import repeated
 from fl_strategies.core.vectors import Vector
 from fl_strategies.fedavg import Averaging, Weights
 from fl_strategies.server.algorithm import Card

@@ -32,9 +32,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from fl_strategies.core.columns import repeated
 from fl_strategies.core.hyperparameters import Scalar, Schedule, number
 from fl_strategies.core.oracle import Oracle, Step, Tally
+from fl_strategies.core.stacks import repeated
 from fl_strategies.core.vectors import Vector
 from fl_strategies.proximity import (
     FIRST,

@@ -42,11 +42,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 from fl_strategies import fedavg
-from fl_strategies.core.columns import repeated
 from fl_strategies.core.hyperparameters import Schedule, choice, largest, number
 from fl_strategies.core.oracle import Oracle, Step, Tally
 from fl_strategies.core.records import Mean, Round, Upload
 from fl_strategies.core.schedules import at
+from fl_strategies.core.stacks import repeated
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector, weighted_mean
 from fl_strategies.fedavg import Averaging, Weights

@@ -37,12 +37,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from fl_strategies.core.columns import clip, for_each, square_norm
 from fl_strategies.core.hyperparameters import Schedule, number
 from fl_strategies.core.log import LOGGER
 from fl_strategies.core.oracle import Solved, Step
 from fl_strategies.core.randomness import draw, stream
 from fl_strategies.core.records import Round, Upload
+from fl_strategies.core.stacks import clip, for_each, square_norm
 from fl_strategies.core.vectors import Vector
 from fl_strategies.server.algorithm import Next
 from fl_strategies.server.strategy import FederatedStrategy

@@ -34,11 +34,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from fl_strategies.core.columns import square_norm
 from fl_strategies.core.hyperparameters import Schedule, choice, number
 from fl_strategies.core.log import LOGGER
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.records import Mean, Round, Upload
+from fl_strategies.core.stacks import square_norm
 from fl_strategies.core.vectors import Vector, weighted_mean
 from fl_strategies.server.algorithm import Next
 from fl_strategies.server.strategy import FederatedStrategy

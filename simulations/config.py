@@ -15,9 +15,9 @@ from clients import CLIENTS, LocalTraining
 from clients.base import MAX_STEPS
 from clients.stacking.choice import setting_of
 from fl_strategies import STRATEGIES, FederatedStrategy, step_decay
-from fl_strategies.core.near import listed, unknown, unknown_of
-from fl_strategies.core.params import format_params, parse_params
 from fl_strategies.core.schedules import check, shown
+from fl_strategies.core.settings_text import format_params, parse_params
+from fl_strategies.core.spelling import listed, unknown, unknown_of
 from fl_strategies.parts import PARTS, STAGES, Part, parse_part
 from fl_strategies.solvers.local import idle
 from fl_strategies.solvers.own_steps import not_for_fine_tuning

@@ -52,8 +52,8 @@ import pyarrow as pa
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from fl_strategies.core.near import unknown, unknown_of
 from fl_strategies.core.randomness import stream
+from fl_strategies.core.spelling import unknown, unknown_of
 from simulations import hub, text
 from simulations.generated import BUILT_IN, Dataset, Inputs, Ints
 from simulations.images import PIXELS, Images, Scale, measured, scaled

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from clients import CLIENTS
-from fl_strategies.core.params import parse_params
+from fl_strategies.core.settings_text import parse_params
 from simulations.config import RunConfig, hyperparameter_defaults
 from simulations.defaults import ANY
 

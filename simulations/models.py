@@ -71,8 +71,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, relu
 
-from fl_strategies.core.near import unknown, unknown_of
 from fl_strategies.core.schedules import check_flag, require
+from fl_strategies.core.spelling import unknown, unknown_of
 from simulations.hub import asked_briefly
 from simulations.text import DISTILBERT, transformers
 

@@ -35,9 +35,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_strategies.core.near import unknown, unknown_of
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.schedules import check, shown
+from fl_strategies.core.spelling import unknown, unknown_of
 from simulations.figures import save
 
 Rows: TypeAlias = NDArray[np.int64]

@@ -18,8 +18,8 @@ from torch.nn.functional import cross_entropy
 
 from clients import FlatModel, Problem
 from clients.learning.problem import laid_out
-from fl_strategies.core.near import unknown_of
-from fl_strategies.core.params import parse_params
+from fl_strategies.core.settings_text import parse_params
+from fl_strategies.core.spelling import unknown_of
 from simulations import data, generated, models, partitions
 from simulations.config import RunConfig
 

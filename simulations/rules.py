@@ -8,9 +8,9 @@ from typing import Any
 
 from clients import CLIENTS
 from fl_strategies import STRATEGIES
-from fl_strategies.core.near import listed, unknown
-from fl_strategies.core.params import format_params, parse_params
 from fl_strategies.core.schedules import shown
+from fl_strategies.core.settings_text import format_params, parse_params
+from fl_strategies.core.spelling import listed, unknown
 from fl_strategies.parts import PARTS, parse_part
 from simulations.config import RunConfig, Unused, hyperparameters_of
 

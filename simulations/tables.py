@@ -17,7 +17,7 @@ from statistics import fmean, stdev
 from typing import Any, TypeAlias
 
 from fl_strategies.core.files import write_atomically
-from fl_strategies.core.params import format_params, parse_params
+from fl_strategies.core.settings_text import format_params, parse_params
 from simulations.config import RunConfig, hyperparameter_defaults
 from simulations.figures import read_history
 

@@ -73,7 +73,7 @@ ROUNDS = [
         },
     ),
     *of(
-        "fl_strategies/core/columns.py",
+        "fl_strategies/core/stacks.py",
         "tests/test_stacks.py tests/test_fedbc.py tests/test_fedpd.py tests/test_fedpd_rules.py",
         {
             "total[..., None] if total.ndim": "total if total.ndim",

@@ -31,8 +31,8 @@ from clients import (
 from clients import client_id as id_of
 from clients.node.in_process import Fault, InProcessGrid, node_ids
 from clients.node.state import Fields, Owner, peek
-from fl_strategies.core.columns import repeated
 from fl_strategies.core.oracle import Gradient, Solved
+from fl_strategies.core.stacks import repeated
 from fl_strategies.core.subproblem import Subproblem
 
 DIM = 5

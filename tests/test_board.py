@@ -14,7 +14,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from clients import FederatedClient
 from fl_strategies.core.files import FolderLock
-from fl_strategies.core.params import parse_params
+from fl_strategies.core.settings_text import parse_params
 from simulations import defaults
 from simulations.config import RunConfig
 from simulations.figures import read_history

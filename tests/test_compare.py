@@ -13,7 +13,7 @@ import pytest
 from small_runs import compare, read
 
 from fl_strategies import STRATEGIES
-from fl_strategies.core.params import parse_params
+from fl_strategies.core.settings_text import parse_params
 from simulations.config import RunConfig, hyperparameter_defaults, hyperparameters_of
 from simulations.experiment import run_in_process
 from simulations.figures import draw_curves, panels_by_line

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from fl_strategies.core.params import format_params, parse_params
+from fl_strategies.core.settings_text import format_params, parse_params
 from simulations.config import RunConfig
 from simulations.lab.compare import main
 from simulations.lab.reproduce import run_cell, table

@@ -32,7 +32,14 @@ from fl_strategies import (
     FederatedStrategy,
     History,
 )
-from fl_strategies.core.names import EVALUATED, SERVER, SPREAD, TESTED, in_evaluation, in_training
+from fl_strategies.core.metric_names import (
+    EVALUATED,
+    SERVER,
+    SPREAD,
+    TESTED,
+    in_evaluation,
+    in_training,
+)
 from fl_strategies.server.callbacks import RoundInfo
 from simulations import client_app, experiment
 from simulations.config import RunConfig

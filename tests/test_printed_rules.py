@@ -26,7 +26,7 @@ from fl_strategies import (
     fedbc,
     fedpd,
 )
-from fl_strategies.core.params import format_params, parse_params
+from fl_strategies.core.settings_text import format_params, parse_params
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.proximity import Dual, State
 from fl_strategies.solvers import delta_sgd

@@ -19,7 +19,7 @@ from trials import ROOT
 from clients import StateError, client_app
 from clients.node.in_process import InProcessGrid
 from fl_strategies import STRATEGIES, RoundInfo, step_decay
-from fl_strategies.core.params import format_params, parse_params
+from fl_strategies.core.settings_text import format_params, parse_params
 from simulations.client_app import app
 from simulations.config import RunConfig
 from simulations.experiment import metrics_of, run, run_in_process

@@ -37,8 +37,8 @@ from fl_strategies import (
     scaffold,
 )
 from fl_strategies.bcd import fedbcd, fedbcd_i
-from fl_strategies.core.columns import choose, clip, for_each, repeated, square_norm
 from fl_strategies.core.oracle import Gradient, Solved, Step
+from fl_strategies.core.stacks import choose, clip, for_each, repeated, square_norm
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.proximity import Dual, Turn
 

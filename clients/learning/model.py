@@ -17,8 +17,8 @@ from clients.learning.arrays import copy_into, numpy_type, to_host, to_numpy
 from clients.learning.contiguous import contiguous_where_needed
 from clients.learning.sharing import Patterns, split
 from fl_strategies.core.layout import Layout
-from fl_strategies.core.near import hinted
 from fl_strategies.core.schedules import require
+from fl_strategies.core.spelling import hinted
 from fl_strategies.messages.description import Description, digest
 
 T = TypeVar("T")

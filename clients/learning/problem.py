@@ -15,8 +15,8 @@ from clients.learning.model import FlatModel
 from clients.learning.objective import Loss, Objective, Penalty
 from clients.learning.passes import TESTED, Batch
 from clients.learning.samples import all_samples, as_targets, as_tensor
-from fl_strategies.core.near import hinted
 from fl_strategies.core.schedules import require
+from fl_strategies.core.spelling import hinted
 
 BLOCK = 1 << 20
 """Bytes of inputs that a CPU gathers at a time: about what its cache holds."""

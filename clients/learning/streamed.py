@@ -27,7 +27,7 @@ from clients.learning.samples import (
     of_loader,
     parted,
 )
-from fl_strategies.core.near import hinted
+from fl_strategies.core.spelling import hinted
 from fl_strategies.solvers.local import LocalTraining
 
 T = TypeVar("T")

@@ -29,10 +29,10 @@ from clients.node.records import become_server
 from clients.node.workers import Workers
 from fl_strategies.core.hyperparameters import Scalar
 from fl_strategies.core.log import log
-from fl_strategies.core.near import hinted
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.reasons import of_exception
 from fl_strategies.core.schedules import check
+from fl_strategies.core.spelling import hinted
 
 STATE_MEMORY = 10**9
 """Bytes of clients' states that are kept in memory."""

@@ -20,8 +20,8 @@ import numpy.typing as npt
 from flwr.app import ArrayRecord, ConfigRecord, Context
 
 from fl_strategies.core.files import DamagedFile, load_arrays, save_arrays, write_atomically
-from fl_strategies.core.near import hinted
 from fl_strategies.core.schedules import check
+from fl_strategies.core.spelling import hinted
 from fl_strategies.messages.encoding import encoded
 from fl_strategies.messages.wire import decode
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from clients.learning.solvers import SOLVERS, Descent, precise
 from clients.stacking.plans import batch_size
 from clients.stacking.stack import Numbers, Stack
-from fl_strategies.core.params import parse_params
+from fl_strategies.core.settings_text import parse_params
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.solvers import delta_sgd, sps
 from fl_strategies.solvers.local import LocalTraining, build

@@ -41,12 +41,12 @@ from typing import Any, ClassVar, NamedTuple
 
 from fl_strategies.bcd.clouds import PAPER_LOCAL, CloudState, CloudStrategy
 from fl_strategies.bcd.fedbcd import Sum, added, server_rule, work
-from fl_strategies.core.columns import clip, repeated
 from fl_strategies.core.hyperparameters import Scalar, number, option
 from fl_strategies.core.oracle import Oracle, Solved, Step
 from fl_strategies.core.randomness import draw, share, stream
 from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.schedules import check
+from fl_strategies.core.stacks import clip, repeated
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector
 from fl_strategies.server.algorithm import Card

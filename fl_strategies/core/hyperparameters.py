@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias, dataclass_transform
 
-from fl_strategies.core.near import unknown_of
 from fl_strategies.core.schedules import Schedule as Schedule
 from fl_strategies.core.schedules import check, check_flag, one_of, plain, require, shown
 from fl_strategies.core.schedules import values as all_values
+from fl_strategies.core.spelling import unknown_of
 
 Scalar: TypeAlias = bool | int | float | str
 

@@ -5,7 +5,7 @@ A rule knows its client's f only through an *oracle*, which solves subproblems o
 its work; a rule puts them into the :class:`Step` that it returns. Neither writes into its
 arguments, and the oracle remembers only which mini-batches and random numbers were used.
 
-Vectors and numbers are those of one client or of a stack (``fl_strategies.core.columns``). Numbers
+Vectors and numbers are those of one client or of a stack (``fl_strategies.core.stacks``). Numbers
 that come from the loss may still be on the device: scalars (0-d) of double precision, or columns.
 """
 

@@ -9,7 +9,7 @@ the pull ``r`` and the centre ``c``. The solver decides how the problem is solve
 
 Vectors are NumPy arrays or torch tensors, ``[d]`` for one client or ``[clients, d]`` for a stack of
 clients: rules are written elementwise and never write into their arguments
-(``fl_strategies.core.columns``).
+(``fl_strategies.core.stacks``).
 """
 
 from __future__ import annotations

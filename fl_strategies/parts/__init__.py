@@ -7,8 +7,8 @@ in a run-config ``server-step = "adam lr=0.01"``, in commands ``--algorithms fed
 
 from __future__ import annotations
 
-from fl_strategies.core.near import unknown
-from fl_strategies.core.params import parse_params
+from fl_strategies.core.settings_text import parse_params
+from fl_strategies.core.spelling import unknown
 from fl_strategies.parts.adaptive import Adagrad, Adam, Yogi
 from fl_strategies.parts.fedexp import FedExP
 from fl_strategies.parts.momentum import Momentum

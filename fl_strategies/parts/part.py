@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from fl_strategies.core.hyperparameters import Declared
-from fl_strategies.core.params import format_params
+from fl_strategies.core.settings_text import format_params
 
 
 class Rule(Protocol):

@@ -10,9 +10,9 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flwr.clientapp import ClientApp
 
 from fl_strategies.core.log import log
-from fl_strategies.core.near import misspelt
 from fl_strategies.core.records import CATCH_UP
 from fl_strategies.core.schedules import check, require
+from fl_strategies.core.spelling import misspelt
 from fl_strategies.solvers.local import default_training
 
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from safetensors.numpy import save
 
 from fl_strategies.core.files import DamagedFile, naming, read_lines, write_atomically
-from fl_strategies.core.near import hinted
 from fl_strategies.core.schedules import check
+from fl_strategies.core.spelling import hinted
 from fl_strategies.server.watched import Watched
 
 if TYPE_CHECKING:

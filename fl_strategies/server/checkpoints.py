@@ -24,8 +24,8 @@ import numpy.typing as npt
 
 from fl_strategies.core.files import DamagedFile, FolderLock, load_arrays, save_arrays
 from fl_strategies.core.log import log
-from fl_strategies.core.near import hinted, unknown
 from fl_strategies.core.schedules import check
+from fl_strategies.core.spelling import hinted, unknown
 
 PREFIX, SUFFIX = "round-", ".safetensors"
 RUN = frozenset(

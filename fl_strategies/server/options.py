@@ -10,8 +10,8 @@ from flwr.app import MetricRecord, RecordDict
 
 from fl_strategies.core.hyperparameters import Declared, Scalar, choice, flag, number, option
 from fl_strategies.core.ledger import LostState
-from fl_strategies.core.near import listed, meant, unknown
 from fl_strategies.core.schedules import shown
+from fl_strategies.core.spelling import listed, meant, unknown
 from fl_strategies.messages.wire import MAX_SAMPLES
 from fl_strategies.parts.server_step import ServerStep
 from fl_strategies.server.callbacks import Callback
@@ -80,7 +80,7 @@ class Options(Declared):
         type_name="callable",
         accepts=callable,
         about="As in Flower; by default means weighted by `weighted_by_key`. Metrics whose names"
-        " belong to the server are renamed (`fl_strategies.core.names`).",
+        " belong to the server are renamed (`fl_strategies.core.metric_names`).",
     )
     evaluate_metrics_aggr_fn: MetricsAggregation | None = option(
         default=None,

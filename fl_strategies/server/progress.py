@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from fl_strategies.core.names import SPREAD
+from fl_strategies.core.metric_names import SPREAD
 from fl_strategies.server.watched import KINDS
 
 LONGEST = 160

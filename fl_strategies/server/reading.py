@@ -20,7 +20,7 @@ from flwr.app import Message, MetricRecord
 from fl_strategies.core.clipping import norm
 from fl_strategies.core.ledger import Ledger
 from fl_strategies.core.log import log
-from fl_strategies.core.names import in_evaluation, in_training
+from fl_strategies.core.metric_names import in_evaluation, in_training
 from fl_strategies.core.records import BadReply, Reply, Round, Upload
 from fl_strategies.messages.bounds import NormBound
 from fl_strategies.messages.folding import DISTANCE, ROUNDING, Fold, decode_fold

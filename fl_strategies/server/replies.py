@@ -11,7 +11,7 @@ import numpy as np
 from flwr.app import ConfigRecord, Message, Metadata, MetricRecord, RecordDict
 
 from fl_strategies.core.log import log
-from fl_strategies.core.names import BUSY, is_taken
+from fl_strategies.core.metric_names import BUSY, is_taken
 from fl_strategies.core.reasons import TRACEBACK, brief, by_reason, named, root_cause
 from fl_strategies.core.records import BadReply, Reply
 from fl_strategies.messages.folding import Fold
@@ -25,7 +25,7 @@ MOST_HOSTS = 16
 """The most hosts whose share of a phase is shown one by one."""
 
 Naming: TypeAlias = Callable[[str], str]
-"""Returns the metric's name of a client's number: ``names.in_training`` or ``in_evaluation``."""
+"""Returns a number's metric name: ``metric_names.in_training`` or ``in_evaluation``."""
 
 
 @dataclass(frozen=True)

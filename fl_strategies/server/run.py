@@ -13,7 +13,7 @@ from flwr.serverapp.strategy import Result as FlowerResult
 
 from fl_strategies.core.ledger import Ledger
 from fl_strategies.core.log import log
-from fl_strategies.core.names import FOREIGN, SERVER, SKIPPED
+from fl_strategies.core.metric_names import FOREIGN, SERVER, SKIPPED
 from fl_strategies.core.reasons import named
 from fl_strategies.core.schedules import plain
 from fl_strategies.server.callbacks import Callback, RoundInfo

@@ -27,11 +27,11 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from fl_strategies.core.hyperparameters import Scalar
 from fl_strategies.core.ledger import Ledger
 from fl_strategies.core.log import log
-from fl_strategies.core.names import SKIPPED
-from fl_strategies.core.near import hinted
+from fl_strategies.core.metric_names import SKIPPED
 from fl_strategies.core.reasons import in_one_log
 from fl_strategies.core.records import Round
 from fl_strategies.core.schedules import require
+from fl_strategies.core.spelling import hinted
 from fl_strategies.server import stages
 from fl_strategies.server.algorithm import Algorithm, State
 from fl_strategies.server.arguments import check_configs, check_start

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Mapping
 from logging import INFO
 
 from fl_strategies.core.log import log
-from fl_strategies.core.names import SERVER, SPREAD
-from fl_strategies.core.near import unknown
+from fl_strategies.core.metric_names import SERVER, SPREAD
 from fl_strategies.core.schedules import require
+from fl_strategies.core.spelling import unknown
 
 KINDS = {"loss": ("loss",), "accuracy": ("accuracy", "acc")}
 """The words in the names of each kind of metric."""

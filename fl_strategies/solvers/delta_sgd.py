@@ -40,8 +40,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
-from fl_strategies.core.columns import norm
 from fl_strategies.core.schedules import check, check_flag
+from fl_strategies.core.stacks import norm
 from fl_strategies.core.vectors import Vector
 
 

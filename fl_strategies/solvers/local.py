@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from fl_strategies.core.near import hinted, listed, unknown, unknown_of
-from fl_strategies.core.params import parse_params
 from fl_strategies.core.schedules import at, brief, check, check_flag, one_of, plain, shown
+from fl_strategies.core.settings_text import parse_params
+from fl_strategies.core.spelling import hinted, listed, unknown, unknown_of
 from fl_strategies.solvers import delta_sgd, sps
 
 OURS: dict[str, type] = {"delta-sgd": delta_sgd.Options, "sps": sps.Options}

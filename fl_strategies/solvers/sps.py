@@ -27,8 +27,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fl_strategies.core.columns import norm
 from fl_strategies.core.schedules import check
+from fl_strategies.core.stacks import norm
 from fl_strategies.core.vectors import Vector
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fl_strategies.core.params import format_params
+from fl_strategies.core.settings_text import format_params
 from simulations.config import RunConfig
 from simulations.experiment import run_in_process
 from simulations.lab.cells import diverging_allowed, finished, run_cells, trial

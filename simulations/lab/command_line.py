@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
-from fl_strategies.core.near import unknown
 from fl_strategies.core.schedules import brief
+from fl_strategies.core.spelling import unknown
 from simulations.results import room
 
 BAD_ARGUMENTS, RUN_FAILED = 2, 1

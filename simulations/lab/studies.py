@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fl_strategies import STRATEGIES, FedADMM, FedBC, FedBCD
-from fl_strategies.core.params import format_params
+from fl_strategies.core.settings_text import format_params
 from simulations.config import RunConfig
 from simulations.lab.settings import small
 
