@@ -20,19 +20,19 @@ The mean V of all y moves by (3) as the dual variable of an absent client does, 
 Absent clients: y_j - V stands still while j is away. So a client that was last used in round r
 adds V - V_r to the y_j that it kept, with V_r the V after round r; one that was never used has
 V_r = 0 and begins with y_j = V. The server keeps V_r for each round that is some client's last, and
-sends V - V_r to that client alone, beside theta. The client cannot compute V_r: it uploads before
+sends V - V_r to that client alone, with theta. The client cannot compute V_r: it uploads before
 wbar is known. The paper's server keeps all m dual variables and sends each client its own: as many
 bytes, and more memory. With 1,000 clients, ten a round, about 300 rounds are some client's last.
 
 Facts. V is the mean of all y, those of absent and of future clients included, after every round
-that is not void, whoever joins late, leaves or loses a reply: y - V starts at 0, and (3) leaves
+that is not skipped, whoever joins late, leaves or loses a reply: y - V starts at 0, and (3) leaves
 its sum as it is. So m is in no formula. With all clients in every round this is FedDyn with alpha =
 rho. By (3) the dual variable of a client that is never absent is FedDyn's. A client that was used
-in the last round that is not void receives theta alone; any other client receives d numbers more. A
+in the last round that is not skipped receives theta alone; any other receives d numbers more. A
 client that lost its state begins anew with 0 in the place of the y_j that it had kept, while V
 stays. The mean of all y is then off V by y_j/m forever, so ``lost_state`` is "warn" by default.
 
-Clients upload w_i - theta, which server and client both book.
+Clients upload w_i - theta, which server and client both add to their states.
 
 Reference: Sun, Shen, Tao, "A-FedPD: Aligning Dual-Drift is All Federated Primal-Dual Learning
 Needs", NeurIPS 2024, Algorithm 1.

@@ -46,9 +46,9 @@ def first_state(theta: Vector) -> State:
 def client_rule(state: State, theta: Vector, oracle: Oracle, *, lam: float) -> Step:
     """Return the client's next state, by (2), and its upload w, by (1)."""
     solved = oracle.solve(theta, Subproblem())
-    own = oracle.solve_aside(state.v, Subproblem(pull=lam, centre=theta))
-    worked = solved._replace(steps=solved.steps + own.steps, epochs=solved.epochs + own.epochs)
-    return Step(solved.w, State(own.w), solved=worked)
+    personal = oracle.solve_aside(state.v, Subproblem(pull=lam, centre=theta))
+    steps, epochs = solved.steps + personal.steps, solved.epochs + personal.epochs
+    return Step(solved.w, State(personal.w), solved=solved._replace(steps=steps, epochs=epochs))
 
 
 class Ditto(Averaging):
@@ -57,7 +57,7 @@ class Ditto(Averaging):
     algorithm = "ditto"
     card = Card(
         "Ditto",
-        "FedAvg, and a personalized model beside the global model",
+        "FedAvg, and a personalized model in addition to the global model",
         when="personalized models are needed and the global model must stay FedAvg's",
         keeps="personalized model",
         paper="Li, Hu, Beirami, Smith, ICML 2021",

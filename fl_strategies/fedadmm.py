@@ -23,7 +23,7 @@ eta     server step, in (0, 2]: a number, a schedule, or "fraction" = |S|/m for 
 m       clients ever connected, departed ones included, or ``num_clients`` if that is more; by (5)
         D counts anew when m grows, where steps by (4) would keep what they took with a smaller m
 
-Facts. By (5), theta = (1/m) sum_i (w_i + y_i/rho) after every round that is not void, whoever takes
+Facts. By (5), theta = (1/m) sum_i (w_i + y_i/rho) after every round that is not skipped, whoever takes
 part, joins late or loses a reply; a client that never took part counts with w = theta^0, y = 0. By
 (4) with w = theta for newcomers (``newcomer="received"``, the default with a number for eta), the
 same holds after a round of all m clients with eta = 1, and with eta = |S|/m from then on.
@@ -114,12 +114,12 @@ def sum_rule(
     origin: Vector, total: Vector, deltas: Iterable[Vector], *, clients: int
 ) -> tuple[Vector, Vector]:
     """Return the next model by (5), from theta^0 and D = ``total`` of before, and the next D."""
-    booked, _ = weighted_sum([(total, 1.0), *((delta, 1.0) for delta in deltas)])
-    return origin + booked / clients, booked
+    next_total, _ = weighted_sum([(total, 1.0), *((delta, 1.0) for delta in deltas)])
+    return origin + next_total / clients, next_total
 
 
 class ServerState(NamedTuple):
-    """What the server keeps for (5): theta^0 [d], and D [d], the sum of all changes booked."""
+    """What the server keeps for (5): theta^0 [d], and D [d], the sum of all recorded changes."""
 
     origin: Vector
     total: Vector

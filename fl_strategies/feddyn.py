@@ -15,13 +15,13 @@ h       kept by the server, at first 0
 alpha   penalty, > 0; with a schedule, (4) uses the value of the round
 m       clients ever connected, departed ones included, or ``num_clients`` if that is more
 
-Facts. h = -(1/m) sum_i y_i after every round that is not void, whoever takes part, joins late or
+Facts. h = -(1/m) sum_i y_i after every round that is not skipped, whoever takes part, joins late or
 loses a reply: the server keeps Y = sum_i y_i, and h = -Y/m, so that a growing m rescales it. With
 all clients in every round this is FedADMM with rho = alpha, eta = 1 and ``local_start="global"``.
 A client that lost its state begins anew with y_i = 0 while its last y_i stays in Y forever, so
 ``lost_state`` is "warn" by default.
 
-Clients upload w_i - theta, which server and client both book.
+Clients upload w_i - theta, which server and client both add to their states.
 
 Reference: Acar, Zhao, Matas Navarro, Mattina, Whatmough, Saligrama, "Federated Learning Based on
 Dynamic Regularization", ICLR 2021, Algorithm 1.

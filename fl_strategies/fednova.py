@@ -81,10 +81,10 @@ def client_rule(
 
 def server_rule(theta: Vector, uploads: Iterable[tuple[Vector, float, float]]) -> Vector:
     """Return the next model by (3), from each client's (w_i, n_i, a_i)."""
-    found = list(uploads)
-    samples = sum(n for _, n, _ in found)
-    tau = sum(n / samples * a for _, n, a in found)
-    moved, weight = weighted_sum((w, n / samples / a) for w, n, a in found)
+    triples = list(uploads)
+    samples = sum(n for _, n, _ in triples)
+    tau = sum(n / samples * a for _, n, a in triples)
+    moved, weight = weighted_sum((w, n / samples / a) for w, n, a in triples)
     return theta - tau * (weight * theta - moved)
 
 
@@ -137,8 +137,8 @@ class FedNova(FederatedStrategy):
 
     def aggregate(self, state: State, round: Round, uploads: Sequence[Upload]) -> Next:
         theta = round.theta
-        found = ((up.vector, up.num_examples, up.scalars[NORMALIZER]) for up in uploads)
-        model = server_rule(theta, found)
+        triples = ((up.vector, up.num_examples, up.scalars[NORMALIZER]) for up in uploads)
+        model = server_rule(theta, triples)
         if self.clipping_norm is not None:  # a client's a scales the changes of all
             model = theta + clip(model - theta, self.clipping_norm)
         return model, state, {}

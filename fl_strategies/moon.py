@@ -63,7 +63,7 @@ def unit(z: Vector) -> Vector:
 
 def direction(z_global: Vector, z_previous: Vector, *, tau: Any) -> Vector:
     """Return q [n, p] of features [n, p], by (5)."""
-    if getattr(tau, "ndim", 0):  # a column beside the features [clients, n, p] of a stack
+    if getattr(tau, "ndim", 0):  # a column, for the features [clients, n, p] of a stack
         tau = tau[..., None]
     return (unit(z_previous) - unit(z_global)) / tau
 

@@ -26,7 +26,7 @@ momentum also moves the other clients' numbers. For one client, with velocities 
 
 (e) needs only the client's own state and the number of the others' steps. So a client takes all
 steps (e) that it missed, exactly, when it takes part again. The server counts the steps (``Turn``):
-one for each client asked in a round that is not void, in an order drawn for every round.
+one for each client asked in a round that is not skipped, in an order drawn for every round.
 
 Reference: see ``fl_strategies.fedbc``.
 """
@@ -143,16 +143,16 @@ def _clip(lam: Any, dual: Dual) -> Any:
 def check_alpha_gamma(gamma: Gamma, settings: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` if ``settings`` of a request have a step size for a fixed gamma."""
     if gamma != "heuristic" and "alpha-gamma" in settings:
-        given = settings["alpha-gamma"]
+        value = settings["alpha-gamma"]
         raise ValueError(
-            f'alpha_gamma needs gamma="heuristic", got {given!r}: gamma is fixed at {gamma}'
+            f'alpha_gamma needs gamma="heuristic", got {value!r}: gamma is fixed at {gamma}'
         )
 
 
 class ServerState(NamedTuple):
     """What the server keeps: the number of dual steps that all clients took so far.
 
-    ``warned`` says that the log has told of a round in which every lambda was 0.
+    ``warned`` says that the log has named a round in which every lambda was 0.
     """
 
     clock: int = 0
@@ -240,13 +240,13 @@ class ProximityStrategy(FederatedStrategy):
     def client_config(self, state: ServerState, round: Round, client: int) -> Mapping[str, Any]:
         order = draw(stream(round.seed, "dual-steps", state.clock), round.asked)
         place = order.index(client) if client in order else 0
-        told: dict[str, Any] = {
+        config: dict[str, Any] = {
             "dual-clock": state.clock + place,
             "dual-after": max(len(order) - 1 - place, 0),
         }
         if self.gamma == "heuristic":
-            told["alpha-gamma"] = self.alpha if self.alpha_gamma is None else self.alpha_gamma
-        return told
+            config["alpha-gamma"] = self.alpha if self.alpha_gamma is None else self.alpha_gamma
+        return config
 
     def aggregate(self, state: ServerState, round: Round, uploads: Sequence[Upload]) -> Next:
         z, total = server_rule((upload.vector, weight(upload)) for upload in uploads)

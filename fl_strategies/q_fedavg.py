@@ -19,7 +19,7 @@ own QFedAvg: F = 0 has no power q - 1. Beyond q = 30 its power would be 0, and (
 clients count equally, for any numbers of samples.
 
 (4) needs only sum_i F_i^q w_i/lr_i, and each F_i, lr_i and ||theta - w_i||^2. So a host may send
-the mean of its w_i with the weights F_i^q/lr_i, and the distances beside it.
+the mean of its w_i with the weights F_i^q/lr_i, and the distances.
 
 Reference: Li, Sanjabi, Beirami, Smith, "Fair Resource Allocation in Federated Learning", ICLR 2020,
 Algorithm 2.
@@ -46,7 +46,7 @@ STEEPEST = 30.0
 
 
 def client_rule(theta: Vector, oracle: Oracle, *, rate: float) -> Step:
-    """Return the client's upload w, by (1), and F and lr, which go beside it."""
+    """Return the client's upload w, by (1), and F and lr, which are sent with it."""
     loss = oracle.loss(theta)
     return fedavg.client_rule(theta, oracle)._replace(scalars={LOSS: loss, RATE: rate})
 
@@ -116,7 +116,7 @@ class QFedAvg(FederatedStrategy):
         return {LOSS: (0.0, largest), RATE: (1e-12, 1e12)}
 
     def aggregate(self, state: State, round: Round, uploads: Sequence[Upload]) -> Next:
-        found = (
+        local = (
             Local(up.vector, up.scalars[LOSS], up.scalars[RATE], up.distance2) for up in uploads
         )
-        return server_rule(round.theta, found, q=at(self.q, round.number)), state, {}
+        return server_rule(round.theta, local, q=at(self.q, round.number)), state, {}

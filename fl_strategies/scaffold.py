@@ -11,7 +11,7 @@ mean of all clients. Round with theta and c received, for each client i of S:
     c     <- c + (1/m) sum_{i in S} (c_i+ - c_i)                                (5)
 
 c_i, c  control variates [d] over the trainable parameters, c_i kept by the client, c by the server;
-        all start at 0. They travel beside the model: c in the request, c_i+ - c_i in the reply
+        all start at 0. They travel with the model: c in the request, c_i+ - c_i in the reply
 K       the steps that client i really took; by (1) and (2), c_i+ is the mean of their g_i(w; b)
 eta_g   server step, > 0
 m       clients ever connected, departed ones included, or ``num_clients`` if that is more
@@ -84,7 +84,7 @@ def client_rule(
     rate: float,
     option: Option = "II",
 ) -> Step:
-    """Return the client's next state, and its uploads w - theta and, beside it, c_i+ - c_i.
+    """Return the client's next state, and its uploads w - theta and c_i+ - c_i.
 
     By (1), and by (2) with ``rate`` = lr or by (3).
     """
@@ -103,8 +103,8 @@ def server_rule(
     """Return the next model by (4) and the next S_c by (5), from (w_i - theta, c_i+ - c_i)."""
     deltas, changes = zip(*uploads, strict=True)
     moved, count = weighted_sum((delta, 1.0) for delta in deltas)
-    booked, _ = weighted_sum((change, 1.0) for change in (total, *changes))
-    return theta + rate * (moved / count), booked
+    next_total, _ = weighted_sum((change, 1.0) for change in (total, *changes))
+    return theta + rate * (moved / count), next_total
 
 
 class ServerState(NamedTuple):

@@ -82,7 +82,7 @@ RULES = [
             "start = w if local_start": "start = theta if local_start",
             "theta + step * weighted_mean": "theta - step * weighted_mean",
             "[(total, 1.0), *(": "[*(",
-            "origin + booked / clients": "origin + booked",
+            "origin + next_total / clients": "origin + next_total",
             "upload.vector + shift if": "upload.vector - shift if",
             "len(uploads) / m if": "1.0 if",
             "y=0.0 * theta": "y=theta",
@@ -280,7 +280,7 @@ RULES = [
         "fl_strategies/bcd/latency.py",
         "tests/test_latency.py",
         {
-            "arrival + work * each": "arrival + each",
+            "arrival + work * epoch": "arrival + epoch",
             "math.lgamma(k) -": "math.lgamma(k + 1) -",
             "self.mean_arrival * arrival": "arrival",
             "self.mean_work * work": "work",

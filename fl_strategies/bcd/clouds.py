@@ -135,10 +135,12 @@ class CloudStrategy(FederatedStrategy):
         if self.reduce == "mean":
             check("eta_z", self.eta_z, above=0.0, high=1.0, scheduled=True)
         super().__post_init__()
-        for name, own in (("box", self.box or 0.0), ("extrapolation", self.zeta)):
-            given = self.local.get(name, 0.0)
-            if given != 0.0 and given != own:
-                raise ValueError(f"{name} of local is this strategy's to set ({own}), got {given}")
+        for name, value in (("box", self.box or 0.0), ("extrapolation", self.zeta)):
+            local = self.local.get(name, 0.0)
+            if local not in (0.0, value):
+                raise ValueError(
+                    f"{name} of local is this strategy's to set ({value}), got {local}"
+                )
         self._check_step(max(1, self.min_available_nodes))
 
     @property
@@ -189,9 +191,7 @@ class CloudStrategy(FederatedStrategy):
         """
         clouds = [cloud] if self.step_per_cloud else range(self.servers)
         weight = sum(self.weight_of(state, n) for n in clouds)
-        self._check_bound(
-            weight + gamma, f"one device more, beside gammas that add up to {weight:g}"
-        )
+        self._check_bound(weight + gamma, f"one device more, with gammas that add up to {weight:g}")
 
     def weight_of(self, state: Any, cloud: int) -> float:
         """Return the sum of the gammas of all devices of ``cloud``."""

@@ -57,8 +57,8 @@ class Clock:
 
     def latency(self, seed: int, server_round: int, client: int, work: float) -> float:
         """Return the seconds until the client is done with ``work`` = K epochs, by (1)."""
-        arrival, each = self._draw(seed, server_round, client)
-        return arrival + work * each
+        arrival, epoch = self._draw(seed, server_round, client)
+        return arrival + work * epoch
 
     def _draw(self, seed: int, server_round: int, client: int) -> tuple[float, float]:
         arrival, work = stream(seed, "clock", server_round, client).exponential(size=2)

@@ -36,7 +36,7 @@ class Phase:
     """With late ones of earlier phases once they answer in this one."""
     deadline: float
     buffers: Arrays
-    """What its devices were sent beside the cloud server's model."""
+    """What its devices were sent in addition to the cloud server's model."""
     waiting: set[str] = field(default_factory=set)
     """Ids of this phase's messages without a reply."""
     replies: list[Message] = field(default_factory=list)

@@ -158,11 +158,11 @@ class _LegacyStrategy(Strategy):
         reasons = []
         for cid, proxy in manager.all().items():
             try:
-                given = proxy.get_parameters(
+                reply = proxy.get_parameters(
                     GetParametersIns({}), self.strategy.nodes.patience, None
                 )
-                check_status(given)
-                self._open(initial_model(given.parameters))
+                check_status(reply)
+                self._open(initial_model(reply.parameters))
             except Exception as error:
                 reasons.append(f"node {cid}: {one_line(str(error))}")
             else:
@@ -254,8 +254,8 @@ class _LegacyStrategy(Strategy):
 
     def _take(self, parameters: Parameters) -> None:
         """Continue with the server's model: a wrapper may have added noise to the strategy's."""
-        given = zip(self._arrays, parameters.tensors, strict=True)
-        self._arrays = ArrayRecord({n: Array(decode(undecoded(data))) for n, data in given})
+        tensors = zip(self._arrays, parameters.tensors, strict=True)
+        self._arrays = ArrayRecord({n: Array(decode(undecoded(data))) for n, data in tensors})
 
     # ---- secure aggregation -------------------------------------------------------------------
 

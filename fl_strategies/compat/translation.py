@@ -127,12 +127,12 @@ def _properties(request: Message, proxy: ClientProxy, *, timeout: float) -> Reco
     return RecordDict({"client": ConfigRecord(cast(Any, answer.properties))})
 
 
-def _metrics(result: FitRes | EvaluateRes, own: dict[str, float]) -> dict[str, Any]:
-    """Return the result's metrics as records; its number of samples and ``own`` replace others."""
+def _metrics(result: FitRes | EvaluateRes, further: dict[str, float]) -> dict[str, Any]:
+    """Return the result's metrics as records; its samples and ``further`` replace others."""
     metrics = result.metrics
     words: dict[str, Any] = {n: v for n, v in metrics.items() if isinstance(v, str | bytes | bool)}
     numbers: dict[str, Any] = {n: v for n, v in metrics.items() if n not in words}
     return {
-        "metrics": MetricRecord({**numbers, **own, "num-examples": result.num_examples}),
+        "metrics": MetricRecord({**numbers, **further, "num-examples": result.num_examples}),
         "config": ConfigRecord(words),
     }

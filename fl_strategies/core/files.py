@@ -51,7 +51,7 @@ def naming(path: Path) -> Iterator[None]:
 def write_atomically(
     path: Path, content: bytes, *, new: bool = False, durable: bool = True
 ) -> None:
-    """Write ``content`` to ``path`` through a temporary name beside it, fsynced, then renamed.
+    """Write ``content`` to ``path`` through a temporary name next to it, fsynced, then renamed.
 
     With ``new`` an existing file stays as it is: of several writers, the first one wins. Without
     ``durable`` neither the file nor its folder is fsynced: the file survives a crash of the
@@ -117,8 +117,8 @@ def load_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], str]:
     except OSError as error:
         raise DamagedFile(f"{path} cannot be read: {error}") from None
     except Exception as error:  # whatever a header made up by somebody makes its reader raise
-        said = f"it lacks {error}" if isinstance(error, KeyError) else error
-        raise DamagedFile(f"{path} is damaged: {said}") from None
+        fault = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise DamagedFile(f"{path} is damaged: {fault}") from None
 
 
 def _digest(arrays: Arrays) -> str:

@@ -72,11 +72,11 @@ class Step(NamedTuple):
     """The result of a client rule."""
 
     upload: Vector
-    """The vector to send."""
+    """The vector [d] to send."""
     state: Any = None
     """What the client keeps for the next round: the algorithm's ``State``, if it has one."""
     scalars: Mapping[str, Any] = NOTHING
-    """Numbers to send beside the upload."""
+    """Numbers to send with the upload."""
     solved: Solved | None = None
     """The local work, for the round's metrics."""
     extra_vectors: Mapping[str, Vector] = NOTHING

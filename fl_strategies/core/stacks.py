@@ -1,4 +1,4 @@
-"""One client or a stack of them: numbers beside vectors.
+"""One client or a stack of them: numbers and vectors.
 
 A rule runs on the vector ``[d]`` of one client, whose numbers are plain numbers, or on a stack
 ``[clients, d]``. In a stack, a number that differs between clients is a column ``[clients, 1]`` in
