@@ -23,17 +23,17 @@ eta     server step, in (0, 2]: a number, a schedule, or "fraction" = |S|/m for 
 m       clients ever connected, departed ones included, or ``num_clients`` if that is more; by (5)
         D counts anew when m grows, where steps by (4) would keep what they took with a smaller m
 
-Facts. By (5), theta = (1/m) sum_i (w_i + y_i/rho) after every round that is not skipped, whoever takes
-part, joins late or loses a reply; a client that never took part counts with w = theta^0, y = 0. By
-(4) with w = theta for newcomers (``newcomer="received"``, the default with a number for eta), the
-same holds after a round of all m clients with eta = 1, and with eta = |S|/m from then on.
+Facts. By (5), theta = (1/m) sum_i (w_i + y_i/rho) after every round that is not skipped, whoever
+takes part, joins late or loses a reply; a client that never took part counts with w = theta^0, y =
+0. By (4) with w = theta for newcomers (``newcomer="received"``, the default with a number for eta),
+the same holds after a round of all m clients with eta = 1, and with eta = |S|/m from then on.
 
 - With all clients in all rounds theta converges to the optimum, with eta = 1 as well. With some of
-  them it does so with eta = "fraction". With a number for eta it stops beside the optimum or
+  them it does so with eta = "fraction". With a number for eta it stops near the optimum or
   diverges: two of four clients a round, on quadratics with eigenvalues in [0.4, 2.5] and from 3.8
   off the optimum, stop 0.6 to 1.3 off it with eta = 1 and rho = 1, which depends on the sampled
   clients, and diverge with rho = 2.
-- A client that left permanently still counts, as (rho/2) ||theta - u||^2 beside the others' f_j,
+- A client that left permanently still counts, as (rho/2) ||theta - u||^2 added to the others' f_j,
   with its last u = w + y/rho: if the client left at the optimum, the optimum stays. If the client
   never took part, u = theta^0; so also for each of the ``num_clients`` that does not exist.
 - A client that lost its state begins anew, while its u stays in D. From then on theta stops where

@@ -8,7 +8,7 @@ p_i     weight of client i: its number of training samples, or 1 ("uniform")
 Clients keep nothing.
 
 Facts. With one gradient step on the full batch this is FedSGD. With more local steps, on
-heterogeneous data, clients drift towards their own minimisers, and the model stops beside the
+heterogeneous data, clients drift towards their own minimisers, and the model stops near the
 minimiser of the mean loss. With "uniform" weights the mean loss counts each client once, else each
 sample. Nothing deviates from the paper.
 

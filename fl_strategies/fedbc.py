@@ -29,7 +29,7 @@ begin together whatever their lambda. With ``local_start="client"`` set ``lambda
 above.
 
 FedBC-FineTune measures the personalized model after one gradient step: ``fine-tune`` in ``local``
-(``clients.LocalTraining``) reports that beside the measurement of the model as it is.
+(``clients.LocalTraining``) reports that in addition to the model as it is.
 
 The paper starts (1) at x_i (``local_start="client"``, in ``FedBC.paper_rule``). Its authors'
 published code starts at z, which is the default here, and its dual optimiser has momentum, which

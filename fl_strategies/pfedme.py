@@ -23,7 +23,7 @@ p_i     1 as published ("uniform"), or the client's number of training samples (
 
 Facts. With (1) solved exactly on full batches, (2) is gradient descent on F_i; with R = 1 as well,
 and all clients in S, the fixed point is the minimiser of the mean of the envelopes, whatever eta
-and beta. With R > 1 the fixed point lies beside that minimiser, as FedAvg's lies beside the
+and beta. With R > 1 the fixed point is not that minimiser, as FedAvg's is not the
 minimiser of the mean loss. As lambda grows with eta lambda fixed, theta_i comes near w, and (2)
 becomes gradient descent on f_i.
 

@@ -31,7 +31,7 @@ Assignment: TypeAlias = Literal["modulo", "blocks"]
 PAPER_LOCAL: Mapping[str, Scalar] = MappingProxyType(
     {"lr": 0.005, "epochs": 5, "random-epochs": True, "batch-size": 32}
 )
-"""How the devices of the paper's experiments train, beside eqs. 4-5."""
+"""How the devices of the paper's experiments train, in addition to eqs. 4-5."""
 
 
 @dataclass(frozen=True)
@@ -130,17 +130,15 @@ class CloudStrategy(FederatedStrategy):
         numbers = isinstance(gamma, Sequence) and not isinstance(gamma, str) and len(gamma) > 0
         accepted = numbers or isinstance(gamma, int | float)
         require(accepted, "gamma", "a number > 0 or a sequence of them", gamma)
-        for value in self.gammas:
-            check("gamma", value, above=0.0)
+        for each_gamma in self.gammas:
+            check("gamma", each_gamma, above=0.0)
         if self.reduce == "mean":
             check("eta_z", self.eta_z, above=0.0, high=1.0, scheduled=True)
         super().__post_init__()
-        for name, value in (("box", self.box or 0.0), ("extrapolation", self.zeta)):
-            local = self.local.get(name, 0.0)
-            if local not in (0.0, value):
-                raise ValueError(
-                    f"{name} of local is this strategy's to set ({value}), got {local}"
-                )
+        for name, own in (("box", self.box or 0.0), ("extrapolation", self.zeta)):
+            value = self.local.get(name, 0.0)
+            if value not in (0.0, own):
+                raise ValueError(f"{name} of local is this strategy's to set ({own}), got {value}")
         self._check_step(max(1, self.min_available_nodes))
 
     @property

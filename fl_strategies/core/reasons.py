@@ -48,7 +48,7 @@ _OTHERS_LINES = {
     ("raybackend", "process_message"),
     ("records", "tell"),  # of clients.node
 }
-"""Loggers of a client's exception if it runs beside the server; Flower logs it three times."""
+"""Loggers of a client's exception on the server's machine, where Flower logs it three times."""
 
 
 class _Frame(NamedTuple):

@@ -2,7 +2,7 @@
 
     select -> send -> [clients] -> read -> aggregate -> step
 
-A part's state stands, by its stage, beside the algorithm's state: ``{"server-step": State(...)}``.
+A part's state stands, by its stage, next to the algorithm's state: ``{"server-step": State(...)}``.
 """
 
 from __future__ import annotations

@@ -298,7 +298,7 @@ def check_local(local: Mapping[str, Any]) -> None:
 
 
 def idle(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return which settings, that are not the defaults, have no effect beside the others, and why.
+    """Return which settings, that are not the defaults, have no effect with the others, and why.
 
     ``settings`` are numbers and texts by their names in requests.
     """
