@@ -18,14 +18,14 @@ def _client_of(strategy: type[FederatedStrategy]) -> type[FederatedClient]:
     if strategy.runs:
         return _client_of(STRATEGIES[strategy.runs])
     name = f"clients.{strategy.__module__.rpartition('.')[2]}"
-    found: object
-    for found in vars(importlib.import_module(name)).values():
+    value: object
+    for value in vars(importlib.import_module(name)).values():
         if (
-            isinstance(found, type)
-            and issubclass(found, FederatedClient)
-            and vars(found).get("algorithm") == strategy.algorithm
+            isinstance(value, type)
+            and issubclass(value, FederatedClient)
+            and vars(value).get("algorithm") == strategy.algorithm
         ):
-            return found
+            return value
     raise LookupError(f"{name} has no client with algorithm = {strategy.algorithm!r}")
 
 
@@ -79,8 +79,8 @@ class AnyAlgorithmClient(NumPyClient):
         flowers_own = "fedprox" if "proximal-mu" in config else "fedavg"
         name = config.get("algorithm", flowers_own)
         if name not in CLIENTS:
-            said = unknown([name], CLIENTS)
-            raise ValueError(f"unknown algorithm {said}; this client knows {sorted(CLIENTS)}")
+            hint = unknown([name], CLIENTS)
+            raise ValueError(f"unknown algorithm {hint}; this client knows {sorted(CLIENTS)}")
         return CLIENTS[name](*self._args, **self._kwargs)
 
 

@@ -20,7 +20,7 @@ from fl_strategies.solvers.local import LocalTraining
 
 @dataclass(frozen=True)
 class Rest:
-    """The arrays of a model besides its vector: received ``parameters``, and the ``own`` arrays."""
+    """A model's arrays that are not in its vector: received ``parameters``, and ``own`` arrays."""
 
     parameters: Arrays
     own: Mapping[str, npt.NDArray[Any]] | None
@@ -43,8 +43,8 @@ def named(models: Mapping[str, Metrics]) -> dict[str, float]:
 
     There is no accuracy where it is NaN.
     """
-    losses = {f"{name}-loss": found.loss for name, found in models.items()}
-    accuracies = {f"{name}-accuracy": found.accuracy for name, found in models.items()}
+    losses = {f"{name}-loss": metrics.loss for name, metrics in models.items()}
+    accuracies = {f"{name}-accuracy": metrics.accuracy for name, metrics in models.items()}
     return losses | {name: share for name, share in accuracies.items() if not math.isnan(share)}
 
 

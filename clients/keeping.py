@@ -23,26 +23,26 @@ State: TypeAlias = Any
 Look: TypeAlias = Callable[[Store, Owner, int | None], tuple[int, Fields | None]]
 
 
-OWN = "own/"
-"""Prefix, among a state's fields, of the names of the model's arrays that are the client's own."""
+UNSHARED = "unshared/"
+"""Prefix, among a state's fields, of the names of the model's arrays that the client keeps."""
 
 
 class Kept(NamedTuple):
     """What a client keeps; the defaults, if it keeps nothing."""
 
     state: State | None = None
-    """The algorithm's state; None for a newcomer."""
+    """The algorithm's state; None for a new client."""
     nonce: str = ""
     """The name of this state, drawn when the state began."""
     arrays: Mapping[str, npt.NDArray[Any]] | None = None
-    """The model's arrays that are the client's own; None for a newcomer."""
+    """The model's arrays that the client keeps; None for a new client."""
 
 
 @dataclass(frozen=True)
 class Keeper:
     """Keeps the states, of ``state_type``, of one client of ``algorithm`` in ``store``.
 
-    ``kept`` names the model's arrays that are the client's own; they are part of its state.
+    ``kept`` names the model's arrays that the client keeps; they are part of its state.
     ``state_type`` is None if nothing else is. ``signature`` is the model's. A damaged state counts
     as lost, and a new nonce tells the server so; a state of another owner raises
     :class:`clients.StateError`.
@@ -76,7 +76,7 @@ class Keeper:
         if not self.keeps:
             return
         fields = {} if kept.state is None else to_fields(kept.state)
-        fields |= {OWN + name: array for name, array in (kept.arrays or {}).items()}
+        fields |= {UNSHARED + name: array for name, array in (kept.arrays or {}).items()}
         fields["nonce"] = np.frombuffer(kept.nonce.encode(), np.uint8)
         self._store.save(self.owner(config), round_of(config), fields)
 
@@ -89,17 +89,17 @@ class Keeper:
         if fields is None:
             return Kept(nonce=fresh_nonce())
         state = from_fields(self.state_type, fields, like) if self.state_type else None
-        arrays = {name: fields[OWN + name] for name in self.kept}
+        arrays = {name: fields[UNSHARED + name] for name in self.kept}
         return Kept(state, fields["nonce"].tobytes().decode(), arrays)
 
     def _found(self, config: Config, look: Look) -> Fields | None:
         try:
-            found = look(self._store, self.owner(config), config.get("acked-round"))[1]
-            fields = self.state_type._fields if self.state_type else ()
-            names = {*fields, *(OWN + name for name in self.kept), "nonce"}
-            if found is not None and (missing := names - found.keys()):
+            fields = look(self._store, self.owner(config), config.get("acked-round"))[1]
+            of_state = self.state_type._fields if self.state_type else ()
+            names = {*of_state, *(UNSHARED + name for name in self.kept), "nonce"}
+            if fields is not None and (missing := names - fields.keys()):
                 raise DamagedState(f"the state lacks {sorted(missing)}")
-            return found
+            return fields
         except DamagedState as error:
             log(WARNING, "client %d begins anew: %s", self.client_id, error)
             return None

@@ -95,8 +95,8 @@ class Contrast(Problem):
 def frozen_features(problem: Objective) -> Tensor:
     """Return the features [n, p] of all inputs in the current model, in evaluation mode."""
     problem.model.module.eval()
-    found = [problem.model.with_features(problem.forward, x, y)[1] for x, y in problem.chunks()]
-    return torch.cat(found)
+    features = [problem.model.with_features(problem.forward, x, y)[1] for x, y in problem.chunks()]
+    return torch.cat(features)
 
 
 def statistics(module: nn.Module) -> list[Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from clients.any_algorithm import CLIENTS
 from clients.base import FederatedClient
-from clients.keeping import OWN, from_fields
+from clients.keeping import UNSHARED, from_fields
 from clients.learning.model import FlatModel
 from clients.node.bridge import client_id
 from clients.node.in_process import InProcessGrid
@@ -41,7 +41,7 @@ class PersonalizedModel(dict[str, Tensor]):
     round : int
         The round in which the client made it.
     acknowledged : bool
-        Whether the server used that round's reply; False if no checkpoint was given to tell.
+        Whether the server used that round's reply; False if it is not known, without a checkpoint.
     """
 
     def __init__(
@@ -89,15 +89,15 @@ def personalized_model(
     ValueError
         If the algorithm has no personalized model, and no array is the client's own.
     """
-    found = _model_of(store, _flat(module), _last(checkpoints))
-    if found is None:
+    model = _model_of(store, _flat(module), _last(checkpoints))
+    if model is None:
         raise StateError(
             f"the server used no reply of client {_where(store)[1]} up to the last checkpoint in"
             f" {checkpoints}"
         )
-    how = "which the server used" if found.acknowledged else "its newest"
-    log(INFO, "personalized model of client %d: of round %d, %s", found.client, found.round, how)
-    return found
+    how = "which the server used" if model.acknowledged else "its newest"
+    log(INFO, "personalized model of client %d: of round %d, %s", model.client, model.round, how)
+    return model
 
 
 def personalized_models(
@@ -111,13 +111,13 @@ def personalized_models(
     ``states`` is the grid on which a run ended, if clients had a ``ContextStore``, or a directory
     of states; the rest is as for :func:`personalized_model`.
     """
-    model, last = _flat(module), _last(checkpoints)
-    made = (_model_of(store, model, last) for store in _stores(states))
-    found = {one.client: one for one in made if one is not None}
-    if not found:
+    flat, last = _flat(module), _last(checkpoints)
+    made = (_model_of(store, flat, last) for store in _stores(states))
+    models = {model.client: model for model in made if model is not None}
+    if not models:
         what = "used no client's reply" if last else "holds no client's state"
         raise StateError(f"{checkpoints if last else _named(states)} {what}")
-    return found
+    return models
 
 
 def _stores(states: InProcessGrid | Path | str) -> Iterator[ContextStore | DirectoryStore]:
@@ -210,16 +210,16 @@ def _owner(store: ContextStore | DirectoryStore) -> Owner | None:
 
 def _arrays(algorithm: str, model: FlatModel, fields: Fields, last: Any) -> dict[str, Tensor]:
     """Return the state dict that has a client's arrays in the places that are its own."""
-    found: dict[str, Any] = {} if last is None else dict(last.model)
-    make, own = CLIENTS[algorithm], None
-    if make.state_type is not None:
-        own = make.personalized_model(from_fields(make.state_type, fields, model.vector))
-    if own is not None:
-        arrays = dict(zip(model.names, model.arrays(own), strict=True))
-        found |= {name: array for name, array in arrays.items() if name not in model.buffers}
-    found |= {name: fields[OWN + name] for name in model.kept}
+    known: dict[str, Any] = {} if last is None else dict(last.model)
+    client, vector = CLIENTS[algorithm], None
+    if client.state_type is not None:
+        vector = client.personalized_model(from_fields(client.state_type, fields, model.vector))
+    if vector is not None:
+        arrays = dict(zip(model.names, model.arrays(vector), strict=True))
+        known |= {name: array for name, array in arrays.items() if name not in model.buffers}
+    known |= {name: fields[UNSHARED + name] for name in model.kept}
     return {
-        name: torch.as_tensor(found.get(name, tensor.detach()))
+        name: torch.as_tensor(known.get(name, tensor.detach()))
         .to("cpu", tensor.dtype, copy=True)
         .contiguous()
         for name, tensor in model.module.state_dict().items()

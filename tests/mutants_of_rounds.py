@@ -48,8 +48,8 @@ ROUNDS = [
         "tests/test_hyperparameters.py tests/test_laws.py",
         {
             "if first <= server_round": "if first < server_round",
-            "low <= one <= high": "low < one <= high",
-            "and not isinstance(one, bool)": "",
+            "low <= setting <= high": "low < setting <= high",
+            "and not isinstance(setting, bool)": "",
         },
     ),
     *of(
@@ -144,7 +144,7 @@ ROUNDS = [
             "[weight * vector for vector in vectors]": "[*vectors]",
             "if nonce and reply.words": "if not nonce and reply.words",
             "upload = self.bound.check(upload)": "self.bound.check(upload)",
-            "moved = mine[0] - self.theta": "moved = mine[0]",
+            "moved = vectors[0] - self.theta": "moved = vectors[0]",
             "float(moved @ moved)": "float(moved @ moved) ** 0.5",
         },
     ),
@@ -190,8 +190,8 @@ ROUNDS = [
         A_FEDPD,
         {
             "row[CATCH_UP] = catch_ups[row[CATCH_UP]]": "row[CATCH_UP] = catch_ups[0]",
-            "dict.fromkeys(row[CATCH_UP] for row in own.values() if CATCH_UP in row)": (
-                "row[CATCH_UP] for row in own.values() if CATCH_UP in row"
+            "dict.fromkeys(row[CATCH_UP] for row in rows.values() if CATCH_UP in row)": (
+                "row[CATCH_UP] for row in rows.values() if CATCH_UP in row"
             ),
         },
     ),
@@ -288,7 +288,7 @@ ROUNDS = [
             'config.get("acked-round"))[1]': "None)[1]",
             "Kept(nonce=fresh_nonce())": 'Kept(nonce="0")',
             'str(config.get("run-id", ""))': '""',
-            "if found is not None and (missing := names - found.keys()):": "if missing := set():",
+            "if fields is not None and (missing := names - fields.keys()):": "if missing := set():",
         },
     ),
     *of(
@@ -372,7 +372,7 @@ ROUNDS = [
             "model.vector.copy_(state.w)": "pass",
             "buffer.copy_(piece.view_as(buffer))": "pass",
             "loss + self.mu * terms": "loss - self.mu * terms",
-            "    problem.model.module.eval()\n    found": "    found",
+            "    problem.model.module.eval()\n    features": "    features",
             "moon.State(made.upload, stat": "moon.State(theta, stat",
             "self.labels[targets])": "targets)",
         },

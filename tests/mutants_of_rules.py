@@ -402,8 +402,8 @@ RULES = [
         {
             "pull=lam, centre=theta)": "pull=lam)",
             "oracle.solve_aside(state.v,": "oracle.solve_aside(theta,",
-            "Step(solved.w, State(own.w)": "Step(own.w, State(own.w)",
-            "State(own.w), solved": "State(solved.w), solved",
+            "Step(solved.w, State(personal.w)": "Step(personal.w, State(personal.w)",
+            "State(personal.w), solved": "State(solved.w), solved",
             "pull=lam,": "pull=2 * lam,",
             "solve_aside(": "solve(",
         },

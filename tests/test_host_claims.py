@@ -109,7 +109,7 @@ def forged(change: Callable[[dict[str, Any]], None]) -> Fault:
 
     def fault(request: Message, reply: Message) -> Message:
         config = request.content.config_records.get("config", {})
-        mine = "hosted" in request.content and 0 in request.content["hosted"]["own-0"]
+        mine = "hosted" in request.content and 0 in request.content["hosted"]["per-client-0"]
         if request.metadata.message_type != "train" or config["server-round"] < 2 or not mine:
             return reply
         records: dict[str, Any] = {k: dict(v) for k, v in reply.content.items()}

@@ -74,10 +74,10 @@ def test_a_host_gets_the_model_once_and_of_each_client_what_it_is_told_alone() -
     train(admm(fraction_train=1.0), federation("1 host", fault=lambda q, a: seen.append(q) or a), 2)
     first, second = (m.content for m in seen if m.metadata.message_type == "train")
     assert [*first.array_records] == ["arrays"]
-    assert first["hosted"] == {"own-0": [*range(CLIENTS)]}
+    assert first["hosted"] == {"per-client-0": [*range(CLIENTS)]}
     assert first["config"]["acked-round"] == -1
     assert second["config"]["acked-round"] == 1
-    assert not first["own-0"]
+    assert not first["per-client-0"]
 
 
 # ---- what fails ---------------------------------------------------------------------------------

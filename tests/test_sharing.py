@@ -174,7 +174,7 @@ def test_what_is_not_shared_is_trained_along_and_stays_with_its_client(
         owner = Owner("fedavg", model.signature, strategy.run.id)
         fields = kept.load(owner, 3)
         for name in model.kept:
-            mine, other = fields[f"own/{name}"], theirs.state_dict()[name].numpy()
+            mine, other = fields[f"unshared/{name}"], theirs.state_dict()[name].numpy()
             np.testing.assert_allclose(mine, other, rtol=1e-9, atol=1e-12, err_msg=f"{i} {name}")
 
 

@@ -34,8 +34,8 @@ from clients.node.records import (
     check_names,
     described,
     divided,
+    log_failure,
     make_client,
-    tell,
 )
 from clients.stacking.choice import Setting, check_setting
 from fl_strategies.core.log import log
@@ -170,7 +170,7 @@ class _BridgedApp(ClientApp):
         except Exception as error:
             reason = of_exception(error)
             if kind != QUERY:  # training will fail for the same reason
-                tell(f"client {_named(context)}", reason)
+                log_failure(f"client {_named(context)}", reason)
             log(DEBUG, "client %s failed", _named(context), exc_info=error)
             return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
 

@@ -26,8 +26,8 @@ from clients.node.records import (
     check_names,
     described,
     divided,
+    log_failure,
     make_client,
-    tell,
 )
 from clients.stacking.choice import Setting
 from clients.stacking.fit import fit_all
@@ -38,7 +38,7 @@ from fl_strategies.core.records import BadReply
 from fl_strategies.core.schedules import plain
 from fl_strategies.messages.encoding import encoded, stacked
 from fl_strategies.messages.folding import Folder, Terms
-from fl_strategies.messages.hosting import Said, fold_of, pack_reply, unpack_request
+from fl_strategies.messages.hosting import Report, fold_of, pack_reply, unpack_request
 from fl_strategies.messages.wire import decode
 
 Arrays: TypeAlias = list[npt.NDArray[Any]]
@@ -119,35 +119,35 @@ class Host:
                 good[client] = _like(names, arrays, result)
             except Exception as error:
                 failed[client] = error
-        said = {c: Said(*divided(samples, found)) for c, (_, samples, found) in good.items()}
+        reports = {c: Report(*divided(samples, m)) for c, (_, samples, m) in good.items()}
         if terms := fold_of(message.content):
             sent = {client: fitted[0] for client, fitted in good.items()}
             agreed = Terms.of(terms)
             received = dict(zip(names, arrays, strict=True))
             folder = Folder(agreed, received, _weight_in(agreed.algorithm, clients.values()))
-            mean, taken, refused = _folded(folder, said, sent)
+            mean, taken, refused = _folded(folder, reports, sent)
             reasons = self._reasons(failed) | refused
             seconds = time.monotonic() - started
             return pack_reply(taken, reasons, mean, seconds, folded=True, refused=[*refused])
         columns = zip(names, zip(*(uploaded for uploaded, _, _ in good.values()), strict=True),
                       strict=False)  # fmt: skip
         uploads = ArrayRecord({name: stacked(column, len(good)) for name, column in columns})
-        return pack_reply(said, self._reasons(failed), uploads, time.monotonic() - started)
+        return pack_reply(reports, self._reasons(failed), uploads, time.monotonic() - started)
 
     def evaluate(self, message: Message, context: Context) -> RecordDict:
         """Return the reply to an evaluation request about several clients."""
         started = time.monotonic()
         record, configs = unpack_request(message.content)
         arrays = [decode(array) for array in record.values()]
-        said: dict[int, Said] = {}
+        reports: dict[int, Report] = {}
         with self._clients(configs, list(record), context) as (clients, failed):
             for number, client in clients.items():
                 try:
-                    loss, samples, found = client.evaluate(arrays, configs[number])
-                    said[number] = Said(*divided(samples, {"eval-loss": loss, **found}))
+                    loss, samples, metrics = client.evaluate(arrays, configs[number])
+                    reports[number] = Report(*divided(samples, {"eval-loss": loss, **metrics}))
                 except Exception as error:
                     failed[number] = error
-        return pack_reply(said, self._reasons(failed), seconds=time.monotonic() - started)
+        return pack_reply(reports, self._reasons(failed), seconds=time.monotonic() - started)
 
     @contextmanager
     def _clients(
@@ -162,8 +162,9 @@ class Host:
         with _states(context, shared=isinstance(self.clients, int)) as context_of:
             for client in asked:
                 try:
-                    made[client] = self._made(client, context_of)
-                    check_names(made[client], names)
+                    numpy_client = self._made(client, context_of)
+                    check_names(numpy_client, names)
+                    made[client] = numpy_client
                 except Exception as error:
                     failed[client] = error
             yield made, failed
@@ -184,7 +185,7 @@ class Host:
         """Return why clients failed; the host's own log gets a line for each distinct reason."""
         reasons = {client: of_exception(error) for client, error in failed.items()}
         for reason, clients in by_reason(reasons.items()).items():
-            tell(named(clients), reason)
+            log_failure(named(clients), reason)
         for client, error in failed.items():
             log(DEBUG, "client %d failed", client, exc_info=error)
         return reasons
@@ -195,28 +196,28 @@ def _weight_in(algorithm: str, clients: Iterable[Any]) -> Callable[..., float]:
 
     Raises ``ValueError`` if neither is known here.
     """
-    own = (getattr(client, "weight", None) for client in clients)
+    of_clients = (getattr(client, "weight", None) for client in clients)
     strategy = STRATEGIES.get(algorithm)
-    found = strategy.weight if strategy else next(filter(None, own), None)
-    if found is None:
+    weight = strategy.weight if strategy else next(filter(None, of_clients), None)
+    if weight is None:
         raise ValueError(
             f"no weight of {algorithm!r} is known here, by which uploads would be folded: give its"
             ' client class the attribute `weight`, or its strategy fold="off"'
         )
-    return found
+    return weight
 
 
 def _folded(
-    folder: Folder, said: Mapping[int, Said], uploads: Mapping[int, Arrays]
-) -> tuple[ArrayRecord | None, dict[int, Said], dict[int, str]]:
+    folder: Folder, reports: Mapping[int, Report], uploads: Mapping[int, Arrays]
+) -> tuple[ArrayRecord | None, dict[int, Report], dict[int, str]]:
     """Return the mean of the used uploads (None without any), who sent them, and faults."""
-    taken: dict[int, Said] = {}
+    taken: dict[int, Report] = {}
     refused: dict[int, str] = {}
-    for client, row in said.items():
+    for client, report in reports.items():
         try:
-            mine = dict(zip(folder.received, uploads[client], strict=True))
-            further = folder.take(client, row.numbers, row.words, mine)
-            taken[client] = row._replace(numbers={**row.numbers, **further})
+            arrays = dict(zip(folder.received, uploads[client], strict=True))
+            further = folder.take(client, report.numbers, report.words, arrays)
+            taken[client] = report._replace(numbers={**report.numbers, **further})
         except BadReply as fault:
             refused[client] = str(fault)
     if not taken:
@@ -235,11 +236,11 @@ def _like(names: Sequence[str], received: Arrays, result: Fitted | Exception) ->
     arrays = [np.asarray(array) for array in result[0]]
     if len(arrays) != len(received):
         raise ValueError(f"fit returned {len(arrays)} arrays, {len(received)} were received")
-    for name, mine, array in zip(names, arrays, received, strict=True):
-        if mine.shape != array.shape or mine.dtype != array.dtype:
+    for name, array, before in zip(names, arrays, received, strict=True):
+        if array.shape != before.shape or array.dtype != before.dtype:
             raise ValueError(
-                f"fit returned {name!r} as {mine.dtype} {mine.shape}, received was {array.dtype}"
-                f" {array.shape}"
+                f"fit returned {name!r} as {array.dtype} {array.shape}, received was"
+                f" {before.dtype} {before.shape}"
             )
     return arrays, result[1], result[2]
 
@@ -251,49 +252,49 @@ def _states(context: Context, *, shared: bool) -> Iterator[Callable[[int], Conte
     Hosts of a shared population cannot keep states in their contexts: the next request for a client
     may go to any host.
     """
-    given: dict[int, Context] = {}
+    contexts: dict[int, Context] = {}
     if isinstance(context, HostContext):
 
         def fetched(client: int) -> Context:
-            given[client] = context.fetch(client)
-            return given[client]
+            contexts[client] = context.fetch(client)
+            return contexts[client]
 
         try:
             yield fetched
         finally:
-            for one in given.values():
-                context.keep(one)
+            for fetched_context in contexts.values():
+                context.keep(fetched_context)
         return
-    found: dict[str, RecordDict] = {}
+    states: dict[str, RecordDict] = {}
     for key, record in context.state.items():
-        owner, _, own = key.partition("/")
-        found.setdefault(owner, RecordDict())[own] = record
+        owner, _, name = key.partition("/")
+        states.setdefault(owner, RecordDict())[name] = record
 
     def context_of(client: int) -> Context:
-        given[client] = Context(
+        contexts[client] = Context(
             run_id=context.run_id,
             node_id=context.node_id,
             node_config={**context.node_config, "partition-id": client},
-            state=found.get(f"{STATE}-{client}", RecordDict()),
+            state=states.get(f"{STATE}-{client}", RecordDict()),
             run_config=context.run_config,
         )
-        return given[client]
+        return contexts[client]
 
     yield context_of
-    if shared and (keep := [client for client, one in given.items() if one.state]):
+    if shared and (keep := [client for client, its in contexts.items() if its.state]):
         raise ValueError(
             f"clients {keep[:5]} keep a state in context.state, which the hosts of a shared"
             " population do not have in common: give them a DirectoryStore"
         )
-    for client, one in given.items():
+    for client, its in contexts.items():
         prefix = f"{STATE}-{client}/"
         for key in [k for k in context.state if k.startswith(prefix)]:
             del context.state[key]
-        for key, record in one.state.items():
+        for key, record in its.state.items():
             context.state[prefix + key] = record
 
 
 def _few(clients: Sequence[int] | int) -> str:
     if isinstance(clients, int):
         return f"any of {clients}"
-    return f"{[*clients[:5]]}{' ...' * (len(clients) > 5)}"
+    return f"{[*clients[:5]]}{' ...' if len(clients) > 5 else ''}"

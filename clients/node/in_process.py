@@ -241,8 +241,8 @@ class _States:
         self._kept: dict[int, int] = {}
         self._file: IO[bytes] | None = None
         self._stored: dict[int, int] = {}
-        self._rooms: dict[int, tuple[int, int]] = {}  # size and offset in the file
-        self._outgrown: list[tuple[int, int]] = []  # rooms that no client has any more, sorted
+        self._blocks: dict[int, tuple[int, int]] = {}  # size and offset in the file
+        self._outgrown: list[tuple[int, int]] = []  # blocks that no client has any more, sorted
         self._end = 0
 
     def fetch(self, context: Context) -> None:
@@ -251,7 +251,7 @@ class _States:
         length = self._stored.pop(context.node_id, None)
         if length is not None:
             assert self._file is not None
-            self._file.seek(self._rooms[context.node_id][1])
+            self._file.seek(self._blocks[context.node_id][1])
             message = RecordDictProto.FromString(self._file.read(length))
             context.state = recorddict_from_proto(message)
 
@@ -283,7 +283,7 @@ class _States:
                 shutil.disk_usage(folder).free / 1e9,
             )
         try:
-            self._file.seek(self._room(context.node_id, len(data)))
+            self._file.seek(self._block(context.node_id, len(data)))
             self._file.write(data)
             self._file.flush()
         except OSError as error:
@@ -294,19 +294,19 @@ class _States:
         self._stored[context.node_id] = len(data)
         context.state = RecordDict()
 
-    def _room(self, node: int, size: int) -> int:
-        """Return the offset of the node's room, or of a new one if ``size`` bytes outgrow it."""
-        mine = self._rooms.get(node)
-        if mine is None or size > mine[0]:
-            if mine is not None:
-                insort(self._outgrown, mine)
+    def _block(self, node: int, size: int) -> int:
+        """Return the offset of the node's block, or of a new one if ``size`` bytes outgrow it."""
+        block = self._blocks.get(node)
+        if block is None or size > block[0]:
+            if block is not None:
+                insort(self._outgrown, block)
             place = bisect_left(self._outgrown, (size, 0))
             if place < len(self._outgrown):
-                mine = self._outgrown.pop(place)
+                block = self._outgrown.pop(place)
             else:
-                mine, self._end = (size, self._end), self._end + size
-            self._rooms[node] = mine
-        return mine[1]
+                block, self._end = (size, self._end), self._end + size
+            self._blocks[node] = block
+        return block[1]
 
 
 def _bytes(state: RecordDict) -> int:

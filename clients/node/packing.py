@@ -127,5 +127,5 @@ def unpacked(path: str, data: bytes) -> ClientApp:
         for size in sizes:
             buffers.append(mapped[start : start + size].data)
             start += size + -size % 64
-    found: ClientApp = pickle.loads(app, buffers=buffers)
-    return found
+    client_app: ClientApp = pickle.loads(app, buffers=buffers)
+    return client_app

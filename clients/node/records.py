@@ -36,10 +36,10 @@ def check_id(client: NumPyClient, context: Context) -> NumPyClient:
     that has no ``array_names`` and number, as clients of this package have, nothing is certain.
     """
     known = str(context.node_config.get("partition-id"))
-    mine = getattr(client, "client_id", None) if hasattr(client, "array_names") else None
-    if known.isdecimal() and isinstance(mine, int) and mine != int(known):
+    own_id = getattr(client, "client_id", None) if hasattr(client, "array_names") else None
+    if known.isdecimal() and isinstance(own_id, int) and own_id != int(known):
         raise ValueError(
-            f"client_id must be the node's partition-id, {known}, got {mine}: client_id(context)"
+            f"client_id must be the node's partition-id, {known}, got {own_id}: client_id(context)"
             " returns it"
         )
     return client
@@ -74,7 +74,7 @@ def divided(samples: int, metrics: Mapping[str, Any]) -> tuple[dict[str, Any], d
     return numbers, words
 
 
-def tell(whose: str, reason: str) -> None:
+def log_failure(whose: str, reason: str) -> None:
     """Log at the node why clients failed.
 
     Ray's workers do not: their log lines appear in the server's log, which says it too.

@@ -103,7 +103,7 @@ def settle(
 
 
 def fresh_nonce() -> str:
-    """Return a name for a new state, by which the server tells it from the state it booked."""
+    """Return a name for a new state, by which the server sees that it is not the recorded one."""
     return secrets.token_hex(8)
 
 

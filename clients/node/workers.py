@@ -82,7 +82,7 @@ class Workers:
         try:
             while waiting or at_work:
                 self._assign(waiting, at_work, context_of, shared)
-                ready = {id(found) for found in wait([w.connection for w in self._workers])}
+                ready = {id(end) for end in wait([worker.connection for worker in self._workers])}
                 for place, worker in enumerate(self._workers):
                     if id(worker.connection) not in ready:
                         continue
@@ -123,7 +123,7 @@ class Workers:
                 worker.give(request, context_of(request), shared)
 
     def _read(self, worker: _Worker) -> Done | None:
-        """Log what the worker said; return what it did, or None if it has just started."""
+        """Log the worker's lines; return what it did, or None if it has just started."""
         answer = worker.connection.recv()
         for name, level, text in answer.log:
             if self._who_said.setdefault(text, worker.number) == worker.number:

@@ -34,12 +34,12 @@ def warn_if_hidden(ours: Path, name: str = "clients") -> None:
     )
     warnings.warn(text, stacklevel=2)
     if name in sys.modules:
-        tell(sys.modules[name], ours, text)
+        explain(sys.modules[name], ours, text)
     else:
-        sys.meta_path.insert(0, Teller(name, ours, text))
+        sys.meta_path.insert(0, Explainer(name, ours, text))
 
 
-def tell(module: ModuleType, ours: Path, text: str) -> None:
+def explain(module: ModuleType, ours: Path, text: str) -> None:
     """Have a ``module`` that lacks a name of the package in ``ours`` raise ImportError(text)."""
     if "__getattr__" in vars(module):
         return
@@ -60,8 +60,8 @@ def has_submodule(package: str, name: str) -> bool:
     return folders is not None and PathFinder.find_spec(f"{package}.{name}", folders) is not None
 
 
-class Teller:
-    """Finds the package that hides ours, as Python does, and lets it tell once it is loaded."""
+class Explainer:
+    """Finds the package that hides ours, as Python does; once loaded, it explains its errors."""
 
     def __init__(self, name: str, ours: Path, text: str) -> None:
         self.name, self.ours, self.text = name, ours, text
@@ -75,11 +75,11 @@ class Teller:
             return None
         load = spec.loader.exec_module
 
-        def load_and_tell(module: ModuleType) -> None:
+        def load_and_explain(module: ModuleType) -> None:
             load(module)
-            tell(module, self.ours, self.text)
+            explain(module, self.ours, self.text)
 
-        setattr(spec.loader, "exec_module", load_and_tell)  # noqa: B010 - mypy refuses to assign
+        setattr(spec.loader, "exec_module", load_and_explain)  # noqa: B010 - mypy refuses to assign
         return spec
 
 

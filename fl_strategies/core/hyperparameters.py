@@ -1,7 +1,7 @@
 """Hyperparameters and options, each declared once.
 
 A declaration says which values are allowed, the default, whether the value may change from round
-to round, whether clients are told it, and what it means. The constructor, requests and clients
+to round, whether it is sent to clients, and what it means. The constructor, requests and clients
 check values by the declaration, and the documentation is made from it:
 
     class FedProx(FederatedStrategy):
@@ -32,7 +32,7 @@ class Hyperparameter:
 
     ``kind`` is float, int, bool, str or object. Numbers lie within ``bounds`` (``above``, ``low``,
     ``high``, ``below``), may be schedules if ``scheduled``, and may be replaced by one of
-    ``words``. ``sent`` is the name in requests, "" if clients are not told. ``accepts`` says of an
+    ``words``. ``sent`` is the name in requests, "" if it is not sent. ``accepts`` says of an
     object whether it is allowed.
     """
 
@@ -143,32 +143,32 @@ class Declared:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        own = {n: d for n, d in vars(cls).items() if isinstance(d, Hyperparameter)}
+        declared = {n: d for n, d in vars(cls).items() if isinstance(d, Hyperparameter)}
         inherited: dict[str, Hyperparameter] = {}
         for base in reversed(cls.__bases__):
             inherited |= getattr(base, "declarations", {})
-        cls.declarations = inherited | own
+        cls.declarations = inherited | declared
         cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=d.default)
                 for name, d in cls.declarations.items()
             ]
         )
-        if own:
-            entries = "\n".join(d.documented(name) for name, d in own.items())
+        if declared:
+            entries = "\n".join(d.documented(name) for name, d in declared.items())
             text = inspect.cleandoc(cls.__doc__ or "")
             cls.__doc__ = f"{text}\n\nParameters\n----------\n{entries}\n"
 
-    def __init__(self, *unnamed: Any, **given: Any) -> None:
+    def __init__(self, *unnamed: Any, **arguments: Any) -> None:
         if unnamed:
             name = type(self).__name__
             raise TypeError(
                 f"{name} takes only named arguments, got {shown(unnamed[0])} without a name"
             )
-        if unknown := given.keys() - self.declarations.keys():
-            raise TypeError(self.unknown_names({name: given[name] for name in sorted(unknown)}))
+        if unknown := arguments.keys() - self.declarations.keys():
+            raise TypeError(self.unknown_names({n: arguments[n] for n in sorted(unknown)}))
         for name, declaration in self.declarations.items():
-            value = plain(given.get(name, declaration.default))
+            value = plain(arguments.get(name, declaration.default))
             declaration.check(name, value)
             setattr(self, name, value)
         self.__post_init__()
@@ -177,15 +177,15 @@ class Declared:
         """Check conditions on several values, and set up what derives from them."""
 
     @classmethod
-    def unknown_names(cls, given: Mapping[str, Any]) -> str:
-        """Return the text that the class has no arguments like ``given``, and which ones it has."""
-        return f"{cls.__name__} has no argument {unknown_of(given, [*cls.declarations])}"
+    def unknown_names(cls, arguments: Mapping[str, Any]) -> str:
+        """Return the text that the class has none of ``arguments``, and which ones it has."""
+        return f"{cls.__name__} has no argument {unknown_of(arguments, [*cls.declarations])}"
 
 
-def told(
+def sent_values(
     declarations: Mapping[str, Hyperparameter], values: Callable[[str], Any]
 ) -> dict[str, Any]:
-    """Return the values that clients are told, by their names in requests.
+    """Return the values that are sent to clients, by their names in requests.
 
     An absent value (None) is not sent.
     """

@@ -27,7 +27,7 @@ LONGEST = 100_000
 """The most characters of a reason that are read: the text comes from a client."""
 SHOWN = 20
 """The most clients that a line names."""
-LARGEST_OWN = 10**9
+LARGEST_ID = 10**9
 """A larger id of a client is the random id of its node, which tells a person nothing."""
 TRACEBACK = "; FLWR_LOG_LEVEL=DEBUG shows the client's traceback"
 """Ends the line of a client's error."""
@@ -46,7 +46,7 @@ _WRAPPER = "flwr.clientapp.client_app.ClientAppException"
 _OTHERS_LINES = {
     ("vce_api", "worker"),
     ("raybackend", "process_message"),
-    ("records", "tell"),  # of clients.node
+    ("records", "log_failure"),  # of clients.node
 }
 """Loggers of a client's exception on the server's machine, where Flower logs it three times."""
 
@@ -85,7 +85,7 @@ def of_exception(error: BaseException) -> str:
     chain = [error]
     while (inner := _cause(chain[-1])) is not None and inner not in chain:
         chain.append(inner)
-    return _told((_said(e), _frames(e)) for e in reversed(chain))
+    return _one_line((_message(e), _frames(e)) for e in reversed(chain))
 
 
 def _frames(error: BaseException) -> list[_Frame]:
@@ -93,7 +93,7 @@ def _frames(error: BaseException) -> list[_Frame]:
     return [_Frame(code.co_filename, line, code.co_name) for code, line in codes]
 
 
-def _told(exceptions: Iterable[tuple[str, list[_Frame]]]) -> str:
+def _one_line(exceptions: Iterable[tuple[str, list[_Frame]]]) -> str:
     """Return one line of messages and their frames, the first cause first."""
     (first, raised), *later = exceptions
     everywhere = [raised, *(frames for _, frames in later)]
@@ -120,8 +120,8 @@ def root_cause(reason: str | None) -> str:
         else:
             blocks[-1].append(line)
     ends = [_read(block) for block in blocks]
-    said = [end for end in ends if end[0] and not end[0].startswith(_WRAPPER)]
-    return _told(said) if said else kind + text
+    causes = [end for end in ends if end[0] and not end[0].startswith(_WRAPPER)]
+    return _one_line(causes) if causes else kind + text
 
 
 def _read(lines: list[str]) -> tuple[str, list[_Frame]]:
@@ -131,17 +131,17 @@ def _read(lines: list[str]) -> tuple[str, list[_Frame]]:
         return "", []
     last = frames[-1][0]
     # what follows a frame is indented up to the exception, whose message may have lines that are
-    said = next((n for n in range(last + 1, len(lines)) if lines[n][:1].strip()), len(lines))
-    message = " ".join(" ".join(lines[said:]).split())
+    first = next((n for n in range(last + 1, len(lines)) if lines[n][:1].strip()), len(lines))
+    message = " ".join(" ".join(lines[first:]).split())
     return message, [_Frame(frame[1], int(frame[2]), frame[3]) for _, frame in frames]
 
 
 def by_reason(faults: Iterable[tuple[int | None, str]]) -> dict[str, list[int | None]]:
     """Return the clients of each distinct reason, ascending, for any order of replies."""
-    found: dict[str, list[int | None]] = {}
+    clients: dict[str, list[int | None]] = {}
     for client, reason in sorted(faults, key=lambda fault: (fault[0] or 0, fault[1])):
-        found.setdefault(reason, []).append(client)
-    return found
+        clients.setdefault(reason, []).append(client)
+    return clients
 
 
 def named(ids: Iterable[int | None], what: str = "client") -> str:
@@ -152,7 +152,7 @@ def named(ids: Iterable[int | None], what: str = "client") -> str:
     numbers = list(ids)
     if len(numbers) == 1:
         return f"{what} {brief(numbers[0])}"
-    if any((number or 0) > LARGEST_OWN for number in numbers):
+    if any((number or 0) > LARGEST_ID for number in numbers):
         return f"{len(numbers)} {what}s"
     more = ", ..." if len(numbers) > SHOWN else ""
     return f"{len(numbers)} {what}s [{', '.join(map(str, numbers[:SHOWN]))}{more}]"
@@ -166,11 +166,11 @@ def brief(number: int | None) -> str:
     >>> brief(12), brief(17283940560123456789)
     ('12', '…6789')
     """
-    return str(number) if (number or 0) <= LARGEST_OWN else f"…{str(number)[-4:]}"
+    return str(number) if (number or 0) <= LARGEST_ID else f"…{str(number)[-4:]}"
 
 
 @contextmanager
-def said_once() -> Iterator[None]:
+def reported_once() -> Iterator[None]:
     """Lower the simulation's log of a client's exception to DEBUG: the strategy reports it too.
 
     ``FLWR_LOG_LEVEL=DEBUG`` shows the tracebacks.
@@ -191,12 +191,12 @@ def said_once() -> Iterator[None]:
 
 
 def in_one_log(start: Callable[P, T]) -> Callable[P, T]:
-    """Have a strategy's method tell each error once, and no rounds if the strategy is ``quiet``."""
+    """Have a method report each error once, and no rounds if the strategy is ``quiet``."""
 
     @functools.wraps(start)
     def started(*args: P.args, **kwargs: P.kwargs) -> T:
         strategy: Any = args[0]
-        with said_once(), quiet_log(strategy.quiet):
+        with reported_once(), quiet_log(strategy.quiet):
             return start(*args, **kwargs)
 
     return started
@@ -208,5 +208,5 @@ def _cause(error: BaseException) -> BaseException | None:
     return None if error.__suppress_context__ else error.__context__
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -62,15 +62,15 @@ def check(
         for sign, bound in ((">", above), (">=", low), ("<=", high), ("<", below))
         if math.isfinite(bound)
     ]
-    found: Sequence[Any] = values(value) if scheduled else [value]
-    for one in found:
+    settings: Sequence[Any] = values(value) if scheduled else [value]
+    for setting in settings:
         kind = int if integer else int | float
-        number = isinstance(one, kind) and not isinstance(one, bool) and _finite(one)
-        if not (number and above < one < below and low <= one <= high):
+        number = isinstance(setting, kind) and not isinstance(setting, bool) and _finite(setting)
+        if not (number and above < setting < below and low <= setting <= high):
             what = ["an integer"] if integer else [] if number else ["a finite number"]
             what += [" and ".join(bounds)] if bounds else []
             or_schedule = ", or a schedule {1: number, ...}" if scheduled and not number else ""
-            raise ValueError(f"{name} must be {' '.join(what)}{or_schedule}, got {shown(one)}")
+            raise ValueError(f"{name} must be {' '.join(what)}{or_schedule}, got {shown(setting)}")
 
 
 def plain(value: Any) -> Any:

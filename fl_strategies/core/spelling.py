@@ -74,7 +74,7 @@ def meant(name: object, known: Iterable[str], cutoff: float = 1.0) -> str:
     >>> meant("Learning_Rate", ["lr"]), meant("batch_size", ["batch-size"]), meant("lrr", ["lr"])
     ('lr', 'batch-size', '')
     """
-    spelt = {_kebab(one): one for one in known}
+    spelt = {_kebab(word): word for word in known}
     text = _kebab(name)
     word = _kebab(OTHER_WORDS.get(text, text))
     near = [word] if word in spelt else difflib.get_close_matches(word, spelt, 1, cutoff)
@@ -92,26 +92,26 @@ def unknown(names: Iterable[object], known: Iterable[str], use: Mapping[str, str
     "'roh' (did you mean 'rho'?), 'x', 'lr' (use local={'lr': 0.1})"
     """
     known, names = [*known], [*names]
-    said = [shown(name) + _hint(name, known, use) for name in names[:MOST]]
+    texts = [shown(name) + _hint(name, known, use) for name in names[:MOST]]
     more = [f"and {len(names) - MOST} more"] if len(names) > MOST else []
-    return ", ".join(said + more)
+    return ", ".join(texts + more)
 
 
 def listed(names: Iterable[object]) -> str:
-    """Return ``names`` as the text of a list, whose end is left out if it is long.
+    """Return ``names`` as the text of a list, which is cut off if it is long.
 
     Examples
     --------
     >>> listed(["rho", "eta"]), listed(range(1000))[-19:]
     ("['rho', 'eta']", ' ... (1000 in all)]')
     """
-    names, said = [*names], ""
+    names, items = [*names], ""
     for place, name in enumerate(names):
         text = f", {shown(name)}" if place else shown(name)
-        if len(said) + len(text) > 170:
-            return f"[{said}, ... ({len(names)} in all)]"
-        said += text
-    return f"[{said}]"
+        if len(items) + len(text) > 170:
+            return f"[{items}, ... ({len(names)} in all)]"
+        items += text
+    return f"[{items}]"
 
 
 def _hint(name: object, known: Sequence[str], use: Mapping[str, str]) -> str:

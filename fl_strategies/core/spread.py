@@ -22,12 +22,12 @@ def spread(work: Mapping[int, float], hosts: Sequence[H]) -> dict[H, list[int]]:
     {'a': [0, 3], 'b': [1, 2]}
     """
     loads = [(0.0, place) for place in range(len(hosts))]
-    found: dict[H, list[int]] = {}
+    assigned: dict[H, list[int]] = {}
     for client in sorted(work, key=lambda client: (-work[client], client)):
         load, place = heapq.heappop(loads)
-        found.setdefault(hosts[place], []).append(client)
+        assigned.setdefault(hosts[place], []).append(client)
         heapq.heappush(loads, (load + work[client], place))
-    return {host: sorted(clients) for host, clients in found.items()}
+    return {host: sorted(clients) for host, clients in assigned.items()}
 
 
 def expected_work(samples: float, config: Mapping[str, Any], *, trains: bool = True) -> float:

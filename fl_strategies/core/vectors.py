@@ -164,13 +164,13 @@ def _aligned(
 def finite(arrays: Iterable[npt.NDArray[Any]]) -> bool:
     """Return whether all numbers of all ``arrays`` are finite."""
     flat = [a.reshape(-1) for a in arrays if np.issubdtype(a.dtype, np.floating)]
-    found: list[bool] = []
+    results: list[bool] = []
     _shared_out(
-        lambda some: found.extend(map(_finite, some)),
-        [one[start : start + MANY] for one in flat for start in range(0, len(one), MANY)],
+        lambda blocks: results.extend(map(_finite, blocks)),
+        [a[start : start + MANY] for a in flat for start in range(0, len(a), MANY)],
         sum(map(len, flat)),
     )
-    return all(found)
+    return all(results)
 
 
 def cast(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:

@@ -4,8 +4,8 @@ A *host* is a node with several clients. A request to it holds
 
 - the model and the extra vectors, once (one ArrayRecord), and the config that all share;
 - ``hosted``: a ConfigRecord that gives, for each further record, the ids of its clients;
-- ``own-0``, ``own-1`` ...: tables (:mod:`.tables`) of each client's own settings;
-- ``catch-up``: the catch-up vectors, each once; a client's row has the place of its own.
+- ``per-client-0``, ``per-client-1`` ...: tables (:mod:`.tables`) of settings that differ by client;
+- ``catch-up``: the catch-up vectors, each once; a client's row has the place of its vector.
 
 The reply also holds ``hosted``, which lists the clients that failed and their reasons; the arrays
 stacked ``[k, ...]``, with a slice for each client listed under ``arrays``; and tables of what each
@@ -32,7 +32,7 @@ from fl_strategies.messages.wire import Content, Failed, decode
 
 HOSTED = "hosted"
 """The record that marks a message about several clients."""
-OWN, ARRAYS, METRICS, CONFIG = "own", "arrays", "metrics", "config"
+PER_CLIENT, ARRAYS, METRICS, CONFIG = "per-client", "arrays", "metrics", "config"
 FAILED, REASONS, SECONDS = "failed", "reasons", "seconds"
 FOLD, FOLDED, REFUSED = "fold", "folded", "refused"
 MOST_CLIENTS = 1000
@@ -65,19 +65,19 @@ def pack_request(
     ``keys`` are the names of the records of the model and of the common config; ``fold`` is how
     uploads are folded (``folding.Terms``), or "" if they are not.
     """
-    common, own = in_common(configs)
-    catch_ups = list(dict.fromkeys(row[CATCH_UP] for row in own.values() if CATCH_UP in row))
+    common, rows = in_common(configs)
+    catch_ups = list(dict.fromkeys(row[CATCH_UP] for row in rows.values() if CATCH_UP in row))
     place = {data: number for number, data in enumerate(catch_ups)}
-    for row in own.values():
+    for row in rows.values():
         if CATCH_UP in row:
             row[CATCH_UP] = place[row[CATCH_UP]]
     content: dict[str, Any] = {keys[0]: arrays, keys[1]: ConfigRecord(common)}
     whose: dict[str, Any] = {FOLD: fold} if fold else {}
     if catch_ups:
         content[CATCH_UP] = ConfigRecord({CATCH_UP: catch_ups})
-    for number, table in enumerate(tabulate(own)):
-        whose[f"{OWN}-{number}"] = table.clients
-        content[f"{OWN}-{number}"] = ConfigRecord(table.columns)
+    for number, table in enumerate(tabulate(rows)):
+        whose[f"{PER_CLIENT}-{number}"] = table.clients
+        content[f"{PER_CLIENT}-{number}"] = ConfigRecord(table.columns)
     return RecordDict({**content, HOSTED: ConfigRecord(whose)})
 
 
@@ -107,15 +107,15 @@ def fold_of(content: RecordDict) -> str:
 # ---- replies ----------------------------------------------------------------------------------
 
 
-class Said(NamedTuple):
-    """The numbers and texts that one hosted client answers."""
+class Report(NamedTuple):
+    """The numbers and texts that one hosted client reports."""
 
     numbers: Mapping[str, Any]
     words: Mapping[str, Any]
 
 
 def pack_reply(
-    said: Mapping[int, Said],
+    reports: Mapping[int, Report],
     failed: Mapping[int, str],
     arrays: ArrayRecord | None = None,
     seconds: float = 0.0,
@@ -125,7 +125,7 @@ def pack_reply(
 ) -> RecordDict:
     """Return the reply of a host that was busy for ``seconds``.
 
-    ``arrays`` are stacked in the order of ``said``, or ``folded``; ``failed`` are reasons by
+    ``arrays`` are stacked in the order of ``reports``, or ``folded``; ``failed`` are reasons by
     client, ``refused`` those of these clients whose uploads the host rejected.
     """
     content: dict[str, Any] = {}
@@ -136,13 +136,13 @@ def pack_reply(
         whose |= {FAILED: [*failed], REASONS: [*failed.values()]}
     for kind, record in ((METRICS, MetricRecord), (CONFIG, ConfigRecord)):
         rows = {
-            client: row.numbers if kind == METRICS else row.words for client, row in said.items()
+            client: row.numbers if kind == METRICS else row.words for client, row in reports.items()
         }
         for number, table in enumerate(tabulate({c: row for c, row in rows.items() if row})):
             whose[f"{kind}-{number}"] = table.clients
             content[f"{kind}-{number}"] = record(table.columns)
-    if arrays is not None and said:
-        whose[FOLDED if folded else ARRAYS] = [*said]
+    if arrays is not None and reports:
+        whose[FOLDED if folded else ARRAYS] = [*reports]
         content[ARRAYS] = arrays
     return RecordDict({**content, HOSTED: ConfigRecord(whose)})
 
@@ -179,18 +179,18 @@ def unpack_reply(content: RecordDict, *, folds: bool = False) -> dict[int, Conte
             raise ValueError(f"clients {sorted(twice or failures)[:5]} are there twice")
     except (ValueError, KeyError) as error:
         raise BadReply(f"its host's reply is inconsistent: {error}") from None
-    found: dict[int, Content | BadReply] = {
+    contents: dict[int, Content | BadReply] = {
         client: (BadReply if client in refused else Failed)(str(reason))
         for client, reason in zip(failures, reasons, strict=True)
     }
     for client in sorted({*numbers, *words, *slices, *folded}):
-        found[client] = Content(
+        contents[client] = Content(
             {METRICS: numbers[client]} if client in numbers else {},
             {CONFIG: words[client]} if client in words else {},
             {ARRAYS: slices[client]} if client in slices else {},
             fold if client in folded else None,
         )
-    return found
+    return contents
 
 
 def busy_seconds(content: RecordDict) -> float:

@@ -61,13 +61,13 @@ class Identity:
     def doubts(self, used: Iterable[Reply], local: Iterable[str]) -> str:
         """Return, if a usable reply names no algorithm, what its client may have ignored, or "".
 
-        ``local`` names the settings of local training that clients were told.
+        ``local`` names the settings of local training that were sent to clients.
         """
         unnamed = [reply.client for reply in used if not reply.words.get("algorithm")]
-        told = sorted(local)
-        if not unnamed or not (told or self.trust != FREE):
+        settings = sorted(local)
+        if not unnamed or not (settings or self.trust != FREE):
             return ""
-        ignored = f"; it may ignore the local settings {told}" if told else ""
+        ignored = f"; it may ignore the local settings {settings}" if settings else ""
         return (
             f"client {brief(unnamed[0])} does not say which algorithm it ran: {self.strategy}"
             f" trusts it {self.trust}{ignored}"

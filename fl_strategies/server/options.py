@@ -255,14 +255,14 @@ class Options(Declared):
         return {n: d.default for n, d in cls.declarations.items() if n not in Options.declarations}
 
     @classmethod
-    def unknown_names(cls, given: Mapping[str, Any]) -> str:
+    def unknown_names(cls, arguments: Mapping[str, Any]) -> str:
         """As the base; settings of clients are shown in ``local``, and only its own are listed."""
         own = {name.replace("_", "-") for name in cls.declarations}
         settings = default_training().settings.keys() - own
         use = {
             name: f"local={{{setting!r}: {shown(value)}}}"
-            for name, value in given.items()
+            for name, value in arguments.items()
             if (setting := name if name in settings else meant(name, settings, 0.85))
         }
-        said = f"{cls.__name__} has no argument {unknown(given, cls.declarations, use)}"
-        return f"{said}; its own are {listed(cls.hyperparameters())}"
+        text = f"{cls.__name__} has no argument {unknown(arguments, cls.declarations, use)}"
+        return f"{text}; its own are {listed(cls.hyperparameters())}"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 
-from fl_strategies.core.hyperparameters import Scalar, told
+from fl_strategies.core.hyperparameters import Scalar, sent_values
 from fl_strategies.core.ledger import Ledger
 from fl_strategies.core.log import log
 from fl_strategies.core.records import CATCH_UP, Round
@@ -104,8 +104,8 @@ class Sender:
     def _alike(self, round: Round, caller: Caller) -> dict[str, Scalar]:
         """Return what every client is told."""
         algorithm, layout = self.algorithm, round.layout
-        own = told(type(algorithm).declarations, lambda name: getattr(algorithm, name))
-        alike = _at({**(algorithm.local or {}), **own}, round.number) | {
+        declared = sent_values(type(algorithm).declarations, lambda name: getattr(algorithm, name))
+        alike = _at({**(algorithm.local or {}), **declared}, round.number) | {
             "run-id": round.run,
             "server-round": round.number,
             "seed": round.seed,

@@ -183,8 +183,8 @@ class LocalTraining:
     @property
     def handed_on(self) -> dict[str, Any]:
         """The settings, other than 0, that are handed to the optimizer, and its options."""
-        found = {name: value for name in HANDED_ON if (value := getattr(self, name))}
-        return found | parse_params(self.solver_params)
+        handed_on = {name: value for name in HANDED_ON if (value := getattr(self, name))}
+        return handed_on | parse_params(self.solver_params)
 
     def batches(self, samples: int) -> int:
         """Return the number of mini-batches in an epoch of ``samples`` samples."""
@@ -193,19 +193,19 @@ class LocalTraining:
     def most_steps(self, samples: int) -> float:
         """Return the most steps; a step with ``max_iter`` iterations counts as ``max_iter``."""
         iterations = parse_params(self.solver_params).get("max_iter", 1)
-        each = iterations if isinstance(iterations, int | float) else 1
-        return (self.steps or self.epochs * self.batches(samples)) * max(each, 1)
+        per_step = iterations if isinstance(iterations, int | float) else 1
+        return (self.steps or self.epochs * self.batches(samples)) * max(per_step, 1)
 
     def updated(self, config: Mapping[str, Any]) -> LocalTraining:
         """Return these settings with those that ``config`` (kebab-case keys) sets."""
-        found = [
+        changes = [
             (name, plain(config[kebab])) for kebab, name in _names().items() if kebab in config
         ]
-        for name, value in found:
+        for name, value in changes:
             if not isinstance(value, bool | int | float | str) and not callable(value):
                 raise ValueError(f"{name} must be one number or text, got {shown(value)}")
         # with types: 1, 1.0 and True are the same key of the cache, but not the same setting
-        return _updated(self, tuple((name, type(value), value) for name, value in found))
+        return _updated(self, tuple((name, type(value), value) for name, value in changes))
 
     def _check_solver(self) -> None:
         solver, params = self.solver, parse_params(self.solver_params, "solver_params")
@@ -224,8 +224,8 @@ class LocalTraining:
             raise ValueError(f"solver {shown(solver)} has no {', '.join(lacking)}")
         free = [name for name in options if name not in ("lr", *HANDED_ON, *OFFERED)]
         if wrong := sorted(params.keys() - set(free)):
-            said = f"solver {shown(solver)} has no option {unknown_of(wrong, free)}"
-            raise ValueError(f"solver_params: {said}")
+            fault = f"solver {shown(solver)} has no option {unknown_of(wrong, free)}"
+            raise ValueError(f"solver_params: {fault}")
         if named in OURS:
             OURS[named](lr=self.rate, **params)
         elif make is not None:
@@ -258,12 +258,12 @@ def torch_solver(name: str) -> Callable[..., Any]:
 
     if name == "lbfgs":
         return functools.partial(optim.LBFGS, line_search_fn="strong_wolfe")
-    found = getattr(optim, TORCH.get(name, name), None) if isinstance(name, str) else None
-    if isinstance(found, type) and issubclass(found, optim.Optimizer) and found != optim.Optimizer:
-        return found
+    kind = getattr(optim, TORCH.get(name, name), None) if isinstance(name, str) else None
+    if isinstance(kind, type) and issubclass(kind, optim.Optimizer) and kind != optim.Optimizer:
+        return kind
     known = [*TORCH, *OURS]
-    said = unknown([name], known)
-    raise ValueError(f"unknown solver {said}; known: {known}, and the classes of torch.optim")
+    hint = unknown([name], known)
+    raise ValueError(f"unknown solver {hint}; known: {known}, and the classes of torch.optim")
 
 
 def check_local(local: Mapping[str, Any]) -> None:
@@ -302,14 +302,14 @@ def idle(settings: Mapping[str, Any]) -> dict[str, str]:
 
     ``settings`` are numbers and texts by their names in requests.
     """
-    found = {}
+    without_effect = {}
     if settings.get("steps", 0):
         counted = f"steps = {shown(settings['steps'])} are counted in their place"
-        found = dict.fromkeys(("epochs", "random-epochs"), counted)
+        without_effect = dict.fromkeys(("epochs", "random-epochs"), counted)
     if settings.get("solver") in FULL_BATCH and settings.get("batch-size"):
-        found["batch-size"] = f"{settings['solver']} takes all samples in each step"
+        without_effect["batch-size"] = f"{settings['solver']} takes all samples in each step"
     usual = default_training().settings
-    return {n: why for n, why in found.items() if settings.get(n, usual[n]) != usual[n]}
+    return {n: why for n, why in without_effect.items() if settings.get(n, usual[n]) != usual[n]}
 
 
 @functools.cache
@@ -325,8 +325,8 @@ def _names() -> dict[str, str]:
 
 
 @functools.lru_cache(maxsize=64)
-def _updated(training: LocalTraining, found: tuple[tuple[str, type, Any], ...]) -> LocalTraining:
-    return replace(training, **{name: value for name, _, value in found})
+def _updated(training: LocalTraining, changes: tuple[tuple[str, type, Any], ...]) -> LocalTraining:
+    return replace(training, **{name: value for name, _, value in changes})
 
 
 @functools.lru_cache(maxsize=64)
