@@ -275,11 +275,15 @@ ROUNDS = [
         {
             "if asked_for != self.algorithm:": "if False:",
             "len(self.rounds(config)) * self.most_steps(config)": "self.most_steps(config)",
-            "sum(each.steps for each in solved)": "last.steps",
             "received._replace(theta=step.upload, catch_up=0.0)": "received",
             "int(rng.integers(2**63))": "0",
             '{**config, "round": number}': '{**config, "round": 0}',
         },
+    ),
+    *of(
+        "clients/metrics.py",
+        "tests/test_fedpd.py tests/test_fedpd_skipping.py tests/test_replies.py",
+        {"sum(one.steps for one in solved)": "last.steps"},
     ),
     *of(
         "clients/keeping.py",
@@ -302,9 +306,13 @@ ROUNDS = [
             'fnmatchcase(n, f"{pattern}.*")': "False",
             "name in chosen.difference(*out)": "name in chosen",
             "if into else set(names)": "if into else set()",
-            "digest.update(array.tobytes())": "pass",
             'raise ValueError(f"the model has no {one.__name__}")': "pass",
         },
+    ),
+    *of(
+        "fl_strategies/messages/description.py",
+        "tests/test_sharing.py",
+        {"sha.update(np.ascontiguousarray(array).data)": "pass"},
     ),
     *of(
         "clients/learning/model.py",

@@ -89,6 +89,6 @@ def _names(values: Any, *, distinct: bool = True) -> tuple[str, ...]:
 
 def digest(array: npt.NDArray[Any]) -> str:
     """Return a digest of the array's type, shape and values."""
-    found = hashlib.sha256(repr((array.dtype.str, array.shape)).encode())
-    found.update(np.ascontiguousarray(array).data)
-    return found.hexdigest()[:8]
+    sha = hashlib.sha256(repr((array.dtype.str, array.shape)).encode())
+    sha.update(np.ascontiguousarray(array).data)
+    return sha.hexdigest()[:8]
