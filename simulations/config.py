@@ -119,7 +119,7 @@ class RunConfig:
     state_memory: int = key(1000, "in-process: MB of clients' states in memory; the rest in a file")
     state_dir: str = key("", "directory for clients' state; empty: Flower's `context.state`")
     checkpoint_every: int = key(0, "rounds from one checkpoint to the next; 0: no checkpoints")
-    checkpoint_keep: int = key(2, "newest checkpoints kept; the one of the best test accuracy stays, too")
+    checkpoint_keep: int = key(2, "newest checkpoints kept; the one of the best accuracy is, too")
     resume: bool = key(False, "continue from the last checkpoint in `output`, if there is one")
     device: str = key("auto", "`auto`: `cuda` if there is one; `cpu`, `cuda`, `xpu`, `mps`")
     dtype: str = key("float32", "type of the model: `float32`, `float64`, `bfloat16`")

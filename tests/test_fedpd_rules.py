@@ -226,7 +226,7 @@ def test_fedpd_vr_is_refused_without_access_to_full_gradients() -> None:
         ({"inner_batch": -1}, r"inner_batch must be an integer >= 0, got -1"),
         ({"full_every": 0}, r"full_every must be an integer >= 1, got 0"),
         ({"x0_rule": "mine"}, r"x0_rule must be one of \['paper', 'authors'\], got 'mine'"),
-        ({"missing": "wait"}, r"missing must be one of \['void', 'proceed'\], got 'wait'"),
+        ({"missing": "wait"}, r"missing must be one of \['skip', 'proceed'\], got 'wait'"),
         ({"fraction_train": 0.5}, r"fraction_train must be 1: FedPDVR asks all clients, got 0.5"),
     ],
 )
