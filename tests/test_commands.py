@@ -24,6 +24,7 @@ from simulations.lab.superlink import SuperLink
 FOLDER = Path(__file__).parents[1] / "simulations/lab"
 COMMANDS = sorted(p.stem for p in FOLDER.glob("*.py") if '__name__ == "__main__"' in p.read_text())
 NEEDED = {
+    "attacks": ["--output", "{folder}"],
     "benchmark": ["small"],
     "chaos": ["--minutes", "1"],
     "compare": ["--algorithms", "fedavg", "--output", "{folder}"],

@@ -10,17 +10,23 @@ from __future__ import annotations
 from fl_strategies.core.settings_text import parse_params
 from fl_strategies.core.spelling import unknown
 from fl_strategies.parts.adaptive import Adagrad, Adam, Yogi
+from fl_strategies.parts.combine import Combine
 from fl_strategies.parts.fedexp import FedExP
+from fl_strategies.parts.geometric_median import GeometricMedian
+from fl_strategies.parts.krum import Krum, MultiKrum
+from fl_strategies.parts.median import Median, TrimmedMean
 from fl_strategies.parts.momentum import Momentum
 from fl_strategies.parts.part import Part
 from fl_strategies.parts.server_step import ServerStep
 
-PARTS: dict[str, type[Part]] = {part.name: part for part in (Momentum, Adam, Yogi, Adagrad, FedExP)}
+_COMBINE = (Median, TrimmedMean, GeometricMedian, Krum, MultiKrum)
+_STEP = (Momentum, Adam, Yogi, Adagrad, FedExP)
+PARTS: dict[str, type[Part]] = {part.name: part for part in (*_COMBINE, *_STEP)}
 """Every part by its name."""
-STAGES: tuple[type[Part], ...] = (ServerStep,)
+STAGES: tuple[type[Part], ...] = (Combine, ServerStep)
 """The base of each stage's parts, in the order of a round."""
 
-__all__ = ["PARTS", "STAGES", "Part", "ServerStep", "parse_part"]
+__all__ = ["PARTS", "STAGES", "Combine", "Part", "ServerStep", "parse_part"]
 __all__ += [part.__name__ for part in PARTS.values()]
 
 

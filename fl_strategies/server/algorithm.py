@@ -115,6 +115,11 @@ class Algorithm(Options):
         return False
 
     @property
+    def can_fold(self) -> bool:
+        """Whether hosts may send means: the rule and the parts need no upload by itself."""
+        return self.folds and self.combine is None
+
+    @property
     def sends_distances(self) -> bool:
         """Whether a host that folds sends ||v_i - theta||^2 of each upload v_i."""
         step = self.server_step

@@ -13,6 +13,7 @@ from fl_strategies.core.ledger import LostState
 from fl_strategies.core.schedules import shown
 from fl_strategies.core.spelling import listed, meant, unknown
 from fl_strategies.messages.wire import MAX_SAMPLES
+from fl_strategies.parts.combine import Combine
 from fl_strategies.parts.server_step import ServerStep
 from fl_strategies.server.callbacks import Callback
 from fl_strategies.server.checkpoints import Checkpoints
@@ -241,6 +242,12 @@ class Options(Declared):
         above=0.0,
     )
 
+    combine: Combine | None = option(
+        default=None,
+        type_name="combining part of `fl_strategies.parts`",
+        accepts=lambda part: isinstance(part, Combine),
+        about="What takes the place of the weighted mean of the uploads: `combine=Median()`.",
+    )
     server_step: ServerStep | None = option(
         default=None,
         type_name="server step of `fl_strategies.parts`",

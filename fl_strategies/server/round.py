@@ -1,6 +1,6 @@
 """From a round's uploads to the next global model, without Flower.
 
-    select -> send -> [clients] -> read -> aggregate -> step          (``strategy`` runs the line)
+    select -> send -> [clients] -> read -> combine -> aggregate -> step   (in ``strategy``)
 
 A round is skipped if too few replies are usable, or if the model would not be finite: its uploads
 are not used, and model, server state and ledger stay as they were.
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fl_strategies.core.layout import Arrays, BufferMean, Layout, negative_variance
+from fl_strategies.core.layout import Arrays, Layout, negative_variance
 from fl_strategies.core.records import NOTHING, Round, Upload
 from fl_strategies.core.vectors import finite
-from fl_strategies.server.stages import States, stepped
+from fl_strategies.server.stages import States, merged, stepped, with_mean
 
 if TYPE_CHECKING:
     from fl_strategies.server.algorithm import Algorithm
@@ -55,13 +55,11 @@ def next_model(
     if len(uploads) < needed:
         fault = f"{len(uploads)} usable replies, at least {needed} needed"
     if not fault:
-        merged = BufferMean()
         with np.errstate(over="ignore", invalid="ignore"):  # an overflow is found just below
-            for upload in uploads:
-                merged.add(upload.buffers, upload.num_examples)
-            aggregated, after, info = algorithm.aggregate(state, round, uploads)
+            around = with_mean(algorithm, round)
+            aggregated, after, info = algorithm.aggregate(state, around, uploads)
             theta, kept, numbers = stepped(algorithm, parts, round, aggregated, uploads)
-            model = round.layout.unpack(np.asarray(theta), merged.value())
+            model = round.layout.unpack(np.asarray(theta), merged(algorithm, uploads))
         if not (fault := _unusable(model, round.layout)):
             return Outcome(model, after, {**info, **numbers}, parts=kept)
     after, info = algorithm.skipped(state, round, uploads)

@@ -162,7 +162,7 @@ class Sender:
         algorithm, layout = self.algorithm, round.layout
         hosted = [c for c in configs if nodes[c] == ANY_HOST or nodes[c] in self.nodes.hosts]
         memory = size * len(hosted) / 1e6
-        if algorithm.fold == "off" or not algorithm.folds or not hosted:
+        if algorithm.fold == "off" or not algorithm.can_fold or not hosted:
             return None
         if algorithm.fold == "auto" and memory <= algorithm.fold_memory:
             return None

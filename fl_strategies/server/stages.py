@@ -1,6 +1,6 @@
 """The parts at their stages of a round: checks when a strategy is built, and what they compute.
 
-    select -> send -> [clients] -> read -> aggregate -> step
+    select -> send -> [clients] -> read -> combine -> aggregate -> step
 
 A part's state stands, by its stage, next to the algorithm's state: ``{"server-step": State(...)}``.
 """
@@ -8,14 +8,16 @@ A part's state stands, by its stage, next to the algorithm's state: ``{"server-s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from flwr.app import ArrayRecord
 
-from fl_strategies.core.layout import Layout
+from fl_strategies.core.layout import Arrays, BufferMean, Layout
 from fl_strategies.core.records import NOTHING, Round, Upload
 from fl_strategies.core.vectors import Vector
+from fl_strategies.parts.part import Part
 from fl_strategies.server.composition import Averages
 from fl_strategies.server.model import Model
 
@@ -35,27 +37,73 @@ class Stepped(NamedTuple):
     info: Mapping[str, float] = NOTHING
 
 
+def parts_of(algorithm: Algorithm) -> list[Part]:
+    """Return the parts around the algorithm, in the order of a round."""
+    return [part for part in (algorithm.combine, algorithm.server_step) if part is not None]
+
+
 def check_parts(algorithm: Algorithm) -> None:
-    """Raise ``ValueError`` for a part that does not go around the algorithm."""
-    part, called = algorithm.server_step, type(algorithm).__name__
-    if part is not None and (why := part.refusal(algorithm, called)):
-        raise ValueError(f"{part.stage}={part!r} does not go with {called}: {why}")
+    """Raise ``ValueError`` for a part that does not go around the algorithm, or with another."""
+    called = type(algorithm).__name__
+    for part in parts_of(algorithm):
+        if why := part.refusal(algorithm, called):
+            raise ValueError(f"{part.stage}={part!r} does not go with {called}: {why}")
+    step, combine = algorithm.server_step, algorithm.combine
+    if step is not None and combine is not None and step.needs_distances:
+        raise ValueError(
+            f"server_step={step!r} does not go with combine={combine!r}: its formula is that of the"
+            " weighted mean, and an attacker's distance would enter it; use Momentum or Adam"
+        )
 
 
 def described(algorithm: Algorithm) -> str:
     """Return the algorithm's class with its parts, for messages."""
-    part = algorithm.server_step
-    name = type(algorithm).__name__
-    return name if part is None else f"{name} with {part.stage}={part!r}"
+    parts = ", ".join(f"{part.stage}={part!r}" for part in parts_of(algorithm))
+    return f"{type(algorithm).__name__} with {parts}" if parts else type(algorithm).__name__
 
 
 def mean_of(algorithm: Algorithm) -> Averages:
     """Return what the next model is the mean of, as ``Algorithm.mean_of``, with the parts."""
     step = algorithm.server_step
+    if algorithm.combine is not None:
+        return ""
     if step is None or not algorithm.mean_of:
         return algorithm.mean_of
     # a step scales the noise that a wrapper adds; masks hide distances
     return "" if step.needs_distances else "changes"
+
+
+# ---- combine ------------------------------------------------------------------------------------
+
+
+def least_replies(algorithm: Algorithm) -> int:
+    """Return the fewest uploads that the parts can do with."""
+    return 1 if algorithm.combine is None else algorithm.combine.least
+
+
+def with_mean(algorithm: Algorithm, round: Round) -> Round:
+    """Return the round with the ``mean`` that the part is."""
+    return round if algorithm.combine is None else replace(round, mean=algorithm.combine.mean)
+
+
+def merged(algorithm: Algorithm, uploads: Sequence[Upload]) -> Arrays:
+    """Return the buffers of the next model."""
+    if algorithm.combine is None:
+        mean = BufferMean()
+        for upload in uploads:
+            mean.add(upload.buffers, upload.num_examples)
+        return mean.value()
+    return algorithm.combine.buffers([u.vector for u in uploads], [u.buffers for u in uploads])
+
+
+def weights_of(algorithm: Algorithm, round: Round, uploads: Sequence[Upload]) -> list[float]:
+    """Return the weight of each upload; a combining part has equal ones."""
+    if algorithm.combine is not None:
+        return [1.0] * len(uploads)
+    return algorithm.weights_of(round, uploads)
+
+
+# ---- step ---------------------------------------------------------------------------------------
 
 
 def begin(algorithm: Algorithm, states: States, theta: Vector) -> States:

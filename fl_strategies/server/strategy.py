@@ -94,6 +94,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         self.lost_state = self.lost_state or ("warn" if self.accumulates_changes else "reset")
         kept_rounds = self.checkpoints.kept_rounds if self.checkpoints else None
         stages.check_parts(self)
+        self.min_replies = max(self.min_replies, stages.least_replies(self))
         self.state: State = None
         self.parts: stages.States = {}
         self.ledger = Ledger(self.lost_state, self.acknowledge, kept_rounds)
@@ -105,9 +106,9 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         self.caller = Caller()
         self.model: Model | None = None
         self._asked = Asked(Round())
-        if self.fold == "on" and not self.folds:
+        if self.fold == "on" and not self.can_fold:
             raise ValueError(
-                f'fold must be "auto" or "off" for {type(self).__name__}, whose rule needs each'
+                f'fold must be "auto" or "off" for {stages.described(self)}, which needs each'
                 ' upload, got "on"'
             )
 
@@ -270,7 +271,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
 
     def _shares(self, read: Read) -> dict[str, float]:
         """Note each client's share of the samples and of the next global model."""
-        weights = self.weights_of(read.round, read.uploads)
+        weights = stages.weights_of(self, read.round, read.uploads)
         by_client = {u.client: w for u, w in zip(read.uploads, weights, strict=True)}
         self.run.clients, ends = shares(by_client, read.rows)
         given = [row["weight-share"] for row in self.run.clients.values()]

@@ -1,0 +1,298 @@
+"""Laws of the parts that combine uploads, honest ones and attackers' among them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.server.workflow import SecAggPlusWorkflow
+from flwr.serverapp import strategy as flower
+from hosted import federation
+from laws import START, Row, every_algorithm, local, train
+from problems import CLIENT_OF, grid, quadratics, to_record, to_vector
+
+from clients.node.in_process import InProcessGrid
+from fl_strategies import FedAvg, as_legacy
+from fl_strategies.core.vectors import BLOCK, Pieces, weighted_mean
+from fl_strategies.parts import (
+    Combine,
+    FedExP,
+    GeometricMedian,
+    Krum,
+    Median,
+    Momentum,
+    MultiKrum,
+    TrimmedMean,
+)
+from fl_strategies.parts.krum import scores
+
+N, F, D = 11, 3, 7
+PARTS: list[Combine] = [
+    Median(),
+    TrimmedMean(share=0.3),
+    GeometricMedian(),
+    Krum(attackers=F),
+    MultiKrum(attackers=F),
+]
+every_part = pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+
+
+def uploads(seed: int = 0, n: int = N, d: int = D) -> list[np.ndarray]:
+    return list(np.random.default_rng(seed).normal(3.0, 2.0, (n, d)))
+
+
+def combined(part: Combine, vectors: Any) -> np.ndarray:
+    return np.asarray(part.mean((v, 7.0 * i) for i, v in enumerate(vectors)))
+
+
+# ---- the equations ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "part", [TrimmedMean(share=0.0), MultiKrum(attackers=F, keep=N)], ids=lambda part: part.name
+)
+def test_without_a_trim_and_of_all_uploads_it_is_the_uniform_mean(part: Combine) -> None:
+    expected = weighted_mean((v, 1.0) for v in uploads())
+    np.testing.assert_allclose(combined(part, uploads()), expected, rtol=1e-14)
+
+
+@every_part
+def test_the_order_of_uploads_does_not_matter(part: Combine) -> None:
+    found = combined(part, uploads()[::-1])
+    np.testing.assert_allclose(found, combined(part, uploads()), rtol=1e-9)
+
+
+@every_part
+def test_it_moves_and_grows_with_its_uploads(part: Combine) -> None:
+    shift, plain = np.arange(D) - 2.5, combined(part, uploads())
+    moved = combined(part, [v + shift for v in uploads()])
+    grown = combined(part, [3.0 * v for v in uploads()])
+    np.testing.assert_allclose(moved, plain + shift, rtol=1e-6)
+    np.testing.assert_allclose(grown, 3.0 * plain, rtol=1e-6)
+
+
+@every_part
+def test_equal_uploads_give_themselves_and_none_is_written_to(part: Combine) -> None:
+    same = [uploads()[0].copy() for _ in range(N)]
+    np.testing.assert_allclose(combined(part, same), same[0], rtol=1e-14)
+    given = uploads()
+    combined(part, given)
+    np.testing.assert_array_equal(given, uploads())
+
+
+@every_part
+def test_arrays_in_place_and_long_ones_count_as_the_vector_they_are(part: Combine) -> None:
+    vectors = uploads(d=BLOCK + 5)
+    pieces = [Pieces([v[:9].astype(np.float32), v[9:].astype(np.float32)]) for v in vectors]
+    expected = combined(part, [v.astype(np.float32).astype(np.float64) for v in vectors])
+    np.testing.assert_allclose(combined(part, pieces), expected, rtol=1e-12)
+
+
+def test_the_geometric_median_has_no_slope() -> None:
+    v = combined(GeometricMedian(), uploads())
+    slope = sum((v - w) / np.linalg.norm(v - w) for w in uploads())
+    assert np.linalg.norm(slope) < 1e-6
+    near = combined(GeometricMedian(), [np.zeros(2), np.zeros(2), np.ones(2)])
+    np.testing.assert_allclose(near, 0.0, atol=1e-5)  # within nu of an upload
+
+
+def test_krums_score_is_a_sum_over_neighbours() -> None:
+    points = [np.array([x]) for x in (0.0, 1.0, 3.0, 10.0, 11.0)]
+    assert scores(points, attackers=1) == [1 + 9, 1 + 4, 4 + 9, 1 + 49, 1 + 64]
+    np.testing.assert_array_equal(combined(Krum(attackers=1), points), [1.0])
+    np.testing.assert_array_equal(combined(MultiKrum(attackers=1, keep=2), points), [0.5])
+
+
+# ---- attackers ----------------------------------------------------------------------------------
+
+
+def large(honest: np.ndarray) -> np.ndarray:
+    return np.full((F, D), 1e30)
+
+
+def flipped(honest: np.ndarray) -> np.ndarray:
+    return -5.0 * honest[:F]
+
+
+def a_little_is_enough(honest: np.ndarray) -> np.ndarray:
+    return np.tile(honest.mean(0) - 1.5 * honest.std(0), (F, 1))
+
+
+def inner_product(honest: np.ndarray) -> np.ndarray:
+    return np.tile(-0.5 * honest.mean(0), (F, 1))
+
+
+ATTACKS = pytest.mark.parametrize("attack", [large, flipped, a_little_is_enough, inner_product])
+
+
+@ATTACKS
+@every_part
+def test_attackers_move_it_only_so_far(part: Combine, attack: Any) -> None:
+    honest = np.array(uploads(n=N - F))
+    found = combined(part, [*attack(honest), *honest])
+    if isinstance(part, Median | TrimmedMean):
+        assert (honest.min(0) <= found).all()
+        assert (found <= honest.max(0)).all()
+    elif isinstance(part, GeometricMedian):
+        centre, share = honest.mean(0), F / N
+        radius = max(np.linalg.norm(honest - centre, axis=1))
+        assert np.linalg.norm(found - centre) <= 2 * (1 - share) / (1 - 2 * share) * radius
+    elif isinstance(part, Krum):
+        assert found.tolist() in [*honest.tolist(), *attack(honest).tolist()]
+        assert np.abs(found).max() < 1e3
+    else:
+        assert np.abs(found).max() < 1e3
+
+
+# ---- in a round ---------------------------------------------------------------------------------
+
+
+def descending(sizes: int = 5) -> ClientApp:
+    """Return clients of Flower's own with equal numbers of samples."""
+    app, problems = ClientApp(), quadratics(7)
+
+    @app.train()
+    def fit(message: Message, context: Context) -> Message:
+        q = problems[CLIENT_OF[context.node_id]]
+        w = to_vector(message.content["arrays"])
+        metrics = MetricRecord({"num-examples": sizes})
+        content = RecordDict({"arrays": to_record(w - 0.3 * q.gradient(w)), "metrics": metrics})
+        return Message(content, reply_to=message)
+
+    return app
+
+
+@pytest.mark.parametrize(
+    ("theirs", "part"),
+    [
+        (flower.FedMedian(fraction_evaluate=0.0), Median()),
+        (flower.FedTrimmedAvg(fraction_evaluate=0.0, beta=0.3), TrimmedMean(share=0.3)),
+        (flower.Krum(fraction_evaluate=0.0, num_malicious_nodes=2), Krum(attackers=2)),
+        (
+            flower.MultiKrum(fraction_evaluate=0.0, num_malicious_nodes=2, num_nodes_to_select=3),
+            MultiKrum(attackers=2, keep=3),
+        ),
+    ],
+    ids=lambda one: getattr(one, "name", ""),
+)
+def test_fedavg_with_a_part_is_flowers_strategy_of_its_own(theirs: Any, part: Combine) -> None:
+    expected, found = (
+        to_vector(s.start(InProcessGrid(descending(), 7), to_record(START), 6).arrays)
+        for s in (theirs, FedAvg(fraction_evaluate=0.0, combine=part))
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+@every_algorithm
+def test_a_rule_takes_a_part_if_it_averages_models_and_is_refused_else(row: Row) -> None:
+    part = TrimmedMean(share=0.0)
+    strategy = row.strategy(local=local())
+    if strategy.averages != "models":
+        text = rf"^combine={re.escape(repr(part))} does not go with \w+: \w+ needs sums .* FedAvg"
+        with pytest.raises(ValueError, match=text):
+            row.strategy(local=local(), combine=part)
+        return
+    found = train(row.strategy(local=local(), combine=part), grid(quadratics(3)), 3)
+    uniform = {"weights": "uniform"} if "weights" in strategy.hyperparameters() else {}
+    if row.name != "fedsgd":  # which has no uniform weights
+        expected = train(row.strategy(local=local(), **uniform), grid(quadratics(3)), 3)
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_a_median_and_momentum_go_together() -> None:
+    both = train(
+        FedAvg(local=local(), combine=Median(), server_step=Momentum(lr=1.0, beta=0.0)),
+        grid(quadratics(5)),
+        3,
+    )
+    alone = train(FedAvg(local=local(), combine=Median()), grid(quadratics(5)), 3)
+    np.testing.assert_array_equal(both, alone)
+    with pytest.raises(ValueError, match=r"does not go with combine=Median\(\): its formula"):
+        FedAvg(combine=Median(), server_step=FedExP())
+
+
+@every_part
+def test_buffers_are_combined_by_the_same_rule(part: Combine) -> None:
+    vectors = uploads()
+    counts = np.arange(N) ** 2
+    buffers = [
+        {"running_mean": v[:3].astype(np.float32), "num_batches_tracked": np.array(c)}
+        for v, c in zip(vectors, counts, strict=True)
+    ]
+    found = part.buffers(vectors, buffers)
+    assert found["running_mean"].dtype == np.float32
+    assert found["num_batches_tracked"].dtype == counts.dtype
+    assert found["num_batches_tracked"].shape == ()
+    expected = combined(part, vectors)[:3]  # the same numbers, coordinate by coordinate
+    np.testing.assert_allclose(found["running_mean"], expected, rtol=1e-5)
+
+
+def test_buffers_of_a_run_are_those_of_the_chosen_upload() -> None:
+    app = ClientApp()
+
+    @app.train()
+    def fit(message: Message, context: Context) -> Message:
+        me = CLIENT_OF[context.node_id]
+        arrays = {n: Array(a.numpy() + 1.0 * me**2) for n, a in message.content["arrays"].items()}
+        metrics = MetricRecord({"num-examples": 2})
+        content = RecordDict({"arrays": ArrayRecord(arrays), "metrics": metrics})
+        return Message(content, reply_to=message)
+
+    initial = {"w": np.ones(2), "running_mean": np.ones(2), "running_var": np.ones(2)}
+    start = ArrayRecord({name: Array(array) for name, array in initial.items()})
+    strategy = FedAvg(fraction_evaluate=0.0, combine=Krum(attackers=1))
+    found = strategy.start(InProcessGrid(app, 5), start, 1).arrays
+    assert found["w"].numpy()[0] == 2.0
+    assert found["running_mean"].numpy().tolist() == [2.0, 2.0]
+
+
+def test_hosts_send_every_upload_and_are_refused_to_fold() -> None:
+    options: dict[str, Any] = {"local": local(), "combine": Median()}
+    alone = train(FedAvg(**options), federation("nodes of one"), 3)
+    hosted = train(FedAvg(fold_memory=0, **options), federation("2 hosts"), 3)
+    np.testing.assert_array_equal(hosted, alone)
+    with pytest.raises(ValueError, match=r"for FedAvg with combine=Median\(\), which needs each"):
+        FedAvg(combine=Median(), fold="on")
+
+
+def test_a_round_with_too_few_uploads_for_krum_is_skipped() -> None:
+    def lost_in_round_2(request: Message, reply: Message) -> Message | None:
+        config = request.content.config_records.get("config", {})
+        lost = config.get("server-round") == 2 and request.metadata.dst_node_id in few
+        return None if lost else reply
+
+    few = [node for node, client in CLIENT_OF.items() if client < 2]
+    strategy = FedAvg(local=local(), combine=Krum(attackers=2))
+    assert strategy.min_replies == 7
+    train(strategy, grid(quadratics(8), fault=lost_in_round_2), 3)
+    assert strategy.result.skipped == [2]
+    with pytest.raises(ValueError, match="min_replies is 7, and the number of clients"):
+        train(FedAvg(local=local(), combine=Krum(attackers=2)), grid(quadratics(6)), 1)
+
+
+def test_wrappers_and_masks_are_refused() -> None:
+    wrapper = flower.DifferentialPrivacyServerSideFixedClipping(
+        FedAvg(fraction_evaluate=0.0, combine=Median()), 0.0, 1.0, 3
+    )
+    with pytest.raises(ValueError, match=r"^FedAvg with combine=Median\(\) cannot be run by"):
+        wrapper.start(grid(quadratics(3)), to_record(START), 1)
+    with pytest.raises(ValueError, match=r"^FedAvg with combine=Median\(\) does not work with"):
+        as_legacy(FedAvg(combine=Median()), secure=SecAggPlusWorkflow(1.0, 0.5))
+
+
+def test_every_hyperparameter_of_a_part_matters() -> None:
+    vectors = [*uploads(n=8), *uploads(1, n=3)]
+    for one, other in (
+        (TrimmedMean(), TrimmedMean(share=0.4)),
+        (GeometricMedian(), GeometricMedian(nu=9.0)),
+        (GeometricMedian(), GeometricMedian(iterations=1)),
+        (MultiKrum(), MultiKrum(attackers=3)),
+        (MultiKrum(), MultiKrum(keep=2)),
+    ):
+        assert np.abs(combined(one, vectors) - combined(other, vectors)).max() > 1e-9, other
+    far = [np.array([x]) for x in (0.0, 0.2, 0.5, 3.0, 3.1, 3.2, 3.3)]
+    assert combined(Krum(attackers=0), far) != combined(Krum(attackers=2), far)
