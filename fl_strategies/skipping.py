@@ -155,6 +155,10 @@ class SkippingStrategy(FederatedStrategy):
                 f" {self.fraction_train!r}"
             )
 
+    @property
+    def chooses_clients(self) -> bool:
+        return True  # all
+
     def first_state(self, theta: Vector) -> ServerState:
         return ServerState()
 

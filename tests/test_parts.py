@@ -46,7 +46,8 @@ def test_a_parts_text_gives_the_part(part: type[Part]) -> None:
     assert parse_part(part.name) == one
     for name, declared in numbers.items():
         if declared.default:
-            other = part(**{name: declared.default * 0.5})
+            value = declared.default
+            other = part(**{name: value + 1 if declared.kind is int else value * 0.5})
             assert parse_part(str(other), part.stage) == other != one
             assert eval(repr(other), {part.__name__: part}) == other
 

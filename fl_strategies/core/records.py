@@ -71,6 +71,8 @@ class Round:
     ever connected (or declared, if more). ``acked`` holds, by client, the round of its last used
     reply before this round. ``seed`` is the run's, ``run`` its id. ``traffic`` counts the bytes of
     the round's messages once replies are read. A rule that averages does so by ``mean`` alone.
+    ``samples`` are clients' numbers of samples, and ``draws`` says how often each client was drawn,
+    where a part selects by them (``fl_strategies.parts.selection``).
     """
 
     number: int = 1
@@ -84,3 +86,5 @@ class Round:
     run: str = ""
     traffic: int = 0
     mean: Mean = weighted_mean
+    samples: Mapping[int, int] = field(default_factory=dict)
+    draws: Mapping[int, int] = field(default_factory=dict)

@@ -15,6 +15,7 @@ from fl_strategies.core.randomness import draw, share, stream
 from fl_strategies.core.records import NOTHING, Round, Upload
 from fl_strategies.core.schedules import at
 from fl_strategies.core.vectors import Vector
+from fl_strategies.parts.selection import Selection
 from fl_strategies.server.composition import Averages
 from fl_strategies.server.options import Options
 
@@ -115,9 +116,15 @@ class Algorithm(Options):
         return False
 
     @property
+    def chooses_clients(self) -> bool:
+        """Whether the algorithm itself says which clients are asked."""
+        return type(self).select is not Algorithm.select
+
+    @property
     def can_fold(self) -> bool:
         """Whether hosts may send means: the rule and the parts need no upload by itself."""
-        return self.folds and self.combine is None
+        counts = isinstance(self.selection, Selection) and self.selection.counts
+        return self.folds and self.combine is None and not counts
 
     @property
     def sends_distances(self) -> bool:

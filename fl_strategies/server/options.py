@@ -10,10 +10,12 @@ from flwr.app import MetricRecord, RecordDict
 
 from fl_strategies.core.hyperparameters import Declared, Scalar, choice, flag, number, option
 from fl_strategies.core.ledger import LostState
+from fl_strategies.core.records import Round
 from fl_strategies.core.schedules import shown
 from fl_strategies.core.spelling import listed, meant, unknown
 from fl_strategies.messages.wire import MAX_SAMPLES
 from fl_strategies.parts.combine import Combine
+from fl_strategies.parts.selection import Selection
 from fl_strategies.parts.server_step import ServerStep
 from fl_strategies.server.callbacks import Callback
 from fl_strategies.server.checkpoints import Checkpoints
@@ -242,6 +244,15 @@ class Options(Declared):
         above=0.0,
     )
 
+    selection: Selection | Callable[[Round], Iterable[int]] | None = option(
+        default=None,
+        type_name="selecting part of `fl_strategies.parts`, or a function",
+        accepts=lambda part: (
+            isinstance(part, Selection) or (callable(part) and not isinstance(part, type))
+        ),
+        about="Which clients are asked in a round: `selection=BySize()`, or a function that"
+        " returns clients of `round.connected`.",
+    )
     combine: Combine | None = option(
         default=None,
         type_name="combining part of `fl_strategies.parts`",

@@ -56,10 +56,10 @@ def next_model(
         fault = f"{len(uploads)} usable replies, at least {needed} needed"
     if not fault:
         with np.errstate(over="ignore", invalid="ignore"):  # an overflow is found just below
-            around = with_mean(algorithm, round)
+            around = with_mean(algorithm, round, uploads)
             aggregated, after, info = algorithm.aggregate(state, around, uploads)
             theta, kept, numbers = stepped(algorithm, parts, round, aggregated, uploads)
-            model = round.layout.unpack(np.asarray(theta), merged(algorithm, uploads))
+            model = round.layout.unpack(np.asarray(theta), merged(algorithm, round, uploads))
         if not (fault := _unusable(model, round.layout)):
             return Outcome(model, after, {**info, **numbers}, parts=kept)
     after, info = algorithm.skipped(state, round, uploads)

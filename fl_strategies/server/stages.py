@@ -7,17 +7,20 @@ A part's state stands, by its stage, next to the algorithm's state: ``{"server-s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from flwr.app import ArrayRecord
 
-from fl_strategies.core.layout import Arrays, BufferMean, Layout
+from fl_strategies.core.layout import Arrays, BufferMean, Layout, few
 from fl_strategies.core.records import NOTHING, Round, Upload
-from fl_strategies.core.vectors import Vector
+from fl_strategies.core.schedules import shown as shortly
+from fl_strategies.core.vectors import Vector, weighted_mean
 from fl_strategies.parts.part import Part
+from fl_strategies.parts.selection import Selection
 from fl_strategies.server.composition import Averages
 from fl_strategies.server.model import Model
 
@@ -39,12 +42,17 @@ class Stepped(NamedTuple):
 
 def parts_of(algorithm: Algorithm) -> list[Part]:
     """Return the parts around the algorithm, in the order of a round."""
-    return [part for part in (algorithm.combine, algorithm.server_step) if part is not None]
+    given = (algorithm.selection, algorithm.combine, algorithm.server_step)
+    return [part for part in given if isinstance(part, Part)]
 
 
 def check_parts(algorithm: Algorithm) -> None:
     """Raise ``ValueError`` for a part that does not go around the algorithm, or with another."""
     called = type(algorithm).__name__
+    if algorithm.selection is not None and (why := Selection.refusal(algorithm, called)):
+        raise ValueError(
+            f"selection={shortly(algorithm.selection)} does not go with {called}: {why}"
+        )
     for part in parts_of(algorithm):
         if why := part.refusal(algorithm, called):
             raise ValueError(f"{part.stage}={part!r} does not go with {called}: {why}")
@@ -53,6 +61,12 @@ def check_parts(algorithm: Algorithm) -> None:
         raise ValueError(
             f"server_step={step!r} does not go with combine={combine!r}: its formula is that of the"
             " weighted mean, and an attacker's distance would enter it; use Momentum or Adam"
+        )
+
+    if combine is not None and _counts(algorithm):
+        raise ValueError(
+            f"selection={algorithm.selection!r} does not go with combine={combine!r}, for which"
+            " each upload counts alike; use Uniform or Probabilities"
         )
 
 
@@ -65,12 +79,34 @@ def described(algorithm: Algorithm) -> str:
 def mean_of(algorithm: Algorithm) -> Averages:
     """Return what the next model is the mean of, as ``Algorithm.mean_of``, with the parts."""
     step = algorithm.server_step
-    if algorithm.combine is not None:
+    if algorithm.combine is not None or _counts(algorithm):
         return ""
     if step is None or not algorithm.mean_of:
         return algorithm.mean_of
     # a step scales the noise that a wrapper adds; masks hide distances
     return "" if step.needs_distances else "changes"
+
+
+# ---- select -------------------------------------------------------------------------------------
+
+
+def selected(algorithm: Algorithm, state: Any, round: Round, samples: Mapping[int, int]) -> Round:
+    """Return the round with the clients that are asked; ``samples`` as they are known."""
+    part = algorithm.selection
+    if part is None:
+        return replace(round, asked=tuple(algorithm.select(state, round)))
+    known = {client: samples[client] for client in round.connected if client in samples}
+    round = replace(round, samples=known)
+    size = algorithm.asked_of(len(round.connected))
+    drawn = part.select(round, size) if isinstance(part, Selection) else list(part(round))
+    if strangers := sorted({*drawn} - {*round.connected}):
+        raise ValueError(f"selection returned {few(strangers)}, which are not connected clients")
+    draws = Counter(drawn)
+    return replace(round, asked=tuple(sorted(draws)), draws=draws if _counts(algorithm) else {})
+
+
+def _counts(algorithm: Algorithm) -> bool:
+    return isinstance(algorithm.selection, Selection) and algorithm.selection.counts
 
 
 # ---- combine ------------------------------------------------------------------------------------
@@ -81,23 +117,35 @@ def least_replies(algorithm: Algorithm) -> int:
     return 1 if algorithm.combine is None else algorithm.combine.least
 
 
-def with_mean(algorithm: Algorithm, round: Round) -> Round:
-    """Return the round with the ``mean`` that the part is."""
-    return round if algorithm.combine is None else replace(round, mean=algorithm.combine.mean)
+def with_mean(algorithm: Algorithm, round: Round, uploads: Sequence[Upload]) -> Round:
+    """Return the round with the ``mean`` of the ``uploads`` that the parts make it."""
+    if algorithm.combine is not None:
+        return replace(round, mean=algorithm.combine.mean)
+    if not _counts(algorithm):
+        return round
+    counts = weights_of(algorithm, round, uploads)
+
+    def mean(weighted: Iterable[tuple[Vector, Any]]) -> Vector:
+        return weighted_mean((v, k) for (v, _), k in zip(weighted, counts, strict=True))
+
+    return replace(round, mean=mean)
 
 
-def merged(algorithm: Algorithm, uploads: Sequence[Upload]) -> Arrays:
+def merged(algorithm: Algorithm, round: Round, uploads: Sequence[Upload]) -> Arrays:
     """Return the buffers of the next model."""
     if algorithm.combine is None:
         mean = BufferMean()
         for upload in uploads:
-            mean.add(upload.buffers, upload.num_examples)
+            count = float(round.draws[upload.client]) if _counts(algorithm) else upload.num_examples
+            mean.add(upload.buffers, count)
         return mean.value()
     return algorithm.combine.buffers([u.vector for u in uploads], [u.buffers for u in uploads])
 
 
 def weights_of(algorithm: Algorithm, round: Round, uploads: Sequence[Upload]) -> list[float]:
-    """Return the weight of each upload; a combining part has equal ones."""
+    """Return the weight of each upload; a combining part has equal ones, some count draws."""
+    if _counts(algorithm):
+        return [float(round.draws[upload.client]) for upload in uploads]
     if algorithm.combine is not None:
         return [1.0] * len(uploads)
     return algorithm.weights_of(round, uploads)
@@ -143,7 +191,7 @@ def shown(algorithm: Algorithm, states: States, arrays: ArrayRecord, layout: Lay
 
 def _spread(algorithm: Algorithm, round: Round, uploads: Sequence[Upload]) -> float:
     """Return sum_i p_i ||w_i - theta||^2, with p_i the weights in the rule, which sum to 1."""
-    weights = np.asarray(algorithm.weights_of(round, uploads))
+    weights = np.asarray(weights_of(algorithm, round, uploads))
     squares = [_distance2(upload, round.theta) for upload in uploads]
     return float(weights @ squares / weights.sum())
 

@@ -224,7 +224,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         check_hosts(type(self).__name__, self.caller, self.nodes.hosts)
         self.state = self.on_connect(self.state, self.nodes.known)
         round = self.make_round(self.run.number, nodes)
-        round = replace(round, asked=tuple(self.select(self.state, round)))
+        round = stages.selected(self, self.state, round, self.nodes.samples)
         self.check_enough(len(round.asked), "asked")
         return self.send(round, self.opened_model, config, nodes)
 

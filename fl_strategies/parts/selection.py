@@ -1,0 +1,109 @@
+"""Selection: which of the connected clients are asked to train in a round.
+
+    uniform        |S| of the connected clients, each alike; without a part it is this          (1)
+    by size        |S| draws with replacement, client i with probability n_i / n                (2)
+    probabilities  |S| of the connected clients without replacement, by given weights           (3)
+
+|S|   ``fraction_train`` of the connected clients, at least ``min_train_nodes``
+n_i   samples of client i, as its host introduced it (``clients.Hosted``); n their sum
+
+By (2) a client that is drawn k times trains once, and its model has weight k in place of the rule's
+weight. So the mean model is unbiased: its expectation is sum_i n_i w_i / n, the mean of a round of
+all clients. Uniform draws with weights n_i / sum_S n have another one. The number of clients that
+train is |S| or less.
+
+(3) changes who is asked and no weight: what is asked more often counts more. It goes around any
+algorithm that does not choose itself. So does a function of the round (``fl_strategies.Round``),
+which returns clients of ``round.connected``: ``selection=lambda round: round.connected[:3]``.
+
+Reference: Li, Huang, Yang, Wang, Zhang, "On the Convergence of FedAvg on Non-IID Data", ICLR 2020,
+scheme I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import numpy as np
+
+from fl_strategies.core.hyperparameters import option
+from fl_strategies.core.randomness import draw, stream
+from fl_strategies.core.records import Round
+from fl_strategies.parts.part import MEAN_OF_MODELS, Need, Part
+
+LEAVES_CHOICE = Need(
+    lambda rule: not rule.chooses_clients,
+    "{rule} itself says which clients are asked",
+    "FedAvg or another algorithm that asks a share of the clients",
+)
+
+
+class Selection(Part):
+    """Base of the parts that select clients."""
+
+    stage = "selection"
+    paper = "Li et al., ICLR 2020"
+    needs: ClassVar[tuple[Need, ...]] = (LEAVES_CHOICE,)
+    counts: ClassVar[bool] = False
+    """Whether a client that is drawn k times has weight k in the mean."""
+
+    def select(self, round: Round, size: int) -> list[int]:
+        """Return the ``size`` clients that are drawn, of ``round.connected``."""
+        raise NotImplementedError
+
+
+class Uniform(Selection):
+    """(1); see the module's docstring."""
+
+    name = "uniform"
+    about = "each client alike, as without a part"
+
+    def select(self, round: Round, size: int) -> list[int]:
+        return draw(stream(round.seed, "sample", round.number), round.connected, size)
+
+
+class BySize(Selection):
+    """(2); see the module's docstring."""
+
+    name = "by-size"
+    about = "by numbers of samples, with replacement"
+    needs = (LEAVES_CHOICE, MEAN_OF_MODELS)
+    counts = True
+
+    def select(self, round: Round, size: int) -> list[int]:
+        if unknown := [client for client in round.connected if client not in round.samples]:
+            raise ValueError(
+                f"selection=BySize() needs each client's number of samples, and {len(unknown)} of"
+                f" {len(round.connected)} clients were introduced without, {unknown[0]} first:"
+                " client_app(client_fn, hosts=Hosted(clients, samples)) tells"
+            )
+        sizes = np.array([round.samples[client] for client in round.connected], np.float64)
+        rng = stream(round.seed, "by-size", round.number)
+        places = rng.choice(len(sizes), size, p=sizes / sizes.sum())
+        return [round.connected[place] for place in places]
+
+
+class Probabilities(Selection):
+    """(3); see the module's docstring."""
+
+    name = "probabilities"
+    about = "by given weights"
+    p: Mapping[int, float] = option(
+        default={},
+        type_name="mapping of clients to numbers >= 0",
+        accepts=lambda p: (
+            isinstance(p, Mapping)
+            and all(isinstance(w, int | float) and 0.0 <= w < float("inf") for w in p.values())
+        ),
+        about="Weight of each client, 1 for others; in a run-config `p=0:0.5;3:2`. 0 is never.",
+    )
+
+    def select(self, round: Round, size: int) -> list[int]:
+        weights = np.array([self.p.get(client, 1.0) for client in round.connected], np.float64)
+        possible = int((weights > 0.0).sum())
+        rng = stream(round.seed, "probabilities", round.number)
+        places = rng.choice(
+            len(weights), min(size, possible), replace=False, p=weights / weights.sum()
+        )
+        return [round.connected[place] for place in places]
