@@ -120,6 +120,9 @@ class AFedPD(FederatedStrategy):
         sent="rho",
     )
 
+    def proximal_rate(self, server_round: int) -> float:
+        return 1.0 / at(self.rho, server_round)
+
     def first_state(self, theta: Vector) -> ServerState:
         return ServerState({})
 

@@ -208,6 +208,10 @@ class FedADMM(FederatedStrategy):
     def model_from_state(self) -> bool:
         return self.eta == "fraction"
 
+    def proximal_rate(self, server_round: int) -> float | None:
+        by_sum = self.eta == "fraction" and self.tracking == "client"
+        return 1.0 / at(self.rho, server_round) if by_sum and self.newcomer != "received" else None
+
     def begin(self, state: ServerState | None, round: Round, num_rounds: int) -> ServerState | None:
         if self.newcomer == "origin" and not round.acked:
             return ServerState(round.theta, np.zeros_like(round.theta))

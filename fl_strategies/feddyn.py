@@ -101,6 +101,9 @@ class FedDyn(FederatedStrategy):
     )
     num_clients: int = NUM_CLIENTS
 
+    def proximal_rate(self, server_round: int) -> float:
+        return 1.0 / at(self.alpha, server_round)
+
     def first_state(self, theta: Vector) -> ServerState:
         return ServerState(np.zeros_like(theta))
 

@@ -20,9 +20,11 @@ Deep Networks from Decentralized Data", AISTATS 2017, Section 2.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fl_strategies.core.hyperparameters import Scalar
 from fl_strategies.core.records import Round, Upload
+from fl_strategies.core.schedules import at
 from fl_strategies.fedavg import Weights, server_rule, weight
 from fl_strategies.server.algorithm import Card, Next, State
 from fl_strategies.server.strategy import FederatedStrategy
@@ -62,6 +64,10 @@ class FedSGD(FederatedStrategy):
     def __post_init__(self) -> None:
         check_plain_steps(self.local, "FedSGD takes one gradient step on all samples", ONE_STEP)
         super().__post_init__()
+
+    def proximal_rate(self, server_round: int) -> float | None:
+        rate: Any = self.local.get("lr")
+        return None if rate is None else at(rate, server_round)
 
     def client_config(self, state: State, round: Round, client: int) -> Mapping[str, Scalar]:
         return {name: values[0] for name, values in ONE_STEP.items()}

@@ -38,6 +38,7 @@ from fl_strategies.core.hyperparameters import Schedule, choice, number
 from fl_strategies.core.log import LOGGER
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.records import Mean, Round, Upload
+from fl_strategies.core.schedules import at
 from fl_strategies.core.stacks import square_norm
 from fl_strategies.core.vectors import Vector, weighted_mean
 from fl_strategies.server.algorithm import Next
@@ -158,6 +159,9 @@ class SkippingStrategy(FederatedStrategy):
     @property
     def chooses_clients(self) -> bool:
         return True  # all
+
+    def proximal_rate(self, server_round: int) -> float | None:
+        return at(self.eta, server_round) if self.p == 0.0 else None
 
     def first_state(self, theta: Vector) -> ServerState:
         return ServerState()

@@ -64,6 +64,7 @@ class RunConfig:
     params: str = key("", "hyperparameters of the algorithm: `rho=0.01 eta=1:1.0;60:0.5`")
     selection: str = key("", f"part: one of {_parts('selection')}")
     combine: str = key("", f"part: one of {_parts('combine')}, `trimmed-mean share=0.2`")
+    regularizer: str = key("", f"part: one of {_parts('regularizer')}, `l1 weight=0.01`")
     server_step: str = key("", f"part: one of {_parts('server_step')}, `adam lr=0.1`")
     dataset: str = key("digits", "short name, folder or Hub name, see `simulations.data`")
     dataset_params: str = key("", "options of the data set: `alpha=1 beta=1`")

@@ -148,7 +148,7 @@ ADAPTIVE = [
     ("name", "step"), [*zip(["fedavg", "fednova", "feddyn"], ADAPTIVE, strict=True)]
 )
 def test_adaptive_steps_converge_to_the_algorithms_limit(name: str, step: ServerStep) -> None:
-    """Around a mean of models, a rule of sums, and one that books changes."""
+    """Around a mean of models, a rule of sums, and one that accumulates changes."""
     problems, row = quadratics(3), ROW[name]
     found = train(made(row, step), grid(problems), 120)
     np.testing.assert_allclose(found, row.limit(problems), atol=1e-6)

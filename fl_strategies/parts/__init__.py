@@ -17,19 +17,22 @@ from fl_strategies.parts.krum import Krum, MultiKrum
 from fl_strategies.parts.median import Median, TrimmedMean
 from fl_strategies.parts.momentum import Momentum
 from fl_strategies.parts.part import Part
+from fl_strategies.parts.regularizer import L1, L2, Box, Regularizer
 from fl_strategies.parts.selection import BySize, Probabilities, Selection, Uniform
 from fl_strategies.parts.server_step import ServerStep
 
 _SELECTION = (Uniform, BySize, Probabilities)
 _COMBINE = (Median, TrimmedMean, GeometricMedian, Krum, MultiKrum)
+_REGULARIZER = (L1, L2, Box)
 _STEP = (Momentum, Adam, Yogi, Adagrad, FedExP)
-PARTS: dict[str, type[Part]] = {part.name: part for part in (*_SELECTION, *_COMBINE, *_STEP)}
+_ALL: tuple[type[Part], ...] = (*_SELECTION, *_COMBINE, *_REGULARIZER, *_STEP)
+PARTS = {part.name: part for part in _ALL}
 """Every part by its name."""
-STAGES: tuple[type[Part], ...] = (Selection, Combine, ServerStep)
+STAGES: tuple[type[Part], ...] = (Selection, Combine, Regularizer, ServerStep)
 """The base of each stage's parts, in the order of a round."""
 
-__all__ = ["PARTS", "STAGES", "Combine", "Part", "Selection", "ServerStep", "parse_part"]
-__all__ += [part.__name__ for part in PARTS.values()]
+__all__ = ["PARTS", "STAGES", "Combine", "Part", "Regularizer", "Selection", "ServerStep"]
+__all__ += ["parse_part", *(part.__name__ for part in PARTS.values())]
 
 
 def parse_part(text: str, stage: str = "") -> Part:

@@ -5,7 +5,7 @@ A rule that averages models does so by ``round.mean`` alone; a part of this stag
 client says of its number of samples. Buffers are combined in the same way, integers rounded.
 Hosts do not fold, because the server needs each upload.
 
-A rule that adds up changes takes no such part: what the server books must be what clients booked.
+A rule that accumulates changes takes no such part: server and clients must add up the same ones.
 """
 
 from __future__ import annotations

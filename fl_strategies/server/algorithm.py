@@ -165,6 +165,11 @@ class Algorithm(Options):
         options = self.weight_options(round.number)
         return [type(self).weight(upload, **options) for upload in uploads]
 
+    def proximal_rate(self, server_round: int) -> float | None:
+        """Return c, if argmin_v g(v) + (1/(2 c)) ||v - theta||^2 of each aggregated theta is the
+        algorithm's own method for the clients' mean loss plus g; else None."""
+        return None
+
     # ---- the server's state -------------------------------------------------------------------
 
     def first_state(self, theta: Vector) -> State:

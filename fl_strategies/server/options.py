@@ -15,6 +15,7 @@ from fl_strategies.core.schedules import shown
 from fl_strategies.core.spelling import listed, meant, unknown
 from fl_strategies.messages.wire import MAX_SAMPLES
 from fl_strategies.parts.combine import Combine
+from fl_strategies.parts.regularizer import Regularizer
 from fl_strategies.parts.selection import Selection
 from fl_strategies.parts.server_step import ServerStep
 from fl_strategies.server.callbacks import Callback
@@ -258,6 +259,12 @@ class Options(Declared):
         type_name="combining part of `fl_strategies.parts`",
         accepts=lambda part: isinstance(part, Combine),
         about="What takes the place of the weighted mean of the uploads: `combine=Median()`.",
+    )
+    regularizer: Regularizer | None = option(
+        default=None,
+        type_name="penalty of `fl_strategies.parts`",
+        accepts=lambda part: isinstance(part, Regularizer),
+        about="A penalty on the global model, by a proximal step: `regularizer=L1(weight=0.01)`.",
     )
     server_step: ServerStep | None = option(
         default=None,

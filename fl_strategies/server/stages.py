@@ -1,6 +1,6 @@
 """The parts at their stages of a round: checks when a strategy is built, and what they compute.
 
-    select -> send -> [clients] -> read -> combine -> aggregate -> step
+    select -> send -> [clients] -> read -> combine -> aggregate -> regularize -> step
 
 A part's state stands, by its stage, next to the algorithm's state: ``{"server-step": State(...)}``.
 """
@@ -42,7 +42,7 @@ class Stepped(NamedTuple):
 
 def parts_of(algorithm: Algorithm) -> list[Part]:
     """Return the parts around the algorithm, in the order of a round."""
-    given = (algorithm.selection, algorithm.combine, algorithm.server_step)
+    given = (algorithm.selection, algorithm.combine, algorithm.regularizer, algorithm.server_step)
     return [part for part in given if isinstance(part, Part)]
 
 
@@ -168,6 +168,10 @@ def stepped(
     uploads: Sequence[Upload],
 ) -> Stepped:
     """Return the next model from the one that the rule ``aggregated`` [d]."""
+    if algorithm.regularizer is not None:
+        rate = algorithm.proximal_rate(round.number)
+        assert rate is not None
+        aggregated = algorithm.regularizer.prox(aggregated, rate)
     part = algorithm.server_step
     if part is None:
         return Stepped(aggregated, {**states})
