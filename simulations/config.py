@@ -136,15 +136,7 @@ class RunConfig:
         if wrong := sorted(config.keys() - known.keys()):
             said = f"unknown run-config keys {unknown(wrong, known)}"
             raise ValueError(f"{said}; known: {listed(sorted(known))}")
-        values: dict[str, Any] = {}
-        for name, value in config.items():
-            kind: type = type(getattr(cls, known[name].name))
-            accepted = (int, float) if kind is float else kind
-            if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-                raise ValueError(f"{name} must be of type {kind.__name__}, got {shown(value)}")
-            if kind in (int, float):
-                check(name, config[name])
-            values[known[name].name] = kind(value)
+        values = {known[name].name: cls.typed(name, value) for name, value in config.items()}
         try:
             return cls(**values).completed()
         except ValueError as error:  # maybe the algorithm's, of its own names
@@ -153,6 +145,17 @@ class RunConfig:
                 if its_field.name not in texts:  # what was given is told as it was given
                     error.args = (re.sub(rf"\b{its_field.name}\b", name, str(error)),)
             raise
+
+    @classmethod
+    def typed(cls, name: str, value: Any) -> Any:
+        """Return a key's value in the key's type; raise ``ValueError`` for one of another type."""
+        kind: type = type(getattr(cls, name.replace("-", "_")))
+        accepted = (int, float) if kind is float else kind
+        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"{name} must be of type {kind.__name__}, got {shown(value)}")
+        if kind in (int, float):
+            check(name, value)  # type: ignore[arg-type]
+        return kind(value)
 
     def completed(self) -> RunConfig:
         """Fill in the defaults of the data set and algorithm; return the checked config."""
@@ -243,7 +246,7 @@ class RunConfig:
 
     def local(self) -> dict[str, Any]:
         """Return the local settings that the algorithm uses, as strategies send them."""
-        settings, unused = self._settings(), self._unused()
+        settings, unused = self._settings(), self.unused()
         return {name: value for name, value in settings.items() if name not in unused}
 
     def _settings(self) -> dict[str, Any]:
@@ -254,7 +257,7 @@ class RunConfig:
                 del found[name]
         return found | {"random-epochs": self.random_epochs == "true"}
 
-    def _unused(self) -> dict[str, str]:
+    def unused(self) -> dict[str, str]:
         """Return the local settings that the algorithm cannot use, each with the reason."""
         settings = self._settings()
         if not STRATEGIES[self.algorithm].uses_local:
@@ -270,7 +273,7 @@ class RunConfig:
 
         usual = {key.name: key.default for key in fields(self)}
         usual |= defaults(self.algorithm, self.dataset)
-        why = {name.replace("-", "_"): reason for name, reason in self._unused().items()}
+        why = {name.replace("-", "_"): reason for name, reason in self.unused().items()}
         if "lr" in why:
             why["lr_decay"] = why["lr"]
         if given := {name: value for name in why if (value := getattr(self, name)) != usual[name]}:

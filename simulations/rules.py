@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,55 @@ def parse_rule(name: str) -> tuple[str, dict[str, str]]:
     return algorithm, parts
 
 
+def given_to(
+    known: Mapping[str, Sequence[str]],
+    *,
+    items: Sequence[str],
+    read: Callable[[str], Mapping[str, Any]],
+    option: str,
+    parts: Collection[str] = (),
+) -> dict[str, dict[str, Any]]:
+    """Return what ``items`` of ``option`` give each rule of ``known`` and each of its ``parts``.
+
+    "name=value", of which ``read`` makes a value by its name, goes to every rule that has the name,
+    but for those that "rule.name=value" gives another; "adam.name=value" goes to this part. Raises
+    ``ValueError`` for a name that none has, and for a name that is given twice.
+    """
+    owned = {**known, **{name: [*PARTS[name].declarations] for name in parts}}
+    shared: dict[str, dict[str, Any]] = {rule: {} for rule in known}
+    own: dict[str, dict[str, Any]] = {owner: {} for owner in owned}
+    for item in items:
+        owner, dot, _ = item.partition("=")[0].rpartition(".")
+        if dot and owner not in owned:
+            said = unknown([owner], owned)
+            raise ValueError(
+                f"{option} {shown(item)}: no algorithm {said} here, which has {[*owned]}"
+            )
+        asked = {owner: owned[owner]} if dot else known
+        for name, value in read(item[len(owner) + 1 :] if dot else item).items():
+            takers = [taker for taker, names in asked.items() if name in names]
+            if not takers:
+                names = sorted({name for names in asked.values() for name in names})
+                raise ValueError(
+                    f"{option}: no algorithm here has the hyperparameter"
+                    f" {unknown([name], names)}; they have {listed(names)}"
+                )
+            for taker in takers:
+                given = (own if dot else shared)[taker]
+                if name in given:
+                    raise ValueError(f"{option} {shown(item)} gives {taker} a second {name}")
+                given[name] = value
+    return {owner: shared.get(owner, {}) | own[owner] for owner in owned}
+
+
 def configs_for(
     rules: Sequence[str], params: Sequence[str], common: dict[str, Any], folder: Path
 ) -> list[RunConfig]:
     """Return one checked config per rule, before anything runs.
 
-    A rule is an algorithm, or one with parts: "fedprox+adam". Each of ``params``, "name=value",
-    goes to every algorithm that has the hyperparameter, but for those that "rule.name=value" gives
-    another; "adam.name=value" goes to this part of all rules that have it. A hyperparameter that no
-    algorithm has is refused, and so are local settings that none uses; an algorithm that alone has
-    no use for them does not get them.
+    A rule is an algorithm, or one with parts: "fedprox+adam". ``params`` are given to those that
+    have them (:func:`given_to`). Local settings that none uses are refused; an algorithm that alone
+    has no use for them does not get them.
     """
     parsed_rules = {rule: parse_rule(rule) for rule in rules}
     if wrong := sorted({algorithm for algorithm, _ in parsed_rules.values()} - STRATEGIES.keys()):
@@ -51,27 +90,7 @@ def configs_for(
         raise ValueError(f"each algorithm once, got {list(rules)}")
     known = {rule: hyperparameters_of(algorithm) for rule, (algorithm, _) in parsed_rules.items()}
     used = {name for _, parts in parsed_rules.values() for name in parts.values()}
-    owned = known | {name: [*PARTS[name].declarations] for name in used}
-    shared: dict[str, dict[str, Any]] = {rule: {} for rule in rules}
-    own: dict[str, dict[str, Any]] = {owner: {} for owner in owned}
-    for item in params:
-        owner, dot, _ = item.partition("=")[0].rpartition(".")
-        if dot and owner not in owned:
-            said = unknown([owner], owned)
-            raise ValueError(f"param {shown(item)}: no algorithm {said} here, which has {[*owned]}")
-        asked = {owner: owned[owner]} if dot else known
-        for name, value in parse_params(item[len(owner) + 1 :] if dot else item).items():
-            takers = [taker for taker, names in asked.items() if name in names]
-            if not takers:
-                said = unknown([name], sorted({n for names in asked.values() for n in names}))
-                raise ValueError(
-                    f"no algorithm here has the hyperparameter {said}; they have {asked}"
-                )
-            for taker in takers:
-                given = (own if dot else shared)[taker]
-                if name in given:
-                    raise ValueError(f"param {shown(item)} gives {taker} a second {name}")
-                given[name] = value
+    given = given_to(known, items=params, read=parse_params, option="param", parts=used)
     keeps = any(CLIENTS[algorithm].state_type is not None for algorithm, _ in parsed_rules.values())
     if not keeps and (states := common.get("state-dir")):
         raise ValueError(f"state-dir is {shown(states)}, and no clients here keep a state")
@@ -79,10 +98,10 @@ def configs_for(
     def parsed(rule: str, settings: Mapping[str, Any]) -> RunConfig:
         algorithm, parts = parsed_rules[rule]
         texts = {
-            stage.replace("_", "-"): f"{name} {format_params(own[name])}".strip()
+            stage.replace("_", "-"): f"{name} {format_params(given[name])}".strip()
             for stage, name in parts.items()
         }
-        params = format_params(shared[rule] | own[rule])
+        params = format_params(given[rule])
         about = {"algorithm": algorithm, "params": params, "output": str(folder / rule)}
         return RunConfig.parse({**settings, **texts, **about})
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,11 @@ from simulations import defaults
 from simulations.config import RunConfig
 from simulations.figures import read_history
 from simulations.lab import board, board_page, flower_server, measured
-from simulations.lab.cells import finished
 from simulations.lab.published import BOARD
 from simulations.lab.reproduce import main
+from simulations.lab.runs import finished, run_one
 from simulations.lab.settings import Rule, Setting
-from simulations.lab.studies import STUDIES
+from simulations.lab.tuning import with_values
 
 SETTINGS = [setting for settings in BOARD.values() for setting in settings]
 
@@ -58,8 +57,8 @@ def test_a_figure_of_clients_needs_clients_that_evaluate(tmp_path: Path) -> None
 SMALL = {"dataset": "digits", "clients": 4, "rounds": 2, "fraction": 1.0, "epochs": 1}
 TUNES = Setting(
     "tunes", "One", "final_accuracy", "new",
-    {"new": Rule("fedavg", config={"lr": 0.3}, rates=()), "old": Rule("fedprox")},
-    {}, SMALL, rates=(0.01, 0.5), seeds=(1, 2),
+    {"new": Rule("fedavg", config={"lr": 0.3}, tune={}), "old": Rule("fedprox")},
+    {}, SMALL, tune={"lr": (0.01, 0.5)}, seeds=(1, 2),
 )  # fmt: skip
 TUNED = TUNES._replace(name="tuned", where="Two", config=SMALL | {"epochs": 2}, tuned_by=TUNES)
 
@@ -71,9 +70,9 @@ def test_settings_share_a_choice_of_learning_rates_and_pay_for_it_once(tmp_path:
         "old-lr0.01", "old-lr0.5",
     }  # fmt: skip
     first, second = (board.found(setting, tmp_path, [TUNES]) for setting in (TUNES, TUNED))
-    rates = [{row.rule: row.lr for row in one.rows} for one in (first, second)]
+    rates = [{row.rule: row.chosen for row in one.rows} for one in (first, second)]
     assert rates[0] == rates[1]
-    assert rates[0]["new"] == 0.3
+    assert rates[0]["new"] == "0.3"
     spent = sum(json.loads(path.read_text())["seconds"] for path in tmp_path.rglob("summary.json"))
     assert sum(row.seconds for one in (first, second) for row in one.rows) == pytest.approx(spent)
 
@@ -81,11 +80,11 @@ def test_settings_share_a_choice_of_learning_rates_and_pay_for_it_once(tmp_path:
 def test_a_rate_with_which_all_clients_diverge_is_not_chosen_and_stops_nothing(
     tmp_path: Path,
 ) -> None:
-    rules = {"new": Rule("fedavg"), "old": Rule("fedprox", rates=(1e38,))}
-    setting = TUNES._replace(rules=rules, config=SMALL | {"rounds": 4}, rates=(0.1, 1e38))
+    rules = {"new": Rule("fedavg"), "old": Rule("fedprox", tune={"lr": (1e38,)})}
+    setting = TUNES._replace(rules=rules, config=SMALL | {"rounds": 4}, tune={"lr": (0.1, 1e38)})
     board.run([setting], tmp_path, quiet=True)
     found = board.found(setting, tmp_path)
-    assert [(row.lr, len(row.values)) for row in found.rows] == [(0.1, 2), (1e38, 2)]
+    assert [(row.chosen, len(row.values)) for row in found.rows] == [("0.1", 2), ("1e+38", 2)]
     cause = "no reply of 3 rounds in a row was usable: 4 clients [0, 1, 2, 3]: array"
     assert found.rows[1].ended[0].startswith(f"seed 1: {cause}")
     assert f"old ended early with seed 1: {cause}" in board_page.markdown([found], "command")
@@ -99,7 +98,7 @@ def test_a_run_that_fails_is_told_at_the_end_and_stops_no_other_setting(
     def run_one(config: RunConfig, server: str = "", **others: Any) -> None:
         if "tunes" in config.output and config.algorithm == "fedprox":
             raise OSError("the disk is full")
-        plain(config, server, **others)
+        plain(config, server=server, **others)
 
     monkeypatch.setattr(board, "run_one", run_one)
     other = TUNES._replace(name="other")
@@ -113,7 +112,7 @@ def test_a_run_that_fails_is_told_at_the_end_and_stops_no_other_setting(
 
 def test_settings_that_share_runs_read_other_figures_of_them(tmp_path: Path) -> None:
     own = SMALL | {"local-test": 0.3, "fraction-evaluate": 1.0}
-    accuracy = TUNES._replace(config=own, rates=(), runs_in=TUNES)
+    accuracy = TUNES._replace(config=own, tune={}, runs_in=TUNES)
     more = {**TUNES.rules, "more": Rule("fedavg", {"weights": "uniform"})}
     variance = accuracy._replace(name="variance", figure="variance", rules=more)
     board.run([accuracy, variance], tmp_path, quiet=True)
@@ -137,7 +136,7 @@ def test_flowers_server_of_fedavg_gives_the_model_of_our_fedavg(
     made = {}
     for name, server in (("ours", ""), ("flowers", "flowers-fedavg"), ("again", "flowers-fedavg")):
         config = RunConfig.parse(settings | {"evaluate-every": 2, "output": str(tmp_path / name)})
-        board.run_one(config, server, quiet=True)
+        run_one(config, server=server, quiet=True)
         assert finished(config)
         made[name] = (measured.summary(config), read_history(tmp_path / name / "history.jsonl"))
     (_, history), (flowers, flowers_history), (again, _) = made.values()
@@ -152,7 +151,7 @@ def test_flowers_server_of_fedavg_gives_the_model_of_our_fedavg(
 def test_flowers_server_takes_fedavgs_clients_alone(tmp_path: Path) -> None:
     config = RunConfig.parse(SMALL | {"algorithm": "fedprox", "output": str(tmp_path)})
     with pytest.raises(ValueError, match="fedadam takes the clients of fedavg, got fedprox"):
-        board.run_one(config, "fedadam")
+        run_one(config, server="fedadam")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +167,7 @@ def test_what_flowers_server_would_not_follow_is_refused(
 ) -> None:
     settings = SMALL | {"algorithm": "fedavg", key: value, "output": str(tmp_path)}
     with pytest.raises(ValueError, match=f"fedadam does not follow {said}"):
-        board.run_one(RunConfig.parse(settings), "fedadam")
+        run_one(RunConfig.parse(settings), server="fedadam")
 
 
 def test_a_client_that_fails_under_flowers_server_ends_the_run(
@@ -182,7 +181,7 @@ def test_a_client_that_fails_under_flowers_server_ends_the_run(
     monkeypatch.setattr(FederatedClient, "steps_made", broken)
     config = RunConfig.parse(SMALL | {"algorithm": "fedavg", "output": str(tmp_path)})
     with pytest.raises(RuntimeError, match=r"a client failed: .*the disk is full"):
-        board.run_one(config, "fedadam")
+        run_one(config, server="fedadam")
     assert not finished(config)
 
 
@@ -191,7 +190,7 @@ def test_every_setting_is_one_that_runs(setting: Setting, tmp_path: Path) -> Non
     assert setting.published.keys() <= setting.rules.keys()
     assert setting.ours in ("", *(setting.published or setting.rules))
     for rule in setting.rules:
-        config = board.placed(setting, rule, rule, tmp_path)
+        config = board.placed(setting, tmp_path, rule, rule)
         assert config.rounds == setting.horizon
     names = [one.name for one in SETTINGS]
     assert len(set(names)) == len(names)
@@ -203,17 +202,16 @@ def test_studies_leave_nothing_to_the_defaults_of_an_algorithm(
     """By default FedAvg has momentum on MNIST: rules that are compared would differ unseen."""
 
     def of(setting: Setting, rule: str) -> RunConfig:
-        rates = setting.rules[rule].rates
-        tuned = setting.rates if rates is None else rates
-        config = board.placed(setting, rule, rule, tmp_path)
-        return replace(config, lr=1.0) if tuned else config
+        space = setting.rules[rule].tune
+        space = setting.tune if space is None else space
+        config = board.placed(setting, tmp_path, rule, rule)
+        return with_values(config, {name: values[0] for name, values in space.items()})
 
     def runs() -> dict[str, Any]:
-        cells = {cell.name: cell.settings(tmp_path) for of in STUDIES.values() for cell in of()}
         rules = {f"{one.name}-{rule}": of(one, rule) for one in SETTINGS for rule in one.rules}
         return {
             name: (config.fraction, parse_params(config.params), config.local())
-            for name, config in {**cells, **rules}.items()
+            for name, config in rules.items()
         }
 
     as_they_are = runs()
@@ -223,7 +221,7 @@ def test_studies_leave_nothing_to_the_defaults_of_an_algorithm(
 
 @pytest.mark.parametrize(
     "study",
-    ["fedbc", *(pytest.param(name, marks=pytest.mark.slow) for name in BOARD if name != "fedbc")],
+    ["fedpd-fig2", *(pytest.param(n, marks=pytest.mark.slow) for n in BOARD if n != "fedpd-fig2")],
 )
 def test_the_shrunk_board_runs_is_written_and_resumes(
     study: str, tmp_path: Path, datasets_folder: Path, capsys: pytest.CaptureFixture[str]
@@ -254,24 +252,6 @@ def test_the_shrunk_board_runs_is_written_and_resumes(
     main(command)
     assert "runs done" not in capsys.readouterr().out
     assert (folder / "board.md").read_text() == text
-
-
-@pytest.mark.parametrize(
-    "study", ["fedpd-fig2", *(pytest.param(n, marks=pytest.mark.slow) for n in STUDIES)]
-)
-def test_a_shrunk_study_of_cells_runs_and_resumes(
-    study: str, tmp_path: Path, datasets_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = [study, "--quick", "--quiet", "--output", str(tmp_path)]
-    main(command)
-    text = (tmp_path / "quick/table.md").read_text()
-    for cell in STUDIES[study]()[:2]:
-        assert json.loads((tmp_path / "quick" / cell.name / "summary.json").read_text())["finished"]
-    assert "not run" not in text
-    assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1
-    capsys.readouterr()
-    main(command)
-    assert "2 of 2 runs were finished before" in capsys.readouterr().out
 
 
 def test_two_studies_do_not_write_one_folder(

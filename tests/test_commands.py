@@ -154,7 +154,7 @@ def test_what_is_missing_is_named(command: str, run: Run) -> None:
         ),
         ("fairness", [], "is no results folder: it has no history.jsonl"),
         ("load", ["more"], "unrecognized arguments: more"),
-        ("reproduce", ["--rules", "fedpd"], "--rules fedpd is of the board"),
+        ("reproduce", ["--rules", "fedadm"], "no rule fedadm; rules: authors, fedavg, "),
         ("reproduce", ["--jobs", "0"], "jobs must be >= 1, got 0"),
         ("reproduce", ["--output", "/proc/x"], "the results folder /proc/x cannot be written"),
     ],

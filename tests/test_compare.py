@@ -18,9 +18,10 @@ from simulations.config import RunConfig, hyperparameter_defaults, hyperparamete
 from simulations.experiment import run_in_process
 from simulations.figures import draw_curves, panels_by_line
 from simulations.lab.compare import main
+from simulations.lab.tuning import score
 from simulations.problems import dataset, parts, problem, validation_rows
 from simulations.rules import configs_for
-from simulations.tables import algorithm_row, curve, markdown, run_figures, score, tuned
+from simulations.tables import algorithm_row, curve, markdown, run_figures
 
 COUNTED = ("final_accuracy", "best_accuracy", "rounds_to_target", "bytes_up", "model_sha256")
 
@@ -154,37 +155,13 @@ def test_panels_fill_their_lines(count: int) -> None:
 # ---- tuning -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("scores", "chosen", "remark"),
-    [
-        ({1.0: 0.5, 0.01: 0.2, 0.1: 0.7}, 0.1, ""),
-        ({1.0: 0.5, 0.01: 0.2, 0.1: 0.5, 3.0: 0.1}, 0.1, ""),
-        (
-            {1.0: 0.5, 0.01: 0.9, 0.1: 0.7},
-            0.01,
-            "the smallest of the grid: a smaller rate may be better",
-        ),
-        (
-            {1.0: 0.8, 0.01: 0.2, 0.1: 0.7},
-            1.0,
-            "the largest of the grid: a larger rate may be better",
-        ),
-        ({1.0: 0.5, 0.01: 0.5}, 0.01, "all rates have the same score"),
-    ],
-)
-def test_the_best_rate_is_chosen_the_smaller_of_equals_and_ends_of_the_grid_are_named(
-    scores: dict[float, float], chosen: float, remark: str
-) -> None:
-    rows = tuned("fedavg", scores)
-    assert [row["lr"] for row in rows] == sorted(scores)
-    assert [(row["lr"], row["remark"]) for row in rows if row["chosen"]] == [(chosen, remark)]
-    assert not any(row["remark"] for row in rows if not row["chosen"])
-
-
 def test_a_score_is_the_mean_over_the_last_fifth_of_the_rounds(tmp_path: Path) -> None:
     accuracies = [0.1 * n**0.5 for n in range(13)]
+    (tmp_path / "summary.json").write_text('{"given_up": ""}')
     assert score(made(tmp_path, accuracies)) == pytest.approx(np.mean(accuracies[-3:]))
     assert score(made(tmp_path, accuracies[:2])) == pytest.approx(accuracies[1])
+    (tmp_path / "summary.json").write_text('{"given_up": "all clients diverged"}')
+    assert score(made(tmp_path, accuracies)) == 0.0
 
 
 @pytest.mark.parametrize("pooled", [False, True])
@@ -215,14 +192,14 @@ def test_validation_that_holds_out_nothing_is_refused() -> None:
 def test_seeds_and_rates_are_those_of_single_runs_and_all_tables_agree(tmp_path: Path) -> None:
     line = "--algorithms fedavg,fedpd --param fedpd.p=0.5 --rounds 3"
     evaluated = "--fraction-evaluate 1 --local-test 0.2"
-    several = compare(tmp_path / "all", f"{line} {evaluated} --seeds 3,2 --tune-lr 0.2,0.005")
+    several = compare(tmp_path / "all", f"{line} {evaluated} --seeds 3,2 --tune lr=0.2,0.005")
     tuning = json.loads((tmp_path / "all/tuning.json").read_text())
     chosen = {row["algorithm"]: row["lr"] for row in tuning if row["chosen"]}
     assert [(s["algorithm"], s["seed"]) for s in several] == [
         ("fedavg", 3), ("fedavg", 2), ("fedpd", 3), ("fedpd", 2)]  # fmt: skip
     assert [s["lr"] for s in several] == [chosen[s["algorithm"]] for s in several]
     for trial in tuning:
-        folder = tmp_path / f"all/tuning/{trial['algorithm']}-lr{trial['lr']}"
+        folder = tmp_path / f"all/tuning/{trial['algorithm']}-lr{trial['lr']:g}"
         config = json.loads((folder / "config.json").read_text())
         assert (config["seed"], config["validation"]) == (3, 0.2)
         assert trial["score"] == score(RunConfig(**config))
@@ -252,7 +229,7 @@ def test_compare_gives_each_hyperparameter_to_the_algorithms_that_have_it(tmp_pa
     assert parse_params(avg.params) == {"weights": "uniform"}
     assert parse_params(prox.params) == {"mu": 0.3, "weights": "uniform"}
     assert parse_params(admm.params)["rho"] == 0.2
-    with pytest.raises(ValueError, match="no algorithm here has the hyperparameter 'sigma'"):
+    with pytest.raises(ValueError, match="param: no algorithm here has the hyperparameter 'sigma'"):
         configs_for(["fedavg"], ["sigma=1"], {}, tmp_path)
     for given, message in (
         (["fedadm.rho=1"], r"no algorithm 'fedadm' \(did you mean 'fedadmm'\?\) here"),

@@ -20,10 +20,10 @@ from trials import ROOT
 
 from simulations.config import RunConfig
 from simulations.experiment import run_in_process
-from simulations.lab import compare as compare_module
-from simulations.lab import reproduce, studies
-from simulations.lab.cells import finished, run_cells
+from simulations.lab import published, reproduce, runs
 from simulations.lab.compare import main
+from simulations.lab.runs import finished, run_all
+from simulations.lab.settings import Rule, Setting
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(Path(config.output).name)
         run_in_process(config, **options)
 
-    monkeypatch.setattr(compare_module, "run_in_process", spy)
+    monkeypatch.setattr(runs, "run_in_process", spy)
     return names
 
 
@@ -126,7 +126,7 @@ def test_a_cell_that_fails_leaves_the_others_and_is_named(
     with pytest.raises(
         RuntimeError, match=r"1 of 2 runs failed: bad \(OSError: no space left\)"
     ) as caught:
-        run_cells({configs[0]: boom, configs[1]: lambda: ran.append("good")})
+        run_all({configs[0]: boom, configs[1]: lambda: ran.append("good")})
     assert isinstance(caught.value.__cause__, OSError)
     assert ran == ["good"]
     assert "bad failed: OSError: no space left" in capsys.readouterr().out
@@ -135,7 +135,7 @@ def test_a_cell_that_fails_leaves_the_others_and_is_named(
 def test_a_comparison_whose_runs_all_fail_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compare_module, "run_in_process", lambda config, **_: boom())
+    monkeypatch.setattr(runs, "run_in_process", lambda config, **_: boom())
     with pytest.raises(SystemExit) as stop:
         compare(tmp_path, "--algorithms fedavg --seeds 1,2")
     assert stop.value.code == 1
@@ -153,7 +153,7 @@ def test_a_rate_that_diverges_ends_its_run_alone_and_is_named(
 ) -> None:
     """The first round is usable; afterwards no reply is finite."""
     common = "--algorithms fedavg --model logistic --batch-size 0 --rounds 9"
-    compare(tmp_path, f"{common} --tune-lr 0.1,1e36")
+    compare(tmp_path, f"{common} --tune lr=0.1,1e36")
     said = capsys.readouterr().out
     assert re.search(r"fedavg-lr1e\+36 ended early: no reply of 3 rounds in a row was usable", said)
     (summary,) = json.loads((tmp_path / "summary.json").read_text())
@@ -170,7 +170,7 @@ def test_ctrl_c_in_one_process_keeps_what_is_finished_in_the_tables(
             raise KeyboardInterrupt
         run_in_process(config, **options)
 
-    monkeypatch.setattr(compare_module, "run_in_process", until)
+    monkeypatch.setattr(runs, "run_in_process", until)
     with pytest.raises(SystemExit) as stop:
         compare(tmp_path, "--algorithms fedavg,fedprox")
     assert stop.value.code == 130
@@ -230,24 +230,24 @@ def group_lives(group: int) -> bool:
     return True
 
 
-def test_a_study_goes_on_from_its_folders(
+def test_a_study_continues_from_its_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = {"algorithm": "fedavg", "clients": 5, "rounds": 2, "epochs": 1}
-    cells = [studies.Cell(f"lr{lr}", base | {"lr": lr}, None) for lr in (0.1, 0.2)]
-    monkeypatch.setitem(studies.STUDIES, "fedpd-fig2", lambda: cells)
+    config = {"dataset": "digits", "clients": 5, "rounds": 2, "epochs": 1, "fraction": 1.0}
+    rules = {f"lr{lr}": Rule("fedavg", config={"lr": lr}) for lr in (0.1, 0.2)}
+    setting = Setting("one", "One", "final_accuracy", "lr0.1", rules, {}, config, seeds=(1, 2))
+    monkeypatch.setitem(published.BOARD, "fedpd-fig2", [setting])
     command = ["fedpd-fig2", "--output", str(tmp_path)]
-    reproduce.main([*command, "--only", "lr0.1"])
-    stamp = (tmp_path / "lr0.1/summary.json").stat().st_mtime_ns
-    assert not (tmp_path / "lr0.2").exists()
+    reproduce.main([*command, "--rules", "lr0.1"])
+    stamp = (tmp_path / "one/lr0.1-seed1/summary.json").stat().st_mtime_ns
+    assert not (tmp_path / "one/lr0.2-seed1").exists()
     capsys.readouterr()
     reproduce.main(command)
     out = capsys.readouterr().out
-    assert "1 of 2 runs were finished before" in out
-    assert "lr0.2 round 2/2" in out
-    assert (tmp_path / "lr0.1/summary.json").stat().st_mtime_ns == stamp
-    assert out.rstrip().endswith((tmp_path / "table.md").read_text().rstrip())
-    assert [line.split(" | ")[0] for line in out.splitlines()[-3:-1]] == ["| lr0.1", "| lr0.2"]
+    assert "2 of 4 runs were finished before" in out
+    assert "lr0.2-seed2 round 2/2" in out
+    assert (tmp_path / "one/lr0.1-seed1/summary.json").stat().st_mtime_ns == stamp
+    assert out.rstrip().endswith((tmp_path / "board.md").read_text().rstrip())
 
 
 @pytest.mark.parametrize(
@@ -257,18 +257,28 @@ def test_a_study_goes_on_from_its_folders(
         ("--seeds 1,x", "numbers with commas, got '1,x'"),
         ("--seeds 1,-2", "seed must be >= 0 and <= 9.22337e+18, got -2"),
         ("--seed 1 --seeds 2,3", "either --seed or --seeds"),
-        ("--lr 0.1 --tune-lr 0.1,1", "either --lr or --tune-lr"),
-        ("--tune-lr 0.1,0.10", "each number once, got '0.1,0.10'"),
-        ("--tune-lr 0.1", "tune-lr needs at least two rates, got 0.1"),
-        ("--tune-lr 0,0.1", "lr must be > 0, got 0"),
-        ("--tune-lr nan,0.1", "lr must be "),
-        ("--tune-lr 0.1,1 --tune-share 1", "tune-share must be > 0 and < 1, got 1"),
-        ("--tune-lr 0.1,1 --validation 0.1", "tune-lr holds out training samples itself"),
+        ("--lr 0.1 --tune lr=0.1,1", "either a value of lr or --tune lr"),
+        ("--tune lr=0.1,0.10", "each value once, got 'lr=0.1,0.10'"),
+        ("--tune lr=0.1", "lr needs at least two values, got 'lr=0.1'"),
+        ("--tune lr=0,0.1", "lr must be > 0, got 0"),
+        ("--tune lr=nan,0.1", "lr must be "),
+        ("--tune lr=0.1,1 --tune-share 1", "tune-share must be > 0 and < 1, got 1"),
+        ("--tune lr=0.1,1 --validation 0.1", "tune holds out training samples itself"),
         ("--validation 1", "validation must be >= 0 and < 1, got 1"),
         ("--local-test 1.2", "local-test must be >= 0 and < 1, got 1.2"),
-        ("--tune-share 0.3", "--tune-share is for --tune-lr"),
+        ("--tune-share 0.3", "--tune-share is for --tune"),
+        ("--trials 3", "--trials is for --tune"),
+        ("--tuner optuna", "--tuner is for --tune"),
+        ("--trials 0 --tune lr=0.1,1", "--trials must be >= 1, got 0"),
+        ("--tune batch-size=1,2.5", "batch_size must be of type int, got 2.5"),
+        ("--tune weights=uniform,none", "weights must be one of "),
+        ("--tune rho=0.1,1", "tune: no algorithm here has the hyperparameter 'rho'"),
+        ("--tune momentun=0,0.5", "'momentun' (did you mean 'momentum'?)"),
+        ("--tune fedavgg.lr=0.1,1", "no algorithm 'fedavgg' (did you mean 'fedavg'?)"),
+        ("--tune lr", "an option is given as name=value, got 'lr='"),
+        ("--param weights=uniform --tune weights=uniform,samples", "either a value of weights or"),
         ("--workers 2", "--workers is for --engine ray; in-process has --jobs"),
-        ("--tune-lr -1,1", "lr must be > 0, got -1.0"),
+        ("--tune lr=-1,1", "lr must be > 0, got -1"),
         ("--algorithms fedavg,", "--algorithms has an empty name, got 'fedavg,'"),
         ("--param rho", "an option is given as name=value, got 'rho'"),
         ("--jobs 0", "--jobs must be >= 1, got 0"),

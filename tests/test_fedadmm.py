@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,8 +29,6 @@ from clients import LocalTraining
 from clients.node.in_process import InProcessGrid
 from fl_strategies import FedADMM, FedAvg, FedProx, fedadmm, fedavg, fedprox
 from fl_strategies.core.randomness import stream
-from simulations.lab.reproduce import fedadmm_table
-from simulations.lab.studies import fedadmm_mnist
 
 strategy = partial(quiet, FedADMM, rho=0.5)
 
@@ -295,23 +291,3 @@ def test_state_in_a_directory_gives_the_same_model_as_in_the_context(tmp_path: A
         train(full_first(), InProcessGrid(app, 4, fault=drop(0.3, after=1)), 8),
         train(full_first(), grid(problems, fault=drop(0.3, after=1)), 8),
     )
-
-
-def test_the_studys_table_has_rounds_to_the_target_or_what_became_of_a_cell(tmp_path: Path) -> None:
-    cells = [c for c in fedadmm_mnist() if c.name.startswith("fedavg-iid-cnn1-momentum0.5")]
-    outcomes = [
-        {"finished": True, "rounds_to_target": 7, "best_accuracy": 0.971, "rounds": 7},
-        {"finished": True, "rounds_to_target": None, "best_accuracy": 0.5, "rounds": 40},
-        {"finished": True, "rounds_to_target": None, "best_accuracy": 0.1, "rounds": 2},
-        {"finished": False},
-    ]
-    for cell, outcome in zip(cells, outcomes, strict=False):
-        (tmp_path / cell.name).mkdir()
-        (tmp_path / cell.name / "summary.json").write_text(json.dumps(outcome))
-        row = {"round": outcome.get("rounds"), "clients-used": 10 * (outcome.get("rounds") != 2)}
-        (tmp_path / cell.name / "history.jsonl").write_text(json.dumps(row) + "\n")
-    lines = fedadmm_table(cells, tmp_path).splitlines()
-    steps = [f"momentum 0.5, lr {lr}" for lr in (0.1, 0.2, 0.5)]
-    assert lines[2] == f"| rule | network | seed | {' | '.join(steps)} |"
-    assert lines[4] == "| fedavg | `cnn1` | 1 | **7** | 50.0 % (40) | diverged in round 2 |"
-    assert lines[5] == "| fedavg | `cnn1` | 2 |  | not run |  |"

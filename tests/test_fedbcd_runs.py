@@ -1,4 +1,4 @@
-"""FedBCD in the Flower App: defaults, comparison, results, the study."""
+"""FedBCD in the Flower App: defaults, comparison, results."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from safetensors.numpy import load_file
 from fl_strategies.core.settings_text import format_params, parse_params
 from simulations.config import RunConfig
 from simulations.lab.compare import main
-from simulations.lab.reproduce import run_cell, table
-from simulations.lab.studies import Cell, fedbcd_mnist
 from simulations.rules import configs_for
 
 
@@ -44,32 +42,3 @@ def test_no_box_survives_the_way_to_the_apps() -> None:
     assert parse_params(format_params({"box": None, "gamma": 4.0})) == {"box": None, "gamma": 4.0}
     config = RunConfig.parse({"algorithm": "fedbcd", "params": "box=none"})
     assert config.strategy().request(1, 0)["box"] == 0.0
-
-
-def test_every_cell_of_the_study_is_a_setting_that_runs() -> None:
-    cells = fedbcd_mnist()
-    assert len({cell.name for cell in cells}) == len(cells) == 24
-    for cell in cells:
-        config = RunConfig.parse(cell.config)
-        assert config.strategy().fraction_train in (0.3, 0.6)
-
-
-def test_the_studys_table_has_accuracies_own_accuracy_and_virtual_time(tmp_path: Path) -> None:
-    small = {"dataset": "digits", "clients": 20, "rounds": 2, "epochs": 1, "model": "logistic"}
-    cells = [
-        Cell(cell.name, cell.config | small, cell.patience, (1, 2))
-        for cell in fedbcd_mnist()
-        if cell.name in ("diversity6-active3-async-0.5", "diversity6-active3-sync-authors")
-    ]
-    for cell in cells:
-        run_cell(cell, tmp_path)
-    lines = table(cells, tmp_path).splitlines()
-    assert lines[0].endswith("| accuracy at 1 | accuracy at 2 | own accuracy | virtual s |")
-    assert len(lines) == 4
-    for cell, line in zip(cells, lines[2:], strict=True):
-        rows = (tmp_path / cell.name / "history.jsonl").read_text().splitlines()
-        last = json.loads(rows[-1])
-        shown = [text.strip() for text in line.strip("|").split("|")]
-        assert shown[6] == f"{100 * last['test-accuracy']:.2f} %"
-        assert shown[7] == f"{100 * last['own-accuracy']:.2f} %"
-        assert shown[8] == f"{last['virtual-seconds']:.0f}"

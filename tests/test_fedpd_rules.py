@@ -1,10 +1,7 @@
-"""FedPD's and FedPDVR's equations: fixed points, convergence, and the study of Fig. 2."""
+"""FedPD's and FedPDVR's equations: fixed points, convergence, and the problem of Fig. 2."""
 
 from __future__ import annotations
 
-import json
-import logging
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +16,6 @@ from fl_strategies import FedPDVR, fedpd, fedpd_vr, skipping
 from fl_strategies.core.subproblem import Subproblem
 from simulations import data, problems
 from simulations.config import RunConfig
-from simulations.lab.reproduce import run_cell, table
-from simulations.lab.studies import STUDIES, Cell
 from simulations.stationarity import stationarity
 
 # ---- the rules ---------------------------------------------------------------------------------
@@ -286,25 +281,6 @@ def test_weak_labels_are_random_and_strong_ones_follow_a_model_per_client() -> N
             assert low < ((x @ w > 0) == y).mean() <= high
     with pytest.raises(ValueError, match="samples must be an integer >= 1, got 0"):
         data.load(name, samples=0)
-
-
-def test_the_study_of_fig_2_runs_and_tables_the_gradient(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("flwr"), "level", logging.INFO)  # the study lowers it
-    cells = [
-        Cell(cell.name, cell.config | {"clients": 3, "rounds": 4}, cell.patience)
-        for cell in STUDIES["fedpd-fig2"]()
-        if cell.name.endswith("strong")
-    ]
-    for cell in cells:
-        run_cell(cell, tmp_path)
-        summary = json.loads((tmp_path / cell.name / "summary.json").read_text())
-        assert summary["finished"]
-        last = (tmp_path / cell.name / "history.jsonl").read_text().splitlines()[-1]
-        assert summary["gradient_norm2"] == json.loads(last)["gradient-norm2"] > 0
-        assert f"| {summary['gradient_norm2']:.1e} |" in table(cells, tmp_path)
-    assert len(cells) == 5
 
 
 def test_fedpd_asks_all_clients_by_default_on_every_data_set() -> None:

@@ -28,6 +28,7 @@ from simulations import client_app as flower_app
 from simulations import experiment, population, problems
 from simulations.config import RunConfig
 from simulations.lab import compare
+from simulations.lab.runs import run_one
 from simulations.lab.superlink import flwr_run, gpu_share
 
 # ---- shares of GPUs ---------------------------------------------------------------------------
@@ -54,7 +55,7 @@ def test_ray_gives_two_workers_on_two_gpus_one_each(tmp_path: Path) -> None:
         mock.patch.object(compare, "flwr_run", side_effect=lambda *a, **k: asked.update(k)),
     ):
         (config,) = compare.configs_for(["fedavg"], [], {"device": "cuda"}, tmp_path)
-        compare.run_cell(config, engine="ray", workers=2, verbose=False)
+        run_one(config, engine="ray", workers=2)
     done = subprocess.run(
         [sys.executable, "-c", WORKERS, str(asked["gpus"])],
         env={k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
@@ -90,7 +91,7 @@ with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as fold
 def test_without_a_gpu_none_is_asked_for(tmp_path: Path) -> None:
     with mock.patch.object(compare, "flwr_run") as started:
         (config,) = compare.configs_for(["fedavg"], [], {}, tmp_path)
-        compare.run_cell(config, engine="ray", workers=2, verbose=False)
+        run_one(config, engine="ray", workers=2)
     assert started.call_args.kwargs["gpus"] == 0.0
 
 

@@ -151,7 +151,7 @@ def test_a_quiet_run_shows_only_rounds_with_lost_clients(
 
 
 def compared(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
-    keys = "--algorithms fedavg,fedprox --clients 6 --rounds 3 --tune-lr 0.1,0.2"
+    keys = "--algorithms fedavg,fedprox --clients 6 --rounds 3 --tune lr=0.1,0.2"
     main([*keys.split(), "--output", str(tmp_path), *options])
     return capsys.readouterr().out.splitlines()
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from simulations import problems
+from simulations.config import RunConfig
 from simulations.generated import BUILT_IN
-from simulations.lab import board, compare, reproduce
+from simulations.lab import board, compare, experiments, reproduce
+from simulations.lab.experiments import Experiment
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *(ROOT / "simulations").glob("*.md")]
 PAGES += sorted((ROOT / "notebooks/pages").rglob("*.md"))
-STANDS_FOR = {"CHANGE": "epochs-5", "$RUN": "E1-data0-seed1-lr"}
+STANDS_FOR = {"CHANGE": "epochs-5"}
 
 
 def shown(program: str) -> list[str]:
@@ -33,8 +36,11 @@ def shown(program: str) -> list[str]:
 def test_a_study_of_a_page_has_the_cells_and_rules_that_are_named(
     arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reproduce, "run_cells", lambda cells, **options: None)
-    monkeypatch.setattr(board, "run_cells", lambda cells, **options: None)
+    def run_no_trials(experiment: Experiment, rules: Sequence[str] = ()) -> dict[RunConfig, str]:
+        return {}
+
+    monkeypatch.setattr(Experiment, "waiting", run_no_trials)
+    monkeypatch.setattr(experiments, "run_all", lambda work, **options: None)
     monkeypatch.setattr(board, "parts", lambda config: None)
     words = [STANDS_FOR.get(word, word) for word in shlex.split(arguments)]
     words[words.index("--output") + 1] = str(tmp_path)
@@ -64,6 +70,6 @@ def test_a_comparison_of_a_page_has_settings_that_fit_its_data(
     with pytest.raises(SystemExit):
         compare.main(words)
     (comparison,) = made
-    for config in comparison.configs:
+    for config in comparison.configs.values():
         if config.dataset in {*BUILT_IN, "mnist"}:
             assert len(problems.parts(config)) == config.clients

@@ -31,7 +31,6 @@ from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.proximity import Dual, State
 from fl_strategies.solvers import delta_sgd
 from simulations.lab.published import BOARD
-from simulations.lab.studies import STUDIES
 
 PAPERS = ("fedadmm", "fedpd", "fedbc", "per-fedbc", "fedbcd", "fedbcd-i", "fedbcd-async")
 every_form = pytest.mark.parametrize("form", ["paper", "authors"])
@@ -148,9 +147,6 @@ def test_fedbcds_server_steps_as_the_paper_and_the_authors_code_do(form: str) ->
 
 def measured() -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """Yield name, algorithm and hyperparameters of all that has a table."""
-    for study in STUDIES.values():
-        for cell in study():
-            yield cell.name, cell.config["algorithm"], parse_params(cell.config.get("params", ""))
     for setting in (one for settings in BOARD.values() for one in settings):
         for name, rule in setting.rules.items():
             yield f"{setting.name}, {name}", rule.algorithm, rule.params

@@ -47,7 +47,7 @@ def test_the_report_holds_tables_pictures_settings_and_the_command(report: Path)
     assert "<td>rho=0.1</td>" in text
     assert "rounds = 3" in text
     assert "python -m simulations.lab.compare --rounds 3" in text
-    assert "Learning rates" not in text
+    assert "Hyperparameters" not in text
 
 
 def test_the_report_asks_for_no_other_file(report: Path) -> None:

@@ -25,7 +25,7 @@ def rows(setting: Setting, new: tuple[float, ...], old: tuple[float, ...]) -> li
     """Rows with a reference that is best of all, which no verdict looks at."""
     best = 0.0 if setting.figure == "rounds_to_target" else 1.0
     values = {"new": new, "old": old, "all": (best,) * 3}
-    return [Row(name, setting.published.get(name), v, 0.1, 1.0) for name, v in values.items()]
+    return [Row(name, setting.published.get(name), v, "0.1", 1.0) for name, v in values.items()]
 
 
 @pytest.mark.parametrize("of_next", [False, True])
@@ -88,7 +88,7 @@ def test_a_paper_whose_rule_is_behind_by_its_own_numbers_is_reproduced_where_it_
         rules=setting.rules | third, published=setting.published | {"third": 0.7}
     )
     for value, verdict in ((0.7, "reproduced"), (0.8, "not"), (0.85, "not")):
-        between = [*behind, Row("third", 0.7, (value - 0.01, value, value + 0.01), None, 0.0)]
+        between = [*behind, Row("third", 0.7, (value - 0.01, value, value + 0.01), "", 0.0)]
         assert judge(setting, between).verdict == verdict
 
 
@@ -112,7 +112,7 @@ def test_while_a_counted_baseline_is_missing_only_what_it_cannot_change_is_said(
 def test_a_baseline_that_the_paper_does_not_have_leaves_the_published_order_alone() -> None:
     setting = ACCURACY._replace(rules=THREE)
     ran = rows(setting, (0.89, 0.90, 0.91), LOWER)
-    better = Row("third", None, (0.95, 0.96, 0.97), 0.1, 1.0)
+    better = Row("third", None, (0.95, 0.96, 0.97), "0.1", 1.0)
     assert judge(setting, ran).verdict == judge(setting, [*ran, better]).verdict == "reproduced"
 
 

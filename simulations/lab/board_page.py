@@ -10,9 +10,9 @@ from typing import Any
 
 from simulations.config import RunConfig
 from simulations.figures import PANELS, draw_curves, save, title
-from simulations.lab.board import SHARE
 from simulations.lab.measured import KINDS, summary
 from simulations.lab.settings import Setting
+from simulations.lab.tuning import Search
 from simulations.lab.verdicts import Interval, Judged, Row, interval
 from simulations.tables import AXES, FIGURES, curve, grid, run_figures
 
@@ -31,8 +31,8 @@ def records(board: Sequence[Judged]) -> list[dict[str, Any]]:
             "seeds": list(row.seeds),
             "interval": _ends(row.values),
             "prediction": _ends(row.values, of_next=True),
-            "lr": row.lr,
-            "rates tried": list(row.tried),
+            "chosen": row.chosen,
+            "tried": list(row.tried),
             "seconds": row.seconds,
             "ended early": list(row.ended),
             "best baseline": each.best,
@@ -83,7 +83,7 @@ def _section(each: Judged, command: str) -> str:
             about.append(_told(setting, row.values))
             about.append(_range(setting, row.values))
             about += [_less(each, row)] if setting.ours else []
-            about += [f"{row.lr:g}", str(len(row.values)), f"{row.seconds / 3600:.2f}"]
+            about += [row.chosen, str(len(row.values)), f"{row.seconds / 3600:.2f}"]
         rows.append([name, *about, *["-"] * (len(heads) - 1 - len(about))])
     verdict = f"Verdict: *{each.verdict}*."
     if each.difference is not None and not _any_missed(each):
@@ -94,15 +94,13 @@ def _section(each: Judged, command: str) -> str:
         )
     text = f"{title}\n{grid(heads, rows)}\n{verdict} `{command} --only {setting.name}`\n"
     notes = [f"{row.rule} ended early with {cause}" for row in each.rows for cause in row.ended]
-    if tried := [f"{row.rule} {_rates(row.tried)}" for row in each.rows if row.tried]:
+    if tried := [f"{row.rule} {', '.join(row.tried)}" for row in each.rows if row.tried]:
         seed = (setting.tuned_by or setting).seeds[0]
-        held_out = f"{100 * SHARE:g} % of each client's training samples, held out"
-        notes.append(f"Rates are chosen with seed {seed} on {held_out}, from: {'; '.join(tried)}")
+        held_out = f"{100 * Search().share:g} % of each client's training samples, held out"
+        notes.append(
+            f"Hyperparameters are chosen with seed {seed} on {held_out}, from: {'; '.join(tried)}"
+        )
     return text + "".join(f"\n{note}.\n" for note in notes)
-
-
-def _rates(tried: Sequence[float]) -> str:
-    return ", ".join(f"{rate:g}" for rate in tried)
 
 
 def _less(each: Judged, row: Row) -> str:
@@ -156,8 +154,8 @@ def _told(setting: Setting, values: Sequence[float]) -> str:
 
 
 def _plain(setting: Setting, value: float) -> str:
-    _, unit, sign, _ = KINDS[setting.figure]
-    return f"{unit * value:.1f}{sign}"
+    _, unit, sign, _, form = KINDS[setting.figure]
+    return f"{unit * value:{form}}{sign}"
 
 
 # ---- several settings side by side ---------------------------------------------------------------
@@ -166,8 +164,8 @@ def _plain(setting: Setting, value: float) -> str:
 def side_by_side(board: Sequence[Judged]) -> str:
     """Return one table of settings with the same rules: a column each, mean ± half the interval.
 
-    The learning rate is in brackets. The last line is the difference of the paper's rule to the
-    best baseline of the setting, in pairs, with the verdict.
+    The learning rate, and what else was tuned, is in brackets. The last line is the difference of
+    the paper's rule to the best baseline of the setting, in pairs, with the verdict.
     """
     columns = [{row.rule: row for row in each.rows} for each in board]
     rows = [
@@ -183,7 +181,7 @@ def side_by_side(board: Sequence[Judged]) -> str:
 def _mean(each: Judged, row: Row) -> str:
     if not row.values:
         return "-"
-    lr = f" ({row.lr:g})"
+    lr = f" ({row.chosen})"
     if len(row.values) < 2 or _missed(each.setting, row.values):
         return f"{_told(each.setting, row.values)}{lr}"
     return _plus_minus(each.setting, interval(row.values)) + lr
@@ -199,8 +197,8 @@ def _difference(each: Judged) -> str:
 
 
 def _plus_minus(setting: Setting, found: Interval) -> str:
-    unit = KINDS[setting.figure].unit
-    return f"{unit * found.mean:.1f} ± {unit * found.half:.1f}"
+    _, unit, _, _, form = KINDS[setting.figure]
+    return f"{unit * found.mean:{form}} ± {unit * found.half:{form}}"
 
 
 def to_target(setting: Setting, runs: Sequence[tuple[str, RunConfig]]) -> str:

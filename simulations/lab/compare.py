@@ -3,9 +3,10 @@
     python -m simulations.lab.compare --dataset digits --partition shards --clients 50 \\
         --rounds 15 --algorithms fedavg,fedprox,fedadmm --seed 1 --engine in-process --output DIR
 
-``--seeds 1,2,3`` runs each algorithm with several seeds. ``--tune-lr 0.01,0.1,1`` first chooses
-each algorithm's learning rate on held-out training samples. After an interruption the same command
-resumes: finished runs with the same settings are not run again.
+``--seeds 1,2,3`` runs each algorithm with several seeds. ``--tune lr=0.01,0.1,1`` first chooses
+each algorithm's learning rate on held-out training samples; so does ``--tune`` with any other
+hyperparameter or setting of local training, and with several. After an interruption the same
+command resumes: finished runs with the same settings are not run again.
 
 DIR gets
 
@@ -14,57 +15,41 @@ DIR gets
                    and ``table.json``
 ``curves.csv``     a row per algorithm, seed and round
 ``curves.png``     the curves, against rounds, bytes, seconds and virtual time; also ``.svg``
-``tuning.md``      the rule, and the score of each learning rate; also ``.csv`` and ``.json``
+``tuning.md``      the rule, and the score of each trial; also ``.csv`` and ``.json``
 ``partition.png``  the samples of each class at each client (of the first seed); also ``.svg``
 ``report.html``    all of these in one file
 
 and a results folder per run: ``ALGORITHM``, or ``ALGORITHM-seedN`` with several seeds, and
-``tuning/ALGORITHM-lrX``. If clients evaluate, DIR also gets the files of
+``tuning/ALGORITHM-lrX`` for each trial. If clients evaluate, DIR also gets the files of
 ``simulations.lab.fairness``.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clients import DirectoryStore
 from fl_strategies import STRATEGIES
 from fl_strategies.core.files import FolderLock, write_atomically
-from fl_strategies.core.log import mute_below
 from fl_strategies.parts import PARTS
 from simulations.config import RunConfig
-from simulations.experiment import prepare, run_in_process
+from simulations.experiment import prepare
 from simulations.figures import draw_curves
-from simulations.lab.cells import diverging_allowed, finished, interrupted, run_cells, trial
 from simulations.lab.command_line import Command, numbers
+from simulations.lab.experiments import Experiment
 from simulations.lab.fairness import fairness
 from simulations.lab.report import write_report
-from simulations.lab.superlink import check_one_machine, flwr_run, gpu_share, print_progress
-from simulations.population import state_folder
+from simulations.lab.runs import ENGINES, STATES, finished, interrupted, makes_states, run_one
+from simulations.lab.superlink import check_one_machine
+from simulations.lab.tuners import TUNERS, Space, points, remark
+from simulations.lab.tuning import RULE, Search, spaces, tuning_markdown, tuning_rows
 from simulations.problems import draw_partition
 from simulations.rules import configs_for
-from simulations.tables import (
-    RULE,
-    algorithm_row,
-    curve,
-    markdown,
-    score,
-    tuned,
-    tuning_markdown,
-    write_csv,
-    write_table,
-)
-
-ENGINES = ("in-process", "ray")
-STATES = "state"
-"""The folder of clients' states in a run's folder, on Ray."""
+from simulations.tables import algorithm_row, curve, markdown, write_csv, write_table
 
 
 class Comparison:
@@ -75,10 +60,12 @@ class Comparison:
     configs : as :func:`configs_for` returns them
     folder : absolute path
     seeds : if empty, the seed of the configs
-    rates : learning rates to choose from; if empty, those of the configs
+    tune : what each algorithm chooses from (:func:`simulations.lab.tuning.spaces`), if anything
+    trials : trials of each algorithm; 0: as many as the largest grid has points
+    tuner : one of ``TUNERS``
     share : share in (0, 1) of each client's training samples that is held out for this choice
     engine : ``"in-process"``, or ``"ray"`` with its own ``workers`` processes
-    verbose : leave Flower's log as it is, and show the rounds of the runs that choose the rates
+    verbose : leave Flower's log as it is, and show the rounds of the trials
     quiet : show only rounds with lost clients
     command : the command that the report names
 
@@ -94,7 +81,9 @@ class Comparison:
         folder: Path,
         *,
         seeds: Sequence[int] = (),
-        rates: Sequence[float] = (),
+        tune: Mapping[str, Space] | None = None,
+        trials: int = 0,
+        tuner: str = "grid",
         share: float = 0.2,
         engine: str = "in-process",
         workers: int = 2,
@@ -102,68 +91,54 @@ class Comparison:
         quiet: bool = False,
         command: str = "",
     ) -> None:
-        if len(rates) == 1:
-            raise ValueError(f"tune-lr needs at least two rates, got {rates[0]}")
-        if rates and not 0.0 < share < 1.0:
+        tune = {algorithm: space for algorithm, space in (tune or {}).items() if space}
+        if tune and not 0.0 < share < 1.0:
             raise ValueError(f"tune-share must be > 0 and < 1, got {share}")
-        if rates and any(config.validation for config in configs):
-            raise ValueError("tune-lr holds out training samples itself: leave out validation")
-        self.configs, self.folder, self.rates, self.share = configs, folder, rates, share
-        self.command = command
+        if tune and any(config.validation for config in configs):
+            raise ValueError("tune holds out training samples itself: leave out validation")
+        self.configs = {config.rule: config for config in configs}
+        self.folder, self.command, self.engine = folder, command, engine
         self.seeds = seeds or [configs[0].seed]
-        self.engine = engine
-        self._run = partial(run_cell, engine=engine, workers=workers, verbose=verbose)
+        self._run = partial(run_one, engine=engine, workers=workers, verbose=verbose)
         if engine == "ray":
             check_one_machine()
         self.quiet, self.quiet_trials = quiet, quiet or not verbose
-        for config in [*self.trials(), *self.runs()]:
+        rules = {algorithm: tune.get(algorithm, {}) for algorithm in self.configs}
+        self.experiment = Experiment(
+            rules,
+            place=self._placed,
+            name=lambda algorithm, seed: algorithm + f"-seed{seed}" * (len(self.seeds) > 1),
+            seeds=self.seeds,
+            search=Search(
+                tuner, trials or max(len(points(space)) for space in rules.values()),
+                self.seeds[0], share,
+            ),
+        )  # fmt: skip
+        for config in [*self.experiment.waiting(), *self.runs()]:
             config.check()
             config.check_device()
-            prepare(replace(config, state_dir="") if _makes_states(config) else config)
-
-    def trials(self) -> list[RunConfig]:
-        """Return the runs that choose the learning rates."""
-        return [
-            trial(
-                self._placed(config, f"tuning/{config.rule}-lr{rate}"),
-                rate,
-                seed=self.seeds[0],
-                share=self.share,
-            )
-            for config in self.configs
-            for rate in self.rates
-        ]
+            prepare(replace(config, state_dir="") if makes_states(config) else config)
 
     def runs(self) -> list[RunConfig]:
-        """Return the runs that are compared."""
-        several = len(self.seeds) > 1
-        return [
-            replace(
-                self._placed(config, config.rule + several * f"-seed{seed}"),
-                seed=seed,
-            )
-            for config in self.configs
-            for seed in self.seeds
-        ]
+        """Return the runs that are compared, of the algorithms whose choice is made."""
+        made = self.experiment.runs()
+        order = [(algorithm, seed) for algorithm in self.configs for seed in self.seeds]
+        return [made[key] for key in order if key in made]
 
     def run(self, jobs: int = 1) -> list[dict[str, Any]]:
         """Do the unfinished runs, ``jobs`` at a time, write all files, and return the summaries."""
         with FolderLock(self.folder).held("comparison"):
-            return self._run_all(jobs)
-
-    def _run_all(self, jobs: int) -> list[dict[str, Any]]:
-        draw_partition(self.runs()[0], self.folder / "partition.png")
-        if self.rates:
-            trials = self.trials()
-            run_cells(self._work(trials, self.quiet_trials), jobs=jobs, later=len(self.runs()))
-            self._choose(trials)
-        runs = self.runs()
-        run_cells(self._work(runs, self.quiet), jobs=jobs, on_done=self.report)
-        summaries = self.report()
-        draw_curves([row for config in runs for row in curve(config)], self.folder / "curves.png")
-        write_report(self.folder, runs, self.command)
-        if self.configs[0].fraction_evaluate > 0.0:
-            fairness({Path(c.output).name: Path(c.output) for c in runs}, self.folder)
+            first = replace(next(iter(self.configs.values())), seed=self.seeds[0])
+            draw_partition(first, self.folder / "partition.png")
+            self.experiment.run(
+                self._task, jobs=jobs, on_trials=self._report_trials, on_done=self.report
+            )
+            summaries, runs = self.report(), self.runs()
+            rows = [row for config in runs for row in curve(config)]
+            draw_curves(rows, self.folder / "curves.png")
+            write_report(self.folder, runs, self.command)
+            if runs[0].fraction_evaluate > 0.0:
+                fairness({Path(c.output).name: Path(c.output) for c in runs}, self.folder)
         return summaries
 
     def report(self) -> list[dict[str, Any]]:
@@ -188,19 +163,25 @@ class Comparison:
         write_csv(self.folder / "curves.csv", [row for config in done for row in curve(config)])
         return found
 
-    def _choose(self, trials: Sequence[RunConfig]) -> None:
-        scores: dict[str, dict[float, float]] = {}
-        for tried in trials:
-            scores.setdefault(tried.rule, {})[tried.lr] = score(tried)
-        rows = [row for algorithm, mine in scores.items() for row in tuned(algorithm, mine)]
-        text = tuning_markdown(rows, self._rule())
+    def _report_trials(self) -> None:
+        """Write the table of all trials."""
+        if not self.experiment.tunings:
+            return
+        spaces = [tuning.domain.values for tuning in self.experiment.tunings.values()]
+        names = list(dict.fromkeys(name for space in spaces for name in space))
+        rows = [
+            row
+            for algorithm, tried in self.experiment.tried().items()
+            if tried
+            for row in tuning_rows(self.experiment.tunings[algorithm], tried, names)
+        ]
+        text = tuning_markdown(rows, self._rule(), names)
         write_table(self.folder / "tuning", rows, text)
         print(text, flush=True)
-        chosen = {row["algorithm"]: row["lr"] for row in rows if row["chosen"]}
-        self.configs = [replace(c, lr=chosen[c.rule]) for c in self.configs]
 
     def _rule(self) -> str:
-        return RULE.format(seed=self.seeds[0], share=100 * self.share)
+        tuner, trials, seed, share, _ = self.experiment.search
+        return RULE.format(tuner=tuner, trials=trials, seed=seed, share=100 * share)
 
     def _notes(self, ended: Sequence[str]) -> str:
         """Return notes for a reader of the table, with the runs that ``ended`` early."""
@@ -208,65 +189,28 @@ class Comparison:
         if len(self.seeds) > 1:
             seeds = ", ".join(str(seed) for seed in self.seeds)
             notes.append(f"Mean ± standard deviation over seeds {seeds}.")
-        if self.rates:
+        if tunings := self.experiment.tunings:
             notes.append(f"{self._rule()} Scores: `tuning.md`.")
+            notes += [f"{a} has none of these." for a in self.configs if a not in tunings]
+            for algorithm, tried in self.experiment.tried().items():
+                if tried and (note := remark(tunings[algorithm].domain, tried)):
+                    notes.append(f"{algorithm}: {note}.")
         return "".join(f"\n{note}\n" for note in notes)
 
-    def _placed(self, config: RunConfig, name: str) -> RunConfig:
+    def _placed(self, algorithm: str, name: str) -> RunConfig:
         """Return the config of a run in ``folder / name``, with its own client states."""
+        config = self.configs[algorithm]
         folder, states = self.folder / name, config.state_dir
         if (
             self.engine == "ray" and config.stateful and not states
         ):  # `context.state` travels with every message
             states = str(folder / STATES)
-        elif states and name != config.rule:
+        elif states and name != algorithm:
             states = str(Path(states) / name)
         return replace(config, output=str(folder), state_dir=states)
 
-    def _work(self, runs: Sequence[RunConfig], quiet: bool) -> dict[RunConfig, Callable[[], None]]:
-        return {config: partial(self._run, config, quiet=quiet) for config in runs}
-
-
-def run_cell(
-    config: RunConfig, *, engine: str, workers: int, verbose: bool, quiet: bool = False
-) -> None:
-    """Run one cell on ``engine``."""
-    if not verbose:
-        mute_below(logging.WARNING)
-    if not config.resume:
-        _drop_states(config)
-    with diverging_allowed(config):
-        if engine == "in-process":
-            run_in_process(config, quiet=quiet)
-            return
-        flwr_run(
-            config.to_run_config(),
-            num_supernodes=min(workers, config.clients),
-            gpus=gpu_share(workers, gpus) if (gpus := config.gpus()) else 0.0,
-            workers=workers,
-            on_line=print if verbose else partial(print_progress, quiet=quiet),
-        )
-
-
-def _drop_states(config: RunConfig) -> None:
-    """Delete the states of the cell's former run, which is replaced; never another run's."""
-    states = state_folder(config)
-    if states is None:
-        return
-    lock = FolderLock(Path(config.output))
-    former = lock.take()
-    try:
-        if _makes_states(config):
-            shutil.rmtree(config.state_dir, ignore_errors=True)
-        elif (owner := DirectoryStore.owner(states)) and owner.run == former:
-            shutil.rmtree(states)
-    finally:
-        lock.release()
-
-
-def _makes_states(config: RunConfig) -> bool:
-    """Return whether the run makes its own states anew."""
-    return config.state_dir == str(Path(config.output) / STATES)
+    def _task(self, _: str, config: RunConfig, tries: bool) -> Callable[[], None]:
+        return partial(self._run, config, quiet=self.quiet_trials if tries else self.quiet)
 
 
 def main(
@@ -293,16 +237,28 @@ def main(
         "--seeds", type=numbers(int), default=[], metavar="N,N,...", help="instead of --seed"
     )
     parser.add_argument(
-        "--tune-lr",
-        type=numbers(float),
+        "--tune",
+        action="append",
         default=[],
-        metavar="LR,LR,...",
-        help="choose each algorithm's learning rate from these, on held-out training samples",
+        metavar="NAME=V,V,...",
+        help="choose a hyperparameter or local setting from these, on held-out training samples:"
+        " lr=0.01,0.1, or fedadmm.rho=0.1,1; may be repeated",
+    )
+    parser.add_argument(
+        "--trials",
+        type=int,
+        help="runs of each algorithm for --tune (as many as its largest grid has points)",
+    )
+    parser.add_argument(
+        "--tuner",
+        choices=TUNERS,
+        help="grid (default): the values, then those beyond an end or between; optuna: numbers"
+        " between the smallest and the largest",
     )
     parser.add_argument(
         "--tune-share",
         type=float,
-        help="share of each client's training samples held out for --tune-lr (0.2)",
+        help="share of each client's training samples held out for --tune (0.2)",
     )
     parser.add_argument(
         "--param",
@@ -333,27 +289,35 @@ def main(
     }
     del given["output"]
     folder: Path = args.output.expanduser().absolute()
-    for one, other in (("seed", "seeds"), ("lr", "tune_lr")):
-        if getattr(args, one) is not None and getattr(args, other):
-            parser.error(f"either --{one} or --{other.replace('_', '-')}")
-    for name, value in (("jobs", args.jobs), ("workers", args.workers)):
+    if args.seed is not None and args.seeds:
+        parser.error("either --seed or --seeds")
+    for name, value in (("jobs", args.jobs), ("workers", args.workers), ("trials", args.trials)):
         if value is not None and value < 1:
             parser.error(f"--{name} must be >= 1, got {value}")
+    for name in ("trials", "tuner", "tune_share"):
+        if getattr(args, name) is not None and not args.tune:
+            parser.error(f"--{name.replace('_', '-')} is for --tune")
+    params = {text.partition("=")[0] for text in args.param}
+    for name in (text.partition("=")[0] for text in args.tune):
+        owner, _, setting = name.rpartition(".")
+        if name in params or (owner not in PARTS and setting.replace("_", "-") in given):
+            parser.error(f"either a value of {name} or --tune {name}")
     if args.jobs > 1 and args.engine == "ray":
         parser.error("--jobs is for --engine in-process; Ray has --workers")
     if args.workers is not None and args.engine != "ray":
         parser.error("--workers is for --engine ray; in-process has --jobs")
-    if args.tune_share is not None and not args.tune_lr:
-        parser.error("--tune-share is for --tune-lr")
     names = args.algorithms.split(",")
     if "" in names:
         parser.error(f"--algorithms has an empty name, got {args.algorithms!r}")
     with parser.explained(verbose=args.verbose):
+        configs = configs_for(names, args.param, given, folder)
         comparison = Comparison(
-            configs_for(names, args.param, given, folder),
+            configs,
             folder,
             seeds=args.seeds,
-            rates=args.tune_lr,
+            tune=spaces(configs, args.tune),
+            trials=args.trials or 0,
+            tuner=args.tuner or "grid",
             share=0.2 if args.tune_share is None else args.tune_share,
             engine=args.engine,
             workers=2 if args.workers is None else args.workers,

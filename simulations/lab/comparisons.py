@@ -60,7 +60,8 @@ BATCH_SIZES = {"iid": 0, "shards": 10}
 def two_passes(partition: str) -> Rule:
     """Return centralised training, with a round of as many steps as Table III has with E = 20."""
     config = {"epochs": 2, "batch-size": BATCH_SIZES[partition] or 60, **FIXED}
-    return centralised(**config)._replace(rates=(0.01, 0.1))  # no mean of clients damps larger ones
+    rates = (0.01, 0.1)  # no mean of clients damps larger ones
+    return centralised(**config)._replace(tune={"lr": rates})
 
 
 def fedadmm_needs(
@@ -90,7 +91,7 @@ def fedadmm_needs(
             "model": model,
             "stack": "auto",
         },
-        rates=(0.1, 0.5),
+        tune={"lr": (0.1, 0.5)},
         curves=("round",),
     )
 
@@ -158,7 +159,7 @@ def _comparison(name: str, data: str, figure: Figure, ours: str, rules: dict[str
             "model": "logistic",
             "stack": "auto",
         },
-        rates=(0.03, 0.1, 0.3, 1.0),
+        tune={"lr": (0.03, 0.1, 0.3, 1.0)},
     )
 
 

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from fl_strategies import FedBCD
 from simulations.lab.settings import FIXED, Rule, Setting, centralised
-from simulations.lab.studies import FEDBCD, FEDBCD_RULES
 
-RULES = {name: Rule(*rule) for name, rule in FEDBCD_RULES.items()}
+TEN = {"servers": 10, "reduce": "mean"}
+STEPS = {"random-epochs": "false", **FedBCD.authors_local}
+RULES = {
+    "sync": Rule("fedbcd", TEN),
+    "sync-authors": Rule("fedbcd", TEN | dict(FedBCD.authors_rule), STEPS),
+    "async-0.3": Rule("fedbcd-async", TEN | {"first": 3}),
+    "async-0.5": Rule("fedbcd-async", TEN | {"first": 5}),
+    "async-0.3-rigorous": Rule("fedbcd-async", TEN | {"first": 3, "rigorous": True}),
+    "fedbcd-i": Rule("fedbcd-i", TEN),
+    "fedprox": Rule(
+        "fedprox", {"mu": 5.0, "weights": "uniform"}, {"extrapolation": 0.9, "box": 2.0}
+    ),
+    "fedavg": Rule("fedavg", {"weights": "uniform"}),
+}
+"""Sync-cloud by the paper's rule and by its authors' code, async-cloud with beta = B/V of 0.3 and
+0.5, FedBCD-I, FedProx with ASPG, as the paper has it, and FedAvg."""
 
 
 def curves(labels: int, active: int) -> Setting:
     """Return all eight rules, for 100 rounds, and training in one place.
 
-    A device has samples of ``labels`` labels; ``active`` of 10 devices train in a round. In one
-    place a round is one epoch, about as many passes as 3 of 10 devices make together.
+    10 cloud servers have 10 devices each. A device has samples of ``labels`` labels; ``active`` of
+    10 devices train in a round. In one place a round is one epoch, about as many passes as 3 of 10
+    devices make together.
     """
     return Setting(
         name=f"fedbcd-labels{labels}-active{active}",
@@ -22,10 +38,21 @@ def curves(labels: int, active: int) -> Setting:
         rules={**RULES, "centralised": centralised(epochs=1, **FIXED)},
         published={},
         config={
-            **FEDBCD,
+            "dataset": "mnist",
+            "model": "mlp3",
+            "partition": "diversity",
             "partition-params": f"labels_per_client={labels}",
+            "clients": 100,
             "fraction": active / 10,
             "rounds": 100,
+            "epochs": 5,
+            "random-epochs": "true",
+            "batch-size": 32,
+            "lr": 0.005,
+            "momentum": 0.0,  # FedAvg's is not stated
+            "target": 0.9,
+            "local-test": 0.15,
+            "fraction-evaluate": 0.1,
         },
         seeds=(1, 2, 3),
         curves=("round", "virtual_seconds"),

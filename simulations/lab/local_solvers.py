@@ -12,18 +12,23 @@ from typing import Any
 
 from simulations.lab.comparisons import FEDADMM_PAPER
 from simulations.lab.settings import Line, Rule, Setting, centralised
-from simulations.lab.studies import DELTA_SGD_ALPHAS, DELTA_SGD_SOLVERS
+from simulations.lab.tuners import Space
 
-PAPER: dict[str, Any] = {k: v for k, v in DELTA_SGD_SOLVERS["delta-sgd"].items() if k != "rounds"}
-SGD_RATES = (0.03, 0.1, 0.3)
-SOLVERS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
-    "sgd": ({"solver": "sgd"}, SGD_RATES),
-    "sgdm": ({"solver": "sgd", "momentum": 0.9}, (0.01, 0.03, 0.1)),
-    "adam": ({"solver": "adam"}, (0.0003, 0.001, 0.003)),
-    "delta-sgd": (PAPER, ()),
+PAPER: dict[str, Any] = {
+    "solver": "delta-sgd",
+    "lr": 0.2,
+    "solver-params": "gamma=2 delta=0.1 theta_0=1",
 }
-"""What the run-config sets, and the learning rates to choose from."""
+SGD_RATES = (0.03, 0.1, 0.3)
+SOLVERS: dict[str, tuple[dict[str, Any], Space]] = {
+    "sgd": ({"solver": "sgd"}, {"lr": SGD_RATES}),
+    "sgdm": ({"solver": "sgd", "momentum": 0.9}, {"lr": (0.01, 0.03, 0.1)}),
+    "adam": ({"solver": "adam"}, {"lr": (0.0003, 0.001, 0.003)}),
+    "delta-sgd": (PAPER, {}),
+}
+"""What the run-config sets, and what to choose from."""
 
+ALL_ALPHAS = (1, 0.1, 0.01)
 TUNED_AT = 0.1
 
 
@@ -56,7 +61,7 @@ def at(name: str, what: str, rules: dict[str, Rule], alpha: float, **config: Any
 def at_all_alphas(name: str, what: str, rules: dict[str, Rule], **config: Any) -> list[Setting]:
     """Return a setting for each alpha; the one at ``TUNED_AT``, the first, tunes for all."""
     first = at(name, what, rules, TUNED_AT, **config)
-    others = [alpha for alpha in DELTA_SGD_ALPHAS if alpha != TUNED_AT]
+    others = [alpha for alpha in ALL_ALPHAS if alpha != TUNED_AT]
     return [
         first,
         *(at(name, what, rules, a, **config)._replace(tuned_by=first) for a in others),
@@ -64,11 +69,11 @@ def at_all_alphas(name: str, what: str, rules: dict[str, Rule], **config: Any) -
 
 
 UNDER_FEDAVG = {
-    name: Rule("fedavg", config=config, rates=rates) for name, (config, rates) in SOLVERS.items()
+    name: Rule("fedavg", config=config, tune=tune) for name, (config, tune) in SOLVERS.items()
 }
 ALPHAS = at_all_alphas(
     "solvers-mlp", "Local solvers: Fashion-MNIST, MLP, 200 rounds",
-    UNDER_FEDAVG | {"centralised": centralised(steps=80)._replace(rates=SGD_RATES)},
+    UNDER_FEDAVG | {"centralised": centralised(steps=80)._replace(tune={"lr": SGD_RATES})},
     dataset="fashion_mnist", model="mlp", rounds=200,
 )  # fmt: skip
 
@@ -86,8 +91,8 @@ def inside(name: str) -> list[Setting]:
     """Return Delta-SGD against SGD in the algorithm ``name`` of ``AROUND``, for each alpha."""
     algorithm, params, server = AROUND[name]
     rules = {
-        solver: Rule(algorithm, params, config, rates=rates, server=server)
-        for solver, (config, rates) in SOLVERS.items()
+        solver: Rule(algorithm, params, config, tune=tune, server=server)
+        for solver, (config, tune) in SOLVERS.items()
         if solver in ("sgd", "delta-sgd")
     }
     what = f"Delta-SGD in {name}: Fashion-MNIST, MLP, 50 rounds"

@@ -24,12 +24,14 @@ Figure = Literal[
     "worst_tenth",
     "best_tenth",
     "variance",
+    "gradient_norm2",
 ]
 """``late_accuracy`` is the mean over the last ten tests: partial participation is noisy.
 ``own_accuracy`` is the mean over clients, on their own test samples, of the personalized models; of
 the global model where there are none. ``worst_tenth``, ``best_tenth`` and ``variance`` are of the
 global model's accuracies on each client's own test samples: the means over the worst and the best
-tenth of the clients, and the variance over clients; each is a mean over the last ten rounds."""
+tenth of the clients, and the variance over clients; each is a mean over the last ten rounds.
+``gradient_norm2`` is ||grad f||^2 of the mean loss f at the end (``gradient-norm``)."""
 
 
 class Kind(NamedTuple):
@@ -39,6 +41,7 @@ class Kind(NamedTuple):
     unit: float = 100.0
     sign: str = " %"
     less_is_better: bool = False
+    form: str = ".1f"
 
 
 KINDS: dict[str, Kind] = {
@@ -49,6 +52,7 @@ KINDS: dict[str, Kind] = {
     "worst_tenth": Kind("accuracy of the worst tenth of the clients (%)"),
     "best_tenth": Kind("accuracy of the best tenth of the clients (%)"),
     "variance": Kind("variance of accuracy over clients (%²)", 1e4, "", True),
+    "gradient_norm2": Kind("squared norm of the gradient of the mean loss", 1.0, "", True, ".1e"),
 }
 
 SPREAD: dict[str, Callable[[Sequence[float]], float]] = {

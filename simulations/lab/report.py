@@ -73,7 +73,7 @@ def write_report(folder: Path, configs: Sequence[RunConfig], command: str = "") 
         ("Settings of all", f"<pre>{html.escape(common(configs))}</pre>"),
     ]
     if (folder / "tuning.md").exists():
-        parts.insert(3, ("Learning rates", from_markdown((folder / "tuning.md").read_text())))
+        parts.insert(3, ("Hyperparameters", from_markdown((folder / "tuning.md").read_text())))
     if command:
         parts.append(("Command", f"<pre>{html.escape(command)}</pre>"))
     body = "\n".join(f"<h2>{html.escape(head)}</h2>\n{text}" for head, text in parts if text)

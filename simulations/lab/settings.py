@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from simulations.lab.measured import Figure
+from simulations.lab.tuners import Space
 
 SMALL = {"rounds": 2, "evaluate-every": 1, "stop-at-target": False}
 FEWER = {"epochs": 1, "steps": 2, "target": 0.05, "model": "logistic"}
@@ -30,8 +32,8 @@ class Rule(NamedTuple):
     config: Mapping[str, Any] = {}
     reference: bool = False
     """A row to compare with that is no baseline: training in one place, the authors' own form."""
-    rates: tuple[float, ...] | None = None
-    """Learning rates to choose from. None: the setting's; empty: the config's ``lr`` alone."""
+    tune: Space | None = None
+    """Values to choose from, by hyperparameter. None: the setting's; empty: nothing is tuned."""
     server: str = ""
     """A server of ``flower_server.SERVERS`` in place of the algorithm's."""
 
@@ -69,15 +71,17 @@ class Setting(NamedTuple):
     published: Mapping[str, float]
     """Its figure by rule: a share, or rounds (infinite if the target was not reached)."""
     config: Mapping[str, Any]
-    rates: tuple[float, ...] = ()
-    """Learning rates to choose from; none: those of the configs."""
+    tune: Space = MappingProxyType({})
+    """Values to choose from, by hyperparameter or local setting (``{"lr": (0.01, 0.1)}``)."""
+    trials: int = 0
+    """Trials of each rule; 0: as many as there are values."""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     impossible: str = ""
     """Why it cannot be run here."""
     runs_in: Setting | None = None
     """The setting whose runs it reads and adds to, if they are not its own alone."""
     tuned_by: Setting | None = None
-    """The setting that chose the learning rates, if it did not itself; rules are of one name."""
+    """The setting that chose the hyperparameters, if it did not itself; rules are of one name."""
     line: Line | None = None
     curves: tuple[str, ...] = ()
     """What test accuracy is drawn against: columns of ``simulations.tables.curve``."""

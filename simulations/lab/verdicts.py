@@ -73,13 +73,14 @@ class Row(NamedTuple):
     rule: str
     published: float | None
     values: tuple[float, ...]
-    lr: float | None
+    chosen: str
+    """Its learning rate, and what else was tuned."""
     seconds: float
-    """Of all its runs, the choice of its rate included."""
+    """Of all its runs, the choice of its hyperparameters included."""
     seeds: tuple[int, ...] = ()
     """Of the values."""
-    tried: tuple[float, ...] = ()
-    """The learning rates from which its own was chosen."""
+    tried: tuple[str, ...] = ()
+    """The hyperparameters from which its own were chosen."""
     ended: tuple[str, ...] = ()
     """The runs that ended early, each with its cause: their last good model counts."""
 

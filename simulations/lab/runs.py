@@ -1,15 +1,17 @@
-"""Cells: runs with a folder each; finished cells are not run again.
+"""Runs with a folder each; finished runs are not run again.
 
-``compare`` and ``reproduce`` are lists of cells. A cell counts as finished when its folder says so
-(``summary.json``) and was made with the same settings (``config.json``); anything else in its place
-is replaced. The code is not a setting: after a change of the code choose another folder.
+A run counts as finished when its folder says so (``summary.json``) and was made with the same
+settings (``config.json``); anything else in its place is replaced. The code is not a setting: after
+a change of the code choose another folder.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -17,39 +19,30 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import FrameType
 
+from clients import DirectoryStore
+from fl_strategies.core.files import FolderLock
+from fl_strategies.core.log import mute_below
 from simulations.config import RunConfig
 from simulations.differences import differences
+from simulations.experiment import run_in_process
+from simulations.lab.flower_server import run_under_flower
+from simulations.lab.superlink import flwr_run, gpu_share, print_progress
+from simulations.population import state_folder
+
+ENGINES = ("in-process", "ray")
+STATES = "state"
+"""The folder of clients' states in a run's folder, on Ray."""
 
 
 def finished(config: RunConfig) -> bool:
     """Return whether the run's folder holds a finished run with these settings."""
     return _changes(config) == []
-
-
-def trial(
-    config: RunConfig, rate: float, *, seed: int, share: float, own: bool = False
-) -> RunConfig:
-    """Return the run that tries a learning rate: ``share`` of the training samples is held out.
-
-    It measures nothing but what the choice needs, and runs to its end. With ``own``, the clients'
-    own models are tested on what each client holds out.
-    """
-    return replace(
-        config,
-        lr=rate,
-        seed=seed,
-        validation=share,
-        stop_at_target=False,
-        fraction_evaluate=config.fraction_evaluate if own else 0.0,
-        fine_tune="off",
-        fine_tune_lr=-1.0,
-        gradient_norm="false",
-    )
 
 
 @contextmanager
@@ -65,46 +58,100 @@ def diverging_allowed(config: RunConfig) -> Iterator[None]:
         print(f"{Path(config.output).name} ended early: {given_up}", flush=True)
 
 
-def run_cells(
-    cells: Mapping[RunConfig, Callable[[], object]],
+def run_one(
+    config: RunConfig,
+    *,
+    server: str = "",
+    engine: str = "in-process",
+    workers: int = 2,
+    verbose: bool = False,
+    quiet: bool = False,
+) -> None:
+    """Run one on ``engine``, or under Flower's ``server`` if one is named.
+
+    That it diverges is a result. ``verbose`` leaves Flower's log as it is; ``quiet`` shows only
+    rounds with lost clients.
+    """
+    if not verbose:
+        mute_below(logging.WARNING)
+    if not config.resume:
+        _drop_states(config)
+    with diverging_allowed(config):
+        if server:
+            run_under_flower(config, server, quiet=quiet)
+        elif engine == "in-process":
+            run_in_process(config, quiet=quiet)
+        else:
+            flwr_run(
+                config.to_run_config(),
+                num_supernodes=min(workers, config.clients),
+                gpus=gpu_share(workers, gpus) if (gpus := config.gpus()) else 0.0,
+                workers=workers,
+                on_line=print if verbose else partial(print_progress, quiet=quiet),
+            )
+
+
+def _drop_states(config: RunConfig) -> None:
+    """Delete the states of the folder's former run, which is replaced; never another run's."""
+    states = state_folder(config)
+    if states is None:
+        return
+    lock = FolderLock(Path(config.output))
+    former = lock.take()
+    try:
+        if makes_states(config):
+            shutil.rmtree(config.state_dir, ignore_errors=True)
+        elif (owner := DirectoryStore.owner(states)) and owner.run == former:
+            shutil.rmtree(states)
+    finally:
+        lock.release()
+
+
+def makes_states(config: RunConfig) -> bool:
+    """Return whether the run makes its own states anew."""
+    return config.state_dir == str(Path(config.output) / STATES)
+
+
+def run_all(
+    work: Mapping[RunConfig, Callable[[], object]],
     *,
     jobs: int = 1,
     later: int = 0,
     on_done: Callable[[], object] = lambda: None,
 ) -> None:
-    """Run the cells that are not finished, and print the progress.
+    """Run those that are not finished, and print the progress.
 
     Parameters
     ----------
-    cells : each cell's settings, with its own folder as output, and the function that runs it; the
+    work : each run's settings, with its own folder as output, and the function that runs it; the
         result must not depend on the process
     jobs : int >= 1
-        Cells at a time. A single job runs in this process; several jobs run in processes of one
+        Runs at a time. A single job runs in this process; several jobs run in processes of one
         thread each, which get the function by pickle.
-    later : how many cells the caller runs afterwards, for the estimate of the time left
-    on_done : called in this process after each cell
+    later : how many runs the caller makes afterwards, for the estimate of the time left
+    on_done : called in this process after each run
 
     Raises
     ------
     ValueError
         For fewer than one job.
     RuntimeError
-        At the end, with the names of the cells that failed; at once, if a process was killed.
+        At the end, with the names of the runs that failed; at once, if a process was killed.
     KeyboardInterrupt
         On Ctrl-C, after all processes have ended and saved their results so far.
     """
     if jobs < 1:
         raise ValueError(f"jobs must be >= 1, got {jobs}")
     todo: dict[str, Callable[[], object]] = {}
-    for config, run in cells.items():
+    for config, run in work.items():
         changes = _changes(config)
         if changes:
             name = Path(config.output).name
             print(f"{name} is run anew because its settings have changed: {'; '.join(changes)}")
         if changes != []:
             todo[config.output] = run
-    if len(todo) < len(cells):
-        print(f"{len(cells) - len(todo)} of {len(cells)} runs were finished before", flush=True)
+    if len(todo) < len(work):
+        print(f"{len(work) - len(todo)} of {len(work)} runs were finished before", flush=True)
     started = time.monotonic()
     failed: dict[str, BaseException] = {}
     with closing(_outcomes(todo, jobs)) as outcomes:
@@ -119,7 +166,7 @@ def run_cells(
     if failed:
         names = ", ".join(f"{name} ({_told(error)})" for name, error in failed.items())
         first = next(iter(failed.values()))
-        raise RuntimeError(f"{len(failed)} of {len(cells)} runs failed: {names}") from first
+        raise RuntimeError(f"{len(failed)} of {len(work)} runs failed: {names}") from first
 
 
 def _told(error: BaseException) -> str:
@@ -146,11 +193,11 @@ def _changes(config: RunConfig) -> list[str] | None:
 
 
 def _outcomes(
-    cells: Mapping[str, Callable[[], object]], jobs: int
+    work: Mapping[str, Callable[[], object]], jobs: int
 ) -> Generator[tuple[str, BaseException | None], None, None]:
-    """Yield the key of each cell as it ends, with its error if it failed."""
-    if jobs == 1 or len(cells) <= 1:
-        for key, run in cells.items():
+    """Yield the key of each run as it ends, with its error if it failed."""
+    if jobs == 1 or len(work) <= 1:
+        for key, run in work.items():
             try:
                 run()
             except Exception as fault:
@@ -160,9 +207,9 @@ def _outcomes(
         return
     others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(jobs, len(cells)), context, initializer=_become_worker)
+    pool = ProcessPoolExecutor(min(jobs, len(work)), context, initializer=_become_worker)
     try:
-        waiting = iter(cells.items())
+        waiting = iter(work.items())
         running = {pool.submit(run): key for key, run in islice(waiting, jobs)}
         while running:
             for future in wait(running, return_when=FIRST_COMPLETED).done:
