@@ -29,6 +29,7 @@ from fl_strategies import (
     Checkpoints,
     ClientHistory,
     EarlyStop,
+    FederatedStrategy,
     History,
     NothingUsable,
     RoundInfo,
@@ -96,149 +97,173 @@ def run(
     disk is full.
     """
     with room(state_folder(config)), quiet_log(quiet):
-        return _run(config, grid, callbacks, quiet)
+        by_workers = is_simulated(grid) and not isinstance(grid, InProcessGrid)
+        model, folder = prepare(config, partition=not by_workers)
+        initial = ArrayRecord(model.state_dict())
+        del model  # as large as all else that the server keeps
+        shared = shared_population(config, grid, resumes=_resumes(config, folder))
+        if by_workers and not shared:
+            parts(config)  # hosts would have said what is wrong with it
+        lock = FolderLock(folder)
+        before = lock.take()
+        try:
+            clear(config, folder)
+            one = _Run(config, grid, folder, shared, quiet)
+            one.begin(callbacks)
+            lock.sign(one.called(before))
+            return one.finish(initial)
+        finally:
+            lock.release()
 
 
-def _run(config: RunConfig, grid: Grid, callbacks: Sequence[Callback], quiet: bool) -> Summary:
-    by_workers = is_simulated(grid) and not isinstance(grid, InProcessGrid)
-    model, folder = prepare(config, partition=not by_workers)
-    initial = ArrayRecord(model.state_dict())
-    del model  # as large as all else that the server keeps
-    shared = shared_population(config, grid, resumes=_resumes(config, folder))
-    if by_workers and not shared:
-        parts(config)  # hosts would have said what is wrong with it
-    lock = FolderLock(folder)
-    before = lock.take()
-    try:
-        return _run_in(config, grid, callbacks, initial, lock, before, quiet, shared)
-    finally:
-        lock.release()
-
-
-def _run_in(
-    config: RunConfig,
-    grid: Grid,
-    callbacks: Sequence[Callback],
-    initial: ArrayRecord,
-    lock: FolderLock,
-    before: str,
-    quiet: bool,
-    shared: int,
-) -> Summary:
-    folder = lock.folder
-    compute_repeatably(config.torch_device)
-    test = problem(config, "test")
-    checkpoints, resumes = None, _resumes(config, folder)
-    if config.checkpoint_every:
-        every, keep = config.checkpoint_every, config.checkpoint_keep
-        where = folder / CHECKPOINTS
-        checkpoints = Checkpoints(where, every=every, keep=keep, best="test-accuracy")
-        if resumes:
-            check_resumes(config, folder)
+def clear(config: RunConfig, folder: Path) -> None:
+    """Make a run's ``folder`` that of ``config``; raise if it cannot be resumed or begun there."""
+    resumes = _resumes(config, folder)
+    if resumes:
+        check_resumes(config, folder)
     if not config.resume:
         check_no_states(config)
     for name in ("summary.json", *EARLIER * (not resumes)):  # of other settings perhaps
         (folder / name).unlink(missing_ok=True)
     write_atomically(folder / "config.json", json.dumps(asdict(config), indent=2).encode())
-    progress = Progress(config, folder, quiet)
-    clients = parts(config) if config.gradient_norm == "true" else []
-    train = [problem(config, "train", rows) for rows, _ in clients]
-    ridge = LocalTraining().updated(config.local()).ridge
-    if config.algorithm in PERSONALIZED and state_folder(config) is None:
-        LOGGER.info("clients' personalized models go with this run: %s", HOW_TO_KEEP)
-    if config.stop_at_target:
-        callbacks = [*callbacks, EarlyStop(target=config.target)]
 
-    def note_devices(info: RoundInfo) -> None:
-        progress.note_devices(strategy.run.devices)
 
-    simulated = is_simulated(grid)
-    in_a_row = 0
+class _Run:
+    """A run in its folder: its strategy, and what is tested, noted and saved."""
 
-    def all_stay(info: RoundInfo) -> None:
-        nonlocal in_a_row
-        in_a_row = in_a_row + 1 if (lost := _lost(info.metrics)) else 0
-        if simulated and 0 < config.lost_rounds <= in_a_row:
-            reasons = Counter(strategy.run.faults.values()).most_common(1)
+    def __init__(
+        self, config: RunConfig, grid: Grid, folder: Path, shared: int, quiet: bool
+    ) -> None:
+        compute_repeatably(config.torch_device)
+        self.config, self.grid, self.folder, self.shared = config, grid, folder, shared
+        self.quiet, self.simulated = quiet, is_simulated(grid)
+        self.test = problem(config, "test")
+        self.progress = Progress(config, folder, quiet)
+        clients = parts(config) if config.gradient_norm == "true" else []
+        self.train = [problem(config, "train", rows) for rows, _ in clients]
+        self.ridge = LocalTraining().updated(config.local()).ridge
+        self.rounds_with_losses = 0
+        self.strategy: FederatedStrategy
+
+    def begin(self, callbacks: Sequence[Callback]) -> None:
+        """Build the strategy, whose ``callbacks`` are called when the model was tested."""
+        config, folder = self.config, self.folder
+        if config.algorithm in PERSONALIZED and state_folder(config) is None:
+            LOGGER.info("clients' personalized models go with this run: %s", HOW_TO_KEEP)
+        if config.stop_at_target:
+            callbacks = [*callbacks, EarlyStop(target=config.target)]
+        history, clients = (
+            History(folder / "history.jsonl"),
+            ClientHistory(folder / "clients.jsonl"),
+        )
+        self.strategy = config.strategy(
+            # on a busy machine some nodes answer late, and sampling must not depend on that
+            min_available_nodes=config.clients if self.simulated else 1,
+            callbacks=[
+                self.note_devices,
+                Together(history, clients, self.progress),
+                self.end_if_clients_are_lost,
+                *(_IfTested(callback) for callback in callbacks),
+            ],
+            checkpoints=self.checkpoints(),
+            shared_population=self.shared,
+            # hosts make all clients' data first
+            **({"node_wait": config.timeout} if self.shared else {}),
+        )
+
+    def checkpoints(self) -> Checkpoints | None:
+        """Return where the run writes checkpoints, if it does."""
+        if not self.config.checkpoint_every:
+            return None
+        every, keep = self.config.checkpoint_every, self.config.checkpoint_keep
+        return Checkpoints(self.folder / CHECKPOINTS, every=every, keep=keep, best="test-accuracy")
+
+    def called(self, before: str) -> str:
+        """Return the run's name: that of the run ``before`` in this folder, if it is resumed."""
+        if self.config.resume and before.rpartition("-")[0] == self.config.algorithm:
+            self.strategy.run.id = before
+        return self.strategy.run.id
+
+    def note_devices(self, info: RoundInfo) -> None:
+        """Note on which devices clients compute."""
+        self.progress.note_devices(self.strategy.run.devices)
+
+    def end_if_clients_are_lost(self, info: RoundInfo) -> None:
+        """Raise ``RuntimeError`` after ``lost-rounds`` rounds of a simulation with lost clients."""
+        lost = _lost(info.metrics)
+        self.rounds_with_losses = self.rounds_with_losses + 1 if lost else 0
+        if self.simulated and 0 < self.config.lost_rounds <= self.rounds_with_losses:
+            reasons = Counter(self.strategy.run.faults.values()).most_common(1)
             why = reasons[0][0] if reasons else "see the log"
             raise RuntimeError(
-                f"clients were lost in {in_a_row} rounds in a row, in round {info.server_round}"
-                f" {lost} of {info.metrics['clients-asked']:.0f}: {why} (lost-rounds=0"
-                " continues without them)"
+                f"clients were lost in {self.rounds_with_losses} rounds in a row, in round"
+                f" {info.server_round} {lost} of {info.metrics['clients-asked']:.0f}: {why}"
+                " (lost-rounds=0 continues without them)"
             )
 
-    strategy = config.strategy(
-        # on a busy machine some nodes answer late, and sampling must not depend on that
-        min_available_nodes=config.clients if simulated else 1,
-        callbacks=[
-            note_devices,
-            Together(
-                History(folder / "history.jsonl"),
-                ClientHistory(folder / "clients.jsonl"),
-                progress,
-            ),
-            all_stay,
-            *(_IfTested(callback) for callback in callbacks),
-        ],
-        checkpoints=checkpoints,
-        shared_population=shared,
-        **({"node_wait": config.timeout} if shared else {}),  # hosts make all clients' data first
-    )
-    if config.resume and before.rpartition("-")[0] == config.algorithm:
-        strategy.run.id = before
-    lock.sign(strategy.run.id)
-
-    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        if server_round % config.evaluate_every and server_round < strategy.run.num_rounds:
+    def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        """Test the global model, in the rounds in which it is tested."""
+        if (
+            server_round % self.config.evaluate_every
+            and server_round < self.strategy.run.num_rounds
+        ):
             return MetricRecord()
-        w = test.model.load([array.numpy() for array in arrays.values()])
-        loss, accuracy = test.evaluate()
+        w = self.test.model.load([array.numpy() for array in arrays.values()])
+        loss, accuracy = self.test.evaluate()
         if server_round == 0:
-            progress.arrays = arrays
+            self.progress.arrays = arrays
         metrics = MetricRecord({"test-loss": loss, "test-accuracy": accuracy})
-        if train:
-            metrics["gradient-norm2"] = stationarity(train, w, ridge=ridge).gradient
+        if self.train:
+            metrics["gradient-norm2"] = stationarity(self.train, w, ridge=self.ridge).gradient
         return metrics
 
-    def save(finished: bool) -> Summary:
-        with undivided():
-            summary = progress.save(finished)
-            for n, arrays in enumerate(getattr(strategy, "cloud_models", [])):
-                write_atomically(folder / f"cloud-{n}.safetensors", model_bytes(arrays))
-            if progress.rows:
-                rows = curve(replace(config, output=str(folder)))
-                draw_curves(rows, folder / "curve.png", PANELS[:2])
-            if not quiet:
-                print(f"results: {folder}", flush=True)
+    def finish(self, initial: ArrayRecord) -> Summary:
+        """Run all rounds and return the summary; what was computed is saved in any case."""
+        try:
+            with _one_line_a_round(), shared_states(self.config, self.grid, shared=self.shared > 0):
+                result = self.strategy.start(
+                    self.grid,
+                    initial,
+                    self.config.rounds,
+                    self.config.timeout,
+                    evaluate_fn=self.evaluate,
+                    resume=self.config.resume,
+                )
+        except BaseException as error:
+            self.save_after(error)
+            raise
+        self.progress.arrays = result.arrays
+        used = self.progress.used()
+        summary = self.save(finished=used)
+        if not used:
+            raise RuntimeError(
+                f"every round was skipped ({summary.rounds} of {summary.rounds}): the model is the"
+                " initial one; the log says what was wrong with the replies"
+            )
         return summary
 
-    try:
-        with _one_line_a_round(), shared_states(config, grid, shared=shared > 0):
-            result = strategy.start(
-                grid,
-                initial,
-                config.rounds,
-                config.timeout,
-                evaluate_fn=evaluate,
-                resume=config.resume,
-            )
-        progress.arrays = result.arrays
-        void = not progress.used()
-    except BaseException as error:
+    def save_after(self, error: BaseException) -> None:
+        """Save what there is when an error ends the run, which is the error that is reported."""
+        progress = self.progress
         if isinstance(error, NothingUsable) and (progress.used() or error.diverged):
             progress.given_up = str(error)
         try:
-            save(finished=bool(progress.given_up))
-        except Exception as later:  # the error that ended the run is reported
+            self.save(finished=bool(progress.given_up))
+        except Exception as later:
             error.add_note(f"nor could its results be saved: {type(later).__name__}: {later}")
-        raise
-    summary = save(finished=not void)
-    if void:
-        raise RuntimeError(
-            f"every round was skipped ({summary.rounds} of {summary.rounds}): the model is the"
-            " initial one; the log says what was wrong with the replies"
-        )
-    return summary
+
+    def save(self, finished: bool) -> Summary:
+        """Write the summary, the model, those of cloud servers, and the figure."""
+        with undivided():
+            summary = self.progress.save(finished)
+            for n, arrays in enumerate(getattr(self.strategy, "cloud_models", [])):
+                write_atomically(self.folder / f"cloud-{n}.safetensors", model_bytes(arrays))
+            if self.progress.rows:
+                rows = curve(replace(self.config, output=str(self.folder)))
+                draw_curves(rows, self.folder / "curve.png", PANELS[:2])
+            if not self.quiet:
+                print(f"results: {self.folder}", flush=True)
+        return summary
 
 
 @contextmanager
