@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from small_runs import compare
 
-from simulations.config import RunConfig, configs_for
+from simulations.config import RunConfig
 from simulations.lab import runs, tuning
 from simulations.lab.tuners import TUNERS, Trial, Values, best_of, remark
 from simulations.lab.tuning import Search, Tuning, spaces, tunable, with_values
+from simulations.rules import configs_for
 
 Score = Callable[[Values], float]
 every_tuner = pytest.mark.parametrize("tuner", TUNERS)
@@ -138,6 +139,16 @@ def test_an_algorithm_has_the_local_settings_that_it_uses(tmp_path: Path) -> Non
 def test_values_take_the_place_of_those_of_the_run() -> None:
     config = with_values(FEDADMM, {"rho": 0.3, "epochs": 2, "random_epochs": True})
     assert (value(config, "rho"), config.epochs, config.random_epochs) == (0.3, 2, "true")
+
+
+def test_hyperparameters_of_parts_are_tuned_too(tmp_path: Path) -> None:
+    configs = configs_for(["fedavg", "fedavg+adam"], ["adam.tau=0.1"], {}, tmp_path)
+    found = spaces(configs, ["adam.lr=0.01,0.1", "lr=0.1,1"])
+    assert [[*space] for space in found.values()] == [["lr"], ["lr", "adam.lr"]]
+    config = with_values(configs[1], {"lr": 1, "adam.lr": 0.1})
+    assert (config.lr, config.server_step) == (1.0, "adam lr=0.1 tau=0.1")
+    with pytest.raises(ValueError, match="lr must be > 0, got 0"):
+        spaces(configs, ["adam.lr=0,0.1"])
 
 
 @every_tuner
