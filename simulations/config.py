@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias
 
@@ -15,10 +15,12 @@ from clients import CLIENTS, LocalTraining
 from clients.base import MAX_STEPS
 from clients.stacking.choice import setting_of
 from fl_strategies import STRATEGIES, FederatedStrategy, step_decay
-from fl_strategies.core.schedules import check, shown
+from fl_strategies.core.hyperparameters import Hyperparameter
+from fl_strategies.core.schedules import check, one_of, shown
 from fl_strategies.core.settings_text import format_params, parse_params
 from fl_strategies.core.spelling import listed, unknown, unknown_of
 from fl_strategies.parts import PARTS, STAGES, Part, parse_part
+from fl_strategies.server.options import Options
 from fl_strategies.solvers.local import idle
 from fl_strategies.solvers.own_steps import not_for_fine_tuning
 from simulations.models import MODELS, TEXT
@@ -28,11 +30,18 @@ Scalar: TypeAlias = str | int | float | bool
 
 DEVICES = ("cpu", "cuda", "xpu", "mps")
 """The types of devices that a setting may name."""
+DTYPES = ("float32", "float64", "bfloat16")
+FLAG = ("true", "false")
 
 
-def key(default: Scalar, about: str) -> Any:
-    """Return a dataclass field that is a key of the run-config."""
-    return field(default=default, metadata={"about": about})
+def key(default: Scalar, about: str, *, words: Sequence[str] = (), **bounds: float) -> Any:
+    """Return a dataclass field that is a key of the run-config, one of ``words`` or in ``bounds``.
+
+    What has neither is checked by whom it is for: the strategy, local training, data or model.
+    """
+    kind = type(default) if words or bounds else object
+    declared = Hyperparameter(default, about, kind, bounds, words=tuple(words))
+    return field(default=default, metadata={"declared": declared})
 
 
 def _names(where: str, names: Iterable[str]) -> str:
@@ -73,10 +82,10 @@ class RunConfig:
     partition_params: str = key("", "options of the partition: `alpha=0.1`")
     model: str = key("", _names("simulations.models", [*MODELS, *TEXT]))
     model_params: str = key("", "options of the model: `pretrained=false`")
-    clients: int = key(100, "number of clients, on as many simulated SuperNodes or fewer")
-    rounds: int = key(30, "number of rounds")
-    fraction: float = key(-1.0, "share of the clients that train in a round, in (0, 1]")
-    seed: int = key(1, "fixes the whole run")
+    clients: int = key(100, "number of clients, on as many simulated SuperNodes or fewer", low=1)
+    rounds: int = key(30, "number of rounds", low=1)
+    fraction: float = key(-1.0, "share of the clients that train in a round", above=0, high=1)
+    seed: int = key(1, "fixes the whole run", low=0, high=2**63 - 1)
     solver: str = key("", "local solver: one of `clients.SOLVERS` or a class of torch.optim")
     lr: float = key(-1.0, "learning rate")
     lr_decay: bool = key(False, "a tenth of `lr` from 50 % of the rounds on, a hundredth from 75 %")
@@ -87,31 +96,39 @@ class RunConfig:
     extrapolation: float = key(0.0, "each step is taken at w + this * (w - previous w)")
     box: float = key(0.0, "each step ends with the projection onto [-box, box]^d; 0: none")
     epochs: int = key(-1, "local epochs")
-    random_epochs: str = key("", "`true`: draw the epochs from U{1..epochs}; `false`")
+    random_epochs: str = key("", "`true`: draw the epochs from U{1..epochs}; `false`", words=FLAG)
     steps: int = key(0, "mini-batch steps instead of epochs")
     random_steps: bool = key(False, "draw the steps from U{1..steps} per client and round")
-    max_steps: int = key(MAX_STEPS, "most local steps that a client takes for one request")
+    max_steps: int = key(MAX_STEPS, "most local steps that a client takes for one request", low=1)
     batch_size: int = key(-1, "mini-batch size; 0 is the full batch")
-    penalty: float = key(-1.0, "weight of sum_j w_j^2/(1 + w_j^2), added to every client's loss")
+    penalty: float = key(-1.0, "weight of sum_j w_j^2/(1 + w_j^2), added to each loss", low=0)
     residual: float = key(
         -1.0, "stop at this squared norm of the subproblem's gradient; -1: not measured"
     )
-    fraction_evaluate: float = key(0.0, "share of the clients that evaluate on their own test data")
-    local_test: float = key(0.0, "share of each client's samples held out as its test data")
+    fraction_evaluate: float = key(
+        0.0, "share of the clients that evaluate on own test data", low=0, high=1
+    )
+    local_test: float = key(
+        0.0, "share of each client's samples held out to test on", low=0, below=1
+    )
     pooled: bool = key(False, "merge training and test data; test on all that clients hold out")
-    validation: float = key(0.0, "share of each client's training samples, on which all is tested")
+    validation: float = key(
+        0.0, "share of the training samples held out, on which all is tested", low=0, below=1
+    )
     fine_tune: str = key("off", "also measure models after a step on `train` or `test-batch`")
     fine_tune_lr: float = key(-1.0, "learning rate of `fine-tune`'s step; -1 is `lr`")
-    gradient_norm: str = key("", "`true`: report the squared norm of grad f, f the clients' mean")
-    evaluate_every: int = key(1, "rounds from one test to the next; the last is always tested")
-    target: float = key(-1.0, "test accuracy; the first round that reaches it is reported")
+    gradient_norm: str = key(
+        "", "`true`: report norm(grad f)^2, f the clients' mean loss", words=FLAG
+    )
+    evaluate_every: int = key(1, "rounds from one test to the next; the last is tested, too", low=1)
+    target: float = key(-1.0, "test accuracy; the first round to reach it is told", low=0, high=1)
     stop_at_target: bool = key(False, "end the run at `target`")
     min_replies: int = key(1, "a round with fewer usable replies is skipped")
-    clipping_norm: float = key(0.0, "bound on the norm of an upload's change; 0: none")
-    timeout: float = key(3600.0, "seconds that a round waits for replies")
+    clipping_norm: float = key(0.0, "bound on the norm of an upload's change; 0: none", low=0.0)
+    timeout: float = key(3600.0, "seconds that a round waits for replies", above=0.0)
     lost_state: str = key("", "what to do with clients that lost their state: `reset refuse warn`")
     lost_rounds: int = key(
-        3, "a simulation ends after so many rounds in a row with lost clients; 0: never"
+        3, "a simulation ends after so many rounds in a row with lost clients; 0: never", low=0
     )
     stack: str = key("off", "clients of a host trained at once: `off`, `auto` or a number")
     clients_per_message: int = key(1000, "clients in one message to a host at most")
@@ -119,14 +136,14 @@ class RunConfig:
     fold_memory: int = key(
         250, "`fold`'s `auto` sends means above so many MB of uploads in a round"
     )
-    state_memory: int = key(1000, "in-process: MB of clients' states in memory; the rest in a file")
+    state_memory: int = key(1000, "in-process: MB of states in memory; the rest in a file", low=0)
     state_dir: str = key("", "directory for clients' state; empty: Flower's `context.state`")
-    checkpoint_every: int = key(0, "rounds from one checkpoint to the next; 0: no checkpoints")
-    checkpoint_keep: int = key(2, "newest checkpoints kept; the one of the best accuracy is, too")
+    checkpoint_every: int = key(0, "rounds from one checkpoint to the next; 0: none", low=0)
+    checkpoint_keep: int = key(2, "checkpoints kept in addition to the most accurate one", low=1)
     resume: bool = key(False, "continue from the last checkpoint in `output`, if there is one")
     device: str = key("auto", "`auto`: `cuda` if there is one; `cpu`, `cuda`, `xpu`, `mps`")
-    dtype: str = key("float32", "type of the model: `float32`, `float64`, `bfloat16`")
-    autocast: str = key("", "lower precision of forward passes: `bfloat16`")
+    dtype: str = key("float32", "type of the model: `float32`, `float64`, `bfloat16`", words=DTYPES)
+    autocast: str = key("", "lower precision of forward passes: `bfloat16`", words=("", "bfloat16"))
     output: str = key("", "results folder; empty: a new one under `~/fl-strategies-results`")
 
     @classmethod
@@ -180,15 +197,8 @@ class RunConfig:
 
     def check(self) -> None:
         """Raise ``ValueError`` for settings that cannot run, before any work."""
-        check("clients", self.clients, low=1)
-        check("rounds", self.rounds, low=1)
-        check("fraction", self.fraction, above=0.0, high=1.0)
-        check("fraction_evaluate", self.fraction_evaluate, low=0.0, high=1.0)
-        check("evaluate_every", self.evaluate_every, low=1)
-        check("seed", self.seed, low=0, high=2**63 - 1)
-        check("max_steps", self.max_steps, low=1)
-        check("checkpoint_every", self.checkpoint_every, low=0)
-        check("checkpoint_keep", self.checkpoint_keep, low=1)
+        for setting in fields(self):
+            setting.metadata["declared"].check(setting.name, getattr(self, setting.name))
         if self.resume and not (self.checkpoint_every and self.output):
             raise ValueError("resume needs checkpoint-every > 0, and output, where the run lies")
         if self.checkpoint_every and self.stateful and not self.state_dir:
@@ -196,26 +206,12 @@ class RunConfig:
                 f"checkpoint-every needs state-dir: clients of {self.algorithm} keep a state, which"
                 " would not outlive the run elsewhere"
             )
-        check("timeout", self.timeout, above=0.0)
-        for name in ("lost_rounds", "state_memory", "penalty", "clipping_norm"):
-            check(name, getattr(self, name), low=0)
         setting_of(self.stack)
-        check("target", self.target, low=0.0, high=1.0)
-        check("local_test", self.local_test, low=0.0, below=1.0)
-        check("validation", self.validation, low=0.0, below=1.0)
         if self.local_test == 0.0 and (self.fraction_evaluate > 0.0 or self.pooled):
             needs = "fraction-evaluate > 0" if self.fraction_evaluate > 0.0 else "pooled"
             if self.pooled or self.partition != "natural":
                 raise ValueError(f"{needs} needs local-test > 0: clients need test data")
-        for name, value, known in (
-            ("dtype", self.dtype, ("float32", "float64", "bfloat16")),
-            ("autocast", self.autocast, ("", "bfloat16")),
-            ("random-epochs", self.random_epochs, ("true", "false")),
-            ("gradient-norm", self.gradient_norm, ("true", "false")),
-            ("device", re.sub(r"(?<!auto):\d+$", "", self.device), ("auto", *DEVICES)),
-        ):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {list(known)}, got {shown(value)}")
+        one_of("device", re.sub(r"(?<!auto):\d+$", "", self.device), ("auto", *DEVICES))
         for name in ("dataset_params", "partition_params", "model_params", "solver_params"):
             parse_params(getattr(self, name), name)
         if self.state_dir and not os.path.isabs(self.state_dir):
@@ -291,19 +287,17 @@ class RunConfig:
         if wrong := sorted(params.keys() - set(known)):
             said = unknown_of(wrong, known)
             raise ValueError(f"params: {self.algorithm} has no hyperparameter {said}")
+        shared = {
+            name: (getattr(self, name) or None) if declared.optional else getattr(self, name)
+            for name, declared in Options.declarations.items()
+            if name in vars(self) and name not in self.parts
+        }
         strategy = STRATEGIES[self.algorithm](
             fraction_train=self.fraction,
-            fraction_evaluate=self.fraction_evaluate,
-            seed=self.seed,
-            min_replies=self.min_replies,
-            clipping_norm=self.clipping_norm or None,
-            clients_per_message=self.clients_per_message,
-            fold=self.fold,  # type: ignore[arg-type]  # checked there
-            fold_memory=self.fold_memory,
-            lost_state=self.lost_state or None,  # type: ignore[arg-type]  # checked there
             local=local,
             **params,
             **self.parts,  # type: ignore[arg-type]  # checked there
+            **shared,  # type: ignore[arg-type]  # checked there
             **options,
         )
         if self.lr_decay:

@@ -255,7 +255,7 @@ def test_a_study_continues_from_its_folders(
     [
         ("--seeds 1,1", "each number once, got '1,1'"),
         ("--seeds 1,x", "numbers with commas, got '1,x'"),
-        ("--seeds 1,-2", "seed must be >= 0 and <= 9.22337e+18, got -2"),
+        ("--seeds 1,-2", "seed must be an integer >= 0 and <= 9.22337e+18, got -2"),
         ("--seed 1 --seeds 2,3", "either --seed or --seeds"),
         ("--lr 0.1 --tune lr=0.1,1", "either a value of lr or --tune lr"),
         ("--tune lr=0.1,0.10", "each value once, got 'lr=0.1,0.10'"),

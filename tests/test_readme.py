@@ -170,7 +170,7 @@ def test_the_run_configs_table_is_that_of_the_code() -> None:
         default = str(key.default).lower() if isinstance(key.default, bool) else key.default
         shown = f"`{default}`" if default != "" else '`""`'
         name = key.name.replace("_", "-")
-        assert f"| `{name}` | {shown} | {key.metadata['about']} |" in text
+        assert f"| `{name}` | {shown} | {key.metadata['declared'].about} |" in text
 
 
 def test_every_docstring_example_is_true() -> None:

@@ -173,8 +173,8 @@ def test_a_run_of_the_command_line_goes_on(tmp_path: Path) -> None:
     [
         ({"resume": True}, "resume needs checkpoint-every > 0, and output"),
         ({"checkpoint-every": 2}, "checkpoint-every needs state-dir: clients of fedadmm keep"),
-        ({"checkpoint-every": -1}, "checkpoint-every must be >= 0, got -1"),
-        ({"checkpoint-keep": 0}, "checkpoint-keep must be >= 1, got 0"),
+        ({"checkpoint-every": -1}, "checkpoint-every must be an integer >= 0, got -1"),
+        ({"checkpoint-keep": 0}, "checkpoint-keep must be an integer >= 1, got 0"),
     ],
 )
 def test_run_configs_that_could_not_resume_are_refused(keys: dict[str, Any], said: str) -> None:

@@ -145,8 +145,8 @@ def test_hyperparameters_of_parts_are_tuned_too(tmp_path: Path) -> None:
     configs = configs_for(["fedavg", "fedavg+adam"], ["adam.tau=0.1"], {}, tmp_path)
     found = spaces(configs, ["adam.lr=0.01,0.1", "lr=0.1,1"])
     assert [[*space] for space in found.values()] == [["lr"], ["lr", "adam.lr"]]
-    config = with_values(configs[1], {"lr": 1, "adam.lr": 0.1})
-    assert (config.lr, config.server_step) == (1.0, "adam lr=0.1 tau=0.1")
+    config = with_values(configs[1], {"lr": 1, "adam.lr": 0.03})
+    assert (config.lr, config.server_step) == (1.0, "adam lr=0.03 tau=0.1")
     with pytest.raises(ValueError, match="lr must be > 0, got 0"):
         spaces(configs, ["adam.lr=0,0.1"])
 

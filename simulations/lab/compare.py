@@ -275,7 +275,7 @@ def main(
         if key.name in ("algorithm", "params", "output"):
             continue
         flag, default = "--" + key.name.replace("_", "-"), getattr(RunConfig, key.name)
-        about = key.metadata["about"]
+        about = key.metadata["declared"].about
         if isinstance(default, bool):
             parser.add_argument(flag, action="store_true", default=None, help=about)
         else:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from clients import LocalTraining
 from fl_strategies import STRATEGIES
-from fl_strategies.core.settings_text import format_params, parse_params
 from fl_strategies.core.schedules import shown
+from fl_strategies.core.settings_text import format_params, parse_params
 from fl_strategies.parts import PARTS
 from simulations.config import RunConfig, hyperparameters_of
 from simulations.lab.measured import summary, value
