@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -173,62 +172,6 @@ def _shown(row: Row, name: str) -> str:
     if name.endswith("_to_target") and row["reached"] < seeds:
         text += f" ({row['reached']} of {seeds})"
     return text + " %" * (factor == 100)
-
-
-# ---- tuning -----------------------------------------------------------------------------------
-
-RULE = (
-    "Learning rates were tuned per algorithm on seed {seed} alone: {share:g} % of each client's"
-    " training samples were held out, and a rate's score is the mean accuracy on all held-out"
-    " samples over the last fifth of the rounds. The highest score wins; among equal scores the"
-    " smaller rate wins. No test data were used. The compared runs train on all training samples."
-)
-
-
-def score(config: RunConfig) -> float:
-    """Return a trial's mean accuracy over the last fifth of its rounds (rounded up); 0 for none."""
-    found = [row["test_accuracy"] for row in curve(config) if row["test_accuracy"] is not None]
-    last = found[-math.ceil(len(found) / 5) :]
-    return fmean(last) if last else 0.0
-
-
-def tuned(algorithm: str, scores: Mapping[float, float]) -> list[Row]:
-    """Return a row per learning rate, ascending; one is ``chosen``, perhaps with a ``remark``.
-
-    The best score wins; among equal scores the smaller rate wins. A remark is made if the choice is
-    at the end of the grid, where a rate beyond may be better, and if all scores are equal.
-    """
-    rates = sorted(scores)
-    best = max(rates, key=lambda rate: scores[rate])  # the first of equals
-    remark = ""
-    if len(set(scores.values())) == 1:
-        remark = "all rates have the same score"
-    elif best in (rates[0], rates[-1]):
-        end, beyond = ("smallest", "smaller") if best == rates[0] else ("largest", "larger")
-        remark = f"the {end} of the grid: a {beyond} rate may be better"
-    return [
-        {
-            "algorithm": algorithm,
-            "lr": rate,
-            "score": scores[rate],
-            "chosen": rate == best,
-            "remark": remark if rate == best else "",
-        }
-        for rate in rates
-    ]
-
-
-def tuning_markdown(rows: Sequence[Row], rule: str) -> str:
-    """Return the rows of :func:`tuned` as a table of algorithms and rates, under the rule."""
-    rates = sorted({row["lr"] for row in rows})
-    lines = []
-    for algorithm in dict.fromkeys(row["algorithm"] for row in rows):
-        mine = [row for row in rows if row["algorithm"] == algorithm]
-        cells = [f"{100 * row['score']:.2f} %" for row in mine]
-        cells = [f"**{c}**" if row["chosen"] else c for c, row in zip(cells, mine, strict=True)]
-        lines.append([algorithm, *cells, "".join(row["remark"] for row in mine)])
-    heads = ["algorithm", *(f"lr {rate:g}" for rate in rates), "remark"]
-    return f"{rule}\n\n{grid(heads, lines)}"
 
 
 # ---- files ------------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ from simulations.lab.command_line import Command
 from simulations.lab.deployment import Federation
 from simulations.lab.superlink import ROOT, flwr_run, running
 from simulations.problems import problem
+from simulations.tables import grid
 
 SAMPLES = 60_000
 """MNIST's for training."""
@@ -352,8 +353,7 @@ def main() -> None:
         rows = benchmark(Path(folder))
     print(f"\n{benchmark.__doc__}\n")
     header, *body = rows
-    for row in (header, ["---"] * len(header), *body):
-        print("| " + " | ".join(row) + " |")
+    print(grid(header, body), end="")
     print(f"\n({os.cpu_count()} cores, torch {torch.__version__})")
 
 

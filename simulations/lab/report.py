@@ -17,6 +17,7 @@ from typing import Any
 
 from fl_strategies.core.files import write_atomically
 from simulations.config import RunConfig
+from simulations.tables import grid
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -136,6 +137,6 @@ def differing(configs: Sequence[RunConfig]) -> str:
     ]
     if not names:
         return ""
-    lines = [names, ["---"] * len(names)]
-    lines += [[str(found[name]) or "-" for name in names] for found in by_algorithm.values()]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return grid(
+        names, [[str(found[name]) or "-" for name in names] for found in by_algorithm.values()]
+    )
