@@ -38,15 +38,15 @@ def check_memory(config: RunConfig) -> None:
     device = config.torch_device
     if device.type != "cuda":
         return
-    found, model = dataset(config), fresh_model(config)
-    x, y = found.inputs(slice(1)), found.y[:1]
+    data_set, model = dataset(config), fresh_model(config)
+    x, y = data_set.inputs(slice(1)), data_set.y[:1]
     first = Problem(model, cross_entropy, torch.as_tensor(x), torch.as_tensor(y))
     samples = max(len(rows) for rows, _ in parts(config))
     vectors, batch = client_bytes(first, min(samples, config.batch_size or samples))
     d, size = model.vector.numel(), model.vector.element_size()
-    numbers = found.x.size + found.test_x.size
-    each = size if first.inputs.is_floating_point() else x.itemsize
-    needed = {"data": numbers * each, "parameters": 2 * d * size}  # with their gradients
+    numbers = data_set.x.size + data_set.test_x.size
+    bytes_each = size if first.inputs.is_floating_point() else x.itemsize
+    needed = {"data": numbers * bytes_each, "parameters": 2 * d * size}  # with their gradients
     clients = max(1, round(config.fraction * config.clients))
     stack = 0
     if config.stack != "off":
@@ -80,11 +80,11 @@ def client_fn(context: Context) -> AnyAlgorithmClient:
     durable = bool(config.state_dir)  # else the folder goes with its run
     store = DirectoryStore(states, me, durable=durable) if states else ContextStore(context)
     test = problem(config, "train", held_out) if len(held_out) else None
-    found = dataset(config)
+    data_set = dataset(config)
     untouched = config.local_test == config.validation == 0.0
-    if config.partition == "natural" and untouched and found.test_owner is not None:
-        assert found.owner is not None
-        own = np.flatnonzero(found.test_owner == found.owner[train[0]])
+    if config.partition == "natural" and untouched and data_set.test_owner is not None:
+        assert data_set.owner is not None
+        own = np.flatnonzero(data_set.test_owner == data_set.owner[train[0]])
         test = problem(config, "test", own) if len(own) else None
     return AnyAlgorithmClient(
         problem(config, "train", train),

@@ -56,8 +56,8 @@ def _parts(stage: str) -> str:
 class Unused(ValueError):
     """Settings that an algorithm has no use for."""
 
-    def __init__(self, said: str, names: list[str]) -> None:
-        super().__init__(said)
+    def __init__(self, message: str, names: list[str]) -> None:
+        super().__init__(message)
         self.names = names
 
 
@@ -151,8 +151,8 @@ class RunConfig:
         """Return the checked and completed config; unknown keys are refused with the known ones."""
         known = {f.name.replace("_", "-"): f for f in fields(cls)}
         if wrong := sorted(config.keys() - known.keys()):
-            said = f"unknown run-config keys {unknown(wrong, known)}"
-            raise ValueError(f"{said}; known: {listed(sorted(known))}")
+            message = f"unknown run-config keys {unknown(wrong, known)}"
+            raise ValueError(f"{message}; known: {listed(sorted(known))}")
         values = {known[name].name: cls.typed(name, value) for name, value in config.items()}
         try:
             return cls(**values).completed()
@@ -179,16 +179,16 @@ class RunConfig:
         from simulations.defaults import defaults
 
         if self.algorithm not in STRATEGIES:
-            said = unknown([self.algorithm], STRATEGIES)
-            raise ValueError(f"unknown algorithm {said}; known: {listed(sorted(STRATEGIES))}")
-        found = defaults(self.algorithm, self.dataset, self.solver)
+            hint = unknown([self.algorithm], STRATEGIES)
+            raise ValueError(f"unknown algorithm {hint}; known: {listed(sorted(STRATEGIES))}")
+        usual = defaults(self.algorithm, self.dataset, self.solver)
         unset = {
             name: value
-            for name, value in found.items()
+            for name, value in usual.items()
             if getattr(self, name) == {f.name: f.default for f in fields(self)}[name]
         }
         full = replace(self, **unset)
-        params = parse_params(found.get("params", "")) | parse_params(self.params, "params")
+        params = parse_params(usual.get("params", "")) | parse_params(self.params, "params")
         states = self.state_dir if self.stateful else ""  # others have none to put there
         texts: dict[str, Any] = {stage: str(part) for stage, part in self.parts.items()}
         full = replace(full, params=format_params(params), state_dir=states, **texts)
@@ -228,8 +228,8 @@ class RunConfig:
     @property
     def parts(self) -> dict[str, Part]:
         """The parts around the algorithm, by stage."""
-        given = {base.stage: getattr(self, base.stage) for base in STAGES}
-        return {stage: parse_part(text, stage) for stage, text in given.items() if text}
+        texts = {base.stage: getattr(self, base.stage) for base in STAGES}
+        return {stage: parse_part(text, stage) for stage, text in texts.items() if text}
 
     @property
     def rule(self) -> str:
@@ -247,11 +247,11 @@ class RunConfig:
 
     def _settings(self) -> dict[str, Any]:
         names = [field.name for field in fields(LocalTraining) if field.name != "random_epochs"]
-        found = {name.replace("_", "-"): getattr(self, name) for name in names}
+        settings = {name.replace("_", "-"): getattr(self, name) for name in names}
         for name in ("residual", "fine-tune-lr"):  # TOML has no word for what is not set
-            if found[name] == -1.0:
-                del found[name]
-        return found | {"random-epochs": self.random_epochs == "true"}
+            if settings[name] == -1.0:
+                del settings[name]
+        return settings | {"random-epochs": self.random_epochs == "true"}
 
     def unused(self) -> dict[str, str]:
         """Return the local settings that the algorithm cannot use, each with the reason."""
@@ -272,12 +272,14 @@ class RunConfig:
         why = {name.replace("-", "_"): reason for name, reason in self.unused().items()}
         if "lr" in why:
             why["lr_decay"] = why["lr"]
-        if given := {name: value for name in why if (value := getattr(self, name)) != usual[name]}:
-            reasons = "; ".join(dict.fromkeys(why[name] for name in given))
+        if useless := {
+            name: value for name in why if (value := getattr(self, name)) != usual[name]
+        }:
+            reasons = "; ".join(dict.fromkeys(why[name] for name in useless))
             who = self.algorithm + f" with {shown(self.params)}" * bool(self.params)
-            settings = ", ".join(f"{name!r}: {shown(value)}" for name, value in given.items())
-            said = f"{who} has no use for {{{settings}}}: {reasons}"
-            raise Unused(said, [name.replace("_", "-") for name in given])
+            settings = ", ".join(f"{name!r}: {shown(value)}" for name, value in useless.items())
+            message = f"{who} has no use for {{{settings}}}: {reasons}"
+            raise Unused(message, [name.replace("_", "-") for name in useless])
 
     def strategy(self, **options: Any) -> FederatedStrategy:
         """Return the strategy, with ``options`` for its base."""
@@ -285,8 +287,8 @@ class RunConfig:
         params = parse_params(self.params)
         known = hyperparameters_of(self.algorithm)
         if wrong := sorted(params.keys() - set(known)):
-            said = unknown_of(wrong, known)
-            raise ValueError(f"params: {self.algorithm} has no hyperparameter {said}")
+            hint = unknown_of(wrong, known)
+            raise ValueError(f"params: {self.algorithm} has no hyperparameter {hint}")
         shared = {
             name: (getattr(self, name) or None) if declared.optional else getattr(self, name)
             for name, declared in Options.declarations.items()

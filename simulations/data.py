@@ -74,7 +74,7 @@ CLASSES = ("label", "fine_label", "character", "y")
 NATURAL = ("writer_id", "character_id")
 """Column names; the first one that exists counts."""
 NORMALISE = ("own", "authors", "none")
-OWN: dict[str, Scale] = {
+COMPUTED: dict[str, Scale] = {
     "mnist": ((0.1307,), (0.3081,)),
     "fashion_mnist": ((0.2860,), (0.3530,)),
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
@@ -109,15 +109,15 @@ def load(name: str, *, normalise: str = "own", **options: Any) -> Dataset:
         above; for text without ``transformers``.
     """
     if normalise not in NORMALISE:
-        said = unknown([normalise], NORMALISE)
-        raise ValueError(f"unknown normalise {said}; known: {', '.join(NORMALISE)}")
+        hint = unknown([normalise], NORMALISE)
+        raise ValueError(f"unknown normalise {hint}; known: {', '.join(NORMALISE)}")
     if normalise == "authors" and name not in AUTHORS:
         raise ValueError(f"normalise='authors' is for {', '.join(AUTHORS)} only, got {name!r}")
-    given = tuple((key, type(options[key]), options[key]) for key in sorted(options))
+    key_values = tuple((key, type(options[key]), options[key]) for key in sorted(options))
     if name not in BUILT_IN:
-        return _stored(name, _find(name), normalise, given)
+        return _stored(name, _find(name), normalise, key_values)
     _check_names(name, options, options_of(name))
-    return _built_in(name, given)
+    return _built_in(name, key_values)
 
 
 def options_of(name: str) -> list[str]:
@@ -163,9 +163,9 @@ def _find(name: str) -> Path | None:
 
 @cache
 def _stored(name: str, folder: Path | None, normalise: str, options: Given) -> Dataset:
-    found = _read(name, folder, normalise, **{key: value for key, _, value in options})
+    data_set = _read(name, folder, normalise, **{key: value for key, _, value in options})
     pa.default_memory_pool().release_unused()  # the tables
-    return found
+    return data_set
 
 
 def _read(
@@ -192,8 +192,8 @@ def _read(
             f"got {', '.join(train.column_names)}"
         )
     whose = next((c for c in NATURAL if c in train.column_names), None)
-    given = {"owners": owners, "tokenizer": tokenizer, "tokens": tokens}
-    others |= {option: value for option, value in given.items() if value is not None}
+    named = {"owners": owners, "tokenizer": tokenizer, "tokens": tokens}
+    others |= {option: value for option, value in named.items() if value is not None}
     _check_names(name, others, _fitting(train.column_names))
     tables, (owner, test_owner) = _splits(name, folder, train, whose, inputs == ("x",), owners)
     y, test_y = (_classes(name, table[labels]) for table in tables)
@@ -292,8 +292,8 @@ def _table(name: str, folder: Path | None, split: str) -> Any:
     """Return the Arrow table of a split, images still encoded."""
     if folder is not None:
         pattern = f"{split}*.parquet"
-        found = sorted(folder.glob(pattern)) or sorted(folder.glob(f"*/{pattern}"))
-        files = [part for one in found for part in _parts(one)]
+        paths = sorted(folder.glob(pattern)) or sorted(folder.glob(f"*/{pattern}"))
+        files = [part for one in paths for part in _parts(one)]
         if not files:
             raise _NoSplit(f"data set {name!r}: no {pattern} in {folder} or a folder in it")
         return pa.concat_tables([_arrow(file) for file in files])
@@ -329,7 +329,7 @@ def _scale(name: str, normalise: str, x: Images, test_x: Images) -> Scale:
         )
     if normalise == "none":
         return PIXELS
-    published = AUTHORS if normalise == "authors" else OWN
+    published = AUTHORS if normalise == "authors" else COMPUTED
     return published[name] if name in published else measured(scaled(x[:], PIXELS))
 
 

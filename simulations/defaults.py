@@ -146,9 +146,9 @@ SOLVERS: dict[str, dict[str, Any]] = {solver: {"lr": rate} for solver, rate in R
 
 def defaults(algorithm: str, dataset: str, solver: str = "") -> dict[str, Any]:
     """Return the default of each key that has one for this data set, algorithm and solver."""
-    found = ANY | DATASETS.get(dataset, {})
+    values = ANY | DATASETS.get(dataset, {})
     for key in ((algorithm, ""), (algorithm, dataset)):
-        found |= ALGORITHMS.get(key, {})
+        values |= ALGORITHMS.get(key, {})
     if solver and "momentum" not in TAKES.get(solver, ()):
-        found["momentum"] = 0.0  # the one above is plain gradient descent's
-    return found | SOLVERS.get(solver, {})
+        values["momentum"] = 0.0  # the one above is plain gradient descent's
+    return values | SOLVERS.get(solver, {})

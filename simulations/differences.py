@@ -25,11 +25,11 @@ NO_SETTINGS = (
 
 def differences(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
     """Return the effective differences of ``settings`` from those ``stored`` by an earlier run."""
-    found, wanted = _effective(stored), _effective(settings)
+    before, now = _effective(stored), _effective(settings)
     return [
-        f"{name} was {found.get(name)}, is {wanted.get(name)}"
-        for name in dict.fromkeys([*wanted, *found])
-        if found.get(name) != wanted.get(name)
+        f"{name} was {before.get(name)}, is {now.get(name)}"
+        for name in dict.fromkeys([*now, *before])
+        if before.get(name) != now.get(name)
     ]
 
 
@@ -40,15 +40,15 @@ def _effective(settings: Mapping[str, Any]) -> dict[str, Any]:
     hyperparameters of the algorithm get their defaults.
     """
     known = {key.name: ANY.get(key.name, key.default) for key in fields(RunConfig)}
-    found = known | dict(settings)
-    params = parse_params(found.pop("params"))
+    effective = known | dict(settings)
+    params = parse_params(effective.pop("params"))
     for name in NO_SETTINGS:
-        del found[name]
-    if CLIENTS[found["algorithm"]].state_type is None:
-        del found["state_dir"]
-    found |= hyperparameter_defaults(found["algorithm"]) | params
+        del effective[name]
+    if CLIENTS[effective["algorithm"]].state_type is None:
+        del effective["state_dir"]
+    effective |= hyperparameter_defaults(effective["algorithm"]) | params
     # flags and words for them are one
     return {
         name: str(value).lower() if isinstance(value, bool) else value
-        for name, value in found.items()
+        for name, value in effective.items()
     }

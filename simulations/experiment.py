@@ -93,7 +93,7 @@ def run(
     ``checkpoints``. ``run.json`` names the run, and ``run.lock`` is locked during the run.
 
     Raises ``ValueError`` for a folder that another run is writing to, ``StateError`` for a state
-    directory that holds another run's states, and ``RuntimeError`` if all rounds were void or a
+    directory that holds another run's states, and ``RuntimeError`` if all rounds were skipped or a
     disk is full.
     """
     with room(state_folder(config)), quiet_log(quiet):
@@ -304,12 +304,12 @@ def check_resumes(config: RunConfig, folder: Path) -> None:
     """Raise ``ValueError`` unless the run in ``folder`` had these settings, rounds excepted."""
     try:
         stored = json.loads((folder / "config.json").read_text())
-        found = differences(stored | {"rounds": config.rounds}, asdict(config))
+        changes = differences(stored | {"rounds": config.rounds}, asdict(config))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         path = folder / "config.json"
         raise ValueError(f"{path}, by which the run is resumed, is damaged: {error}") from None
-    if found:
-        raise ValueError(f"{folder} cannot be resumed with other settings: {'; '.join(found)}")
+    if changes:
+        raise ValueError(f"{folder} cannot be resumed with other settings: {'; '.join(changes)}")
 
 
 def check_no_states(config: RunConfig) -> None:
@@ -333,9 +333,9 @@ def prepare(config: RunConfig, *, partition: bool = True) -> tuple[FlatModel, Pa
     dataset(config).check()
     model = fresh_model(config)
     if (states := state_folder(config)) is not None:
-        if (found := DirectoryStore.owner(states)) is not None:
-            mine = Owner(config.algorithm, model.layout.signature, found.run)
-            DirectoryStore.check(states, mine)
+        if (former := DirectoryStore.owner(states)) is not None:
+            owner = Owner(config.algorithm, model.layout.signature, former.run)
+            DirectoryStore.check(states, owner)
         writable(states, "state directory")
     return model, results_folder(config)
 
@@ -374,6 +374,6 @@ def metrics_of(**keys: Scalar) -> list[Mapping[str, float]]:
     rows: list[Mapping[str, float]] = []
     config = {name.replace("_", "-"): value for name, value in keys.items()}
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
-        given = RunConfig.parse(config | {"output": folder})
-        run_in_process(given, [lambda info: rows.append(info.metrics)], quiet=True)
+        run_config = RunConfig.parse(config | {"output": folder})
+        run_in_process(run_config, [lambda info: rows.append(info.metrics)], quiet=True)
     return rows

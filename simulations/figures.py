@@ -144,7 +144,7 @@ def _points(rows: Sequence[Mapping[str, Any]], x: str, y: str) -> list[list[tupl
     """Return the n-th (x, y) of each seed, for n = 1, 2, ... while all seeds have one."""
     seeds: dict[int, list[tuple[float, float]]] = {}
     for row in rows:
-        mine = seeds.setdefault(row["seed"], [])
+        points = seeds.setdefault(row["seed"], [])
         if row[x] is not None and row[y] is not None:
-            mine.append((row[x], row[y]))
+            points.append((row[x], row[y]))
     return [list(points) for points in zip(*seeds.values(), strict=False)]

@@ -171,8 +171,10 @@ def _peak_bytes(samples: int, features: int, dtype: DTypeLike, *, copies: int) -
 def _announce(name: str, clients: int, peak: int) -> None:
     """Warn, before data are made, of those that take more than ``WARN_BYTES`` of memory."""
     if peak > WARN_BYTES:
-        told = "the data of %d clients of %r take %.1f GB of memory in each process that makes them"
-        log(WARNING, told, clients, name, peak / 1e9)
+        message = (
+            "the data of %d clients of %r take %.1f GB of memory in each process that makes them"
+        )
+        log(WARNING, message, clients, name, peak / 1e9)
 
 
 def digits() -> Dataset:

@@ -21,8 +21,8 @@ def reachable() -> bool:
     def ask() -> None:
         try:
             session = huggingface_hub.get_session()
-            found = session.head(constants.ENDPOINT, timeout=HUB_SECONDS)
-            answers.append(found.status_code)
+            answer = session.head(constants.ENDPOINT, timeout=HUB_SECONDS)
+            answers.append(answer.status_code)
         except Exception:  # of the network in all its kinds
             return
 

@@ -26,13 +26,15 @@ def undivided() -> Iterator[None]:
         waiting.append(signum)
 
     handlers = {number: signal.getsignal(number) for number in STOPS}
-    mine = {n: handler for n, handler in handlers.items() if handler not in (None, signal.SIG_IGN)}
+    handled = {
+        n: handler for n, handler in handlers.items() if handler not in (None, signal.SIG_IGN)
+    }
     try:
-        for number in mine:
+        for number in handled:
             signal.signal(number, hold)
         yield
     finally:
-        for number, handler in mine.items():
+        for number, handler in handled.items():
             signal.signal(number, handler)
         for came in dict.fromkeys(waiting):
             signal.raise_signal(came)

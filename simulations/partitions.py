@@ -315,7 +315,7 @@ def _imbalanced(
     rows = rng.permutation(len(labels))
     pieces = np.array_split(rows[np.argsort(labels[rows], kind="stable")], shards)
     mixed = np.split(rng.permutation(shards), np.cumsum(counts)[:-1])
-    return [np.concatenate([pieces[s] for s in mine]) for mine in mixed]
+    return [np.concatenate([pieces[s] for s in client]) for client in mixed]
 
 
 def _natural(
@@ -342,8 +342,8 @@ def check_count(name: str, value: int, low: int, high: int, why: str) -> None:
     try:
         check(name, value, low=low, high=high, integer=True)
     except ValueError:
-        said = f"{name} must be an integer from {low} to {high} ({why}), got {shown(value)}"
-        raise ValueError(said) from None
+        message = f"{name} must be an integer from {low} to {high} ({why}), got {shown(value)}"
+        raise ValueError(message) from None
 
 
 def _partitioners() -> Any:

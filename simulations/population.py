@@ -53,13 +53,13 @@ def ids_of(text: str) -> list[int]:
     >>> ids_of("0-3 7")
     [0, 1, 2, 3, 7]
     """
-    found: list[int] = []
+    ids: list[int] = []
     for word in text.split():
         first, _, last = word.partition("-")
         if not first.isdecimal() or (last and not last.isdecimal()):
             raise ValueError(f'hosts must list ids and ranges ("0-49 77"), got {text!r}')
-        found += range(int(first), int(last or first) + 1)
-    return found
+        ids += range(int(first), int(last or first) + 1)
+    return ids
 
 
 def on_a_ray_worker() -> bool:

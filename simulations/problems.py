@@ -62,28 +62,31 @@ def dataset(config: RunConfig) -> generated.Dataset:
     )
     if name in generated.GENERATED:
         options = {"clients": config.clients, "seed": config.seed} | options
-    found = data.load(name, normalise=config.normalise, **options)
-    return _pooled(found) if config.pooled else found
+    data_set = data.load(name, normalise=config.normalise, **options)
+    return _pooled(data_set) if config.pooled else data_set
 
 
 @functools.lru_cache(maxsize=4)
-def _pooled(found: generated.Dataset) -> generated.Dataset:
+def _pooled(data_set: generated.Dataset) -> generated.Dataset:
     """Return the data set with its test samples after its training samples."""
     owner = None
-    if found.owner is not None and found.test_owner is not None:
-        owner = np.concatenate([found.owner, found.test_owner])
-    x, y = np.concatenate([found.x, found.test_x]), np.concatenate([found.y, found.test_y])
-    return replace(found, x=x, y=y, owner=owner, test_owner=None)
+    if data_set.owner is not None and data_set.test_owner is not None:
+        owner = np.concatenate([data_set.owner, data_set.test_owner])
+    x, y = (
+        np.concatenate([data_set.x, data_set.test_x]),
+        np.concatenate([data_set.y, data_set.test_y]),
+    )
+    return replace(data_set, x=x, y=y, owner=owner, test_owner=None)
 
 
 @functools.lru_cache(maxsize=4)
 def placed(
-    found: generated.Dataset, test: bool, device: torch.device, dtype: torch.dtype
+    data_set: generated.Dataset, test: bool, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return inputs and labels of the training or test set, once per process, on ``device``."""
-    inputs = torch.as_tensor(found.inputs(test=test))
+    inputs = torch.as_tensor(data_set.inputs(test=test))
     inputs = inputs.to(device, dtype) if inputs.is_floating_point() else inputs.to(device)
-    return laid_out(inputs), torch.as_tensor(found.test_y if test else found.y).to(device)
+    return laid_out(inputs), torch.as_tensor(data_set.test_y if test else data_set.y).to(device)
 
 
 def _options(
@@ -116,7 +119,7 @@ def _split(config: RunConfig) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.n
 
 @functools.lru_cache(maxsize=4)
 def _parts(
-    found: generated.Dataset,
+    data_set: generated.Dataset,
     kind: str,
     params: str,
     clients: int,
@@ -126,7 +129,9 @@ def _parts(
 ) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.ndarray]:
     known = partial(partitions.options_of, kind)
     options = _options(params, f"partition {kind!r}", partitions.partition, known)
-    rows = partitions.partition(kind, found.y, clients, seed=seed, owner=found.owner, **options)
+    rows = partitions.partition(
+        kind, data_set.y, clients, seed=seed, owner=data_set.owner, **options
+    )
     split = partitions.train_test(rows, local_test, seed)
     if validation == 0.0:
         return split, np.empty(0, np.int64)
@@ -144,13 +149,13 @@ def draw_partition(config: RunConfig, path: Path) -> None:
 
 def fresh_model(config: RunConfig, device: torch.device = CPU) -> FlatModel:
     """Return the run's initial model on ``device``."""
-    found, name = dataset(config), config.model
+    data_set, name = dataset(config), config.model
     module = models.build(
         name,
-        found.x.shape[1:],
-        found.num_classes,
+        data_set.x.shape[1:],
+        data_set.num_classes,
         seed=config.seed,
-        vocabulary=found.vocabulary,
+        vocabulary=data_set.vocabulary,
         **_options(
             config.model_params, f"model {name!r}", models.build, partial(models.options_of, name)
         ),
@@ -180,13 +185,13 @@ def problem(config: RunConfig, which: str, rows: np.ndarray | None = None) -> Pr
     If training samples are held out for validation, they are the test set; for pooled data the test
     set is all that the clients hold out.
     """
-    found, test = dataset(config), which == "test"
+    data_set, test = dataset(config), which == "test"
     if test and rows is None and config.validation > 0.0:
         rows, test = validation_rows(config), False
     elif test and config.pooled:
         rows, test = np.concatenate([held_out for _, held_out in parts(config)]), False
     device, dtype = config.torch_device, getattr(torch, config.dtype)
-    x, y = placed(found, test, device, dtype)
+    x, y = placed(data_set, test, device, dtype)
     index = None if rows is None else torch.from_numpy(rows)
     autocast = getattr(torch, config.autocast) if config.autocast else None
 

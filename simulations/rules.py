@@ -52,9 +52,9 @@ def given_to(
     for item in items:
         owner, dot, _ = item.partition("=")[0].rpartition(".")
         if dot and owner not in owned:
-            said = unknown([owner], owned)
+            hint = unknown([owner], owned)
             raise ValueError(
-                f"{option} {shown(item)}: no algorithm {said} here, which has {[*owned]}"
+                f"{option} {shown(item)}: no algorithm {hint} here, which has {[*owned]}"
             )
         asked = {owner: owned[owner]} if dot else known
         for name, value in read(item[len(owner) + 1 :] if dot else item).items():
@@ -66,10 +66,10 @@ def given_to(
                     f" {unknown([name], names)}; they have {listed(names)}"
                 )
             for taker in takers:
-                given = (own if dot else shared)[taker]
-                if name in given:
+                taken = (own if dot else shared)[taker]
+                if name in taken:
                     raise ValueError(f"{option} {shown(item)} gives {taker} a second {name}")
-                given[name] = value
+                taken[name] = value
     return {owner: shared.get(owner, {}) | own[owner] for owner in owned}
 
 
@@ -84,13 +84,13 @@ def configs_for(
     """
     parsed_rules = {rule: parse_rule(rule) for rule in rules}
     if wrong := sorted({algorithm for algorithm, _ in parsed_rules.values()} - STRATEGIES.keys()):
-        said = unknown(wrong, STRATEGIES)
-        raise ValueError(f"unknown algorithms {said}; known: {listed(sorted(STRATEGIES))}")
+        hint = unknown(wrong, STRATEGIES)
+        raise ValueError(f"unknown algorithms {hint}; known: {listed(sorted(STRATEGIES))}")
     if len(parsed_rules) < len(rules):
         raise ValueError(f"each algorithm once, got {list(rules)}")
     known = {rule: hyperparameters_of(algorithm) for rule, (algorithm, _) in parsed_rules.items()}
     used = {name for _, parts in parsed_rules.values() for name in parts.values()}
-    given = given_to(known, items=params, read=parse_params, option="param", parts=used)
+    values = given_to(known, items=params, read=parse_params, option="param", parts=used)
     keeps = any(CLIENTS[algorithm].state_type is not None for algorithm, _ in parsed_rules.values())
     if not keeps and (states := common.get("state-dir")):
         raise ValueError(f"state-dir is {shown(states)}, and no clients here keep a state")
@@ -98,25 +98,25 @@ def configs_for(
     def parsed(rule: str, settings: Mapping[str, Any]) -> RunConfig:
         algorithm, parts = parsed_rules[rule]
         texts = {
-            stage.replace("_", "-"): f"{name} {format_params(given[name])}".strip()
+            stage.replace("_", "-"): f"{name} {format_params(values[name])}".strip()
             for stage, name in parts.items()
         }
-        params = format_params(given[rule])
+        params = format_params(values[rule])
         about = {"algorithm": algorithm, "params": params, "output": str(folder / rule)}
         return RunConfig.parse({**settings, **texts, **about})
 
-    found: dict[str, RunConfig | Unused] = {}
+    configs: dict[str, RunConfig | Unused] = {}
     for rule in rules:
         try:
-            found[rule] = parsed(rule, common)
+            configs[rule] = parsed(rule, common)
         except Unused as error:
-            found[rule] = error
-    useless = [one for one in found.values() if isinstance(one, Unused)]
-    if len(useless) == len(found):
+            configs[rule] = error
+    useless = [one for one in configs.values() if isinstance(one, Unused)]
+    if len(useless) == len(configs):
         raise useless[0]
     return [
         parsed(name, {k: v for k, v in common.items() if k not in one.names})
         if isinstance(one, Unused)
         else one
-        for name, one in found.items()
+        for name, one in configs.items()
     ]

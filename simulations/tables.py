@@ -100,15 +100,17 @@ def run_figures(config: RunConfig, summary: Mapping[str, Any]) -> dict[str, floa
     rows = curve(config)
     measured = (row for row in rows if row["test_accuracy"] is not None)
     reached = next((row for row in measured if row["test_accuracy"] >= config.target), None)
-    found: dict[str, float | None] = {
+    figures: dict[str, float | None] = {
         f"{name}_to_target": reached[column] if reached else None for name, column in AXES.items()
     }
     evaluated = [
         row for row in read_history(Path(config.output) / "history.jsonl") if "eval-accuracy" in row
     ]
-    found |= {name: evaluated[-1].get(key) if evaluated else None for name, key in CLIENTS.items()}
-    found["virtual_seconds"] = rows[-1]["virtual_seconds"] if rows else None
-    return {name: found.get(name, summary.get(name)) for name in FIGURES}
+    figures |= {
+        name: evaluated[-1].get(key) if evaluated else None for name, key in CLIENTS.items()
+    }
+    figures["virtual_seconds"] = rows[-1]["virtual_seconds"] if rows else None
+    return {name: figures.get(name, summary.get(name)) for name in FIGURES}
 
 
 def algorithm_row(configs: Sequence[RunConfig], summaries: Sequence[Mapping[str, Any]]) -> Row:

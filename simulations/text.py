@@ -74,18 +74,18 @@ def tokens(texts: Sequence[Sequence[str]], tokenizer: str, length: int) -> tuple
     auto = transformers().AutoTokenizer
     try:
         with asked_briefly():
-            found = auto.from_pretrained(tokenizer)
+            loaded = auto.from_pretrained(tokenizer)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"tokenizer {tokenizer!r} is neither a folder with one nor found on the Hub: {error}"
         ) from error
-    array = np.empty((len(texts[0]), length), smallest_type(len(found)))
+    array = np.empty((len(texts[0]), length), smallest_type(len(loaded)))
     for start in range(0, len(array), CHUNK):
         chunk = [column[start : start + CHUNK] for column in texts]
-        array[start : start + CHUNK] = found(
+        array[start : start + CHUNK] = loaded(
             *chunk, padding="max_length", truncation=True, max_length=length, return_tensors="np"
         )["input_ids"]
-    return array, len(found)
+    return array, len(loaded)
 
 
 def smallest_type(count: int) -> type[np.integer[Any]]:

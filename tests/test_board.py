@@ -69,7 +69,7 @@ def test_settings_share_a_choice_of_learning_rates_and_pay_for_it_once(tmp_path:
     assert {path.name for path in (tmp_path / "tunes/tuning").iterdir()} == {
         "old-lr0.01", "old-lr0.5",
     }  # fmt: skip
-    first, second = (board.found(setting, tmp_path, [TUNES]) for setting in (TUNES, TUNED))
+    first, second = (board.judged(setting, tmp_path, [TUNES]) for setting in (TUNES, TUNED))
     rates = [{row.rule: row.chosen for row in one.rows} for one in (first, second)]
     assert rates[0] == rates[1]
     assert rates[0]["new"] == "0.3"
@@ -83,7 +83,7 @@ def test_a_rate_with_which_all_clients_diverge_is_not_chosen_and_stops_nothing(
     rules = {"new": Rule("fedavg"), "old": Rule("fedprox", tune={"lr": (1e38,)})}
     setting = TUNES._replace(rules=rules, config=SMALL | {"rounds": 4}, tune={"lr": (0.1, 1e38)})
     board.run([setting], tmp_path, quiet=True)
-    found = board.found(setting, tmp_path)
+    found = board.judged(setting, tmp_path)
     assert [(row.chosen, len(row.values)) for row in found.rows] == [("0.1", 2), ("1e+38", 2)]
     cause = "no reply of 3 rounds in a row was usable: 4 clients [0, 1, 2, 3]: array"
     assert found.rows[1].ended[0].startswith(f"seed 1: {cause}")
@@ -105,7 +105,7 @@ def test_a_run_that_fails_is_told_at_the_end_and_stops_no_other_setting(
     with pytest.raises(RuntimeError, match=r"^tunes: 2 of 2 runs failed: .*the disk is full"):
         board.run([TUNES, other], tmp_path, quiet=True)
     values = [
-        [len(row.values) for row in board.found(each, tmp_path).rows] for each in (TUNES, other)
+        [len(row.values) for row in board.judged(each, tmp_path).rows] for each in (TUNES, other)
     ]
     assert values == [[2, 0], [2, 2]]
 
@@ -117,7 +117,7 @@ def test_settings_that_share_runs_read_other_figures_of_them(tmp_path: Path) -> 
     variance = accuracy._replace(name="variance", figure="variance", rules=more)
     board.run([accuracy, variance], tmp_path, quiet=True)
     assert [path.name for path in tmp_path.iterdir()] == ["tunes"]
-    found = [board.found(setting, tmp_path) for setting in (accuracy, variance)]
+    found = [board.judged(setting, tmp_path) for setting in (accuracy, variance)]
     assert [row.rule for row in found[1].rows if row.seconds > 0.0] == ["more"]
     for row in found[1].rows:
         paths = [tmp_path / f"tunes/{row.rule}-seed{seed}/history.jsonl" for seed in (1, 2)]

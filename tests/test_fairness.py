@@ -104,7 +104,7 @@ def test_a_run_without_evaluating_clients_has_no_fairness(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("lost", "said"),
     [
-        (["train"], "all 3 rounds of .* were void: no model to measure"),
+        (["train"], "all 3 rounds of .* were skipped: nothing to measure"),
         (["train", "evaluate"], "no evaluation of a client could be used in .*: see its log"),
     ],
 )

@@ -83,12 +83,12 @@ def plain_loop(config: RunConfig, steps: list[int]) -> float:
     One thread, channels-last, a fresh optimizer a client, as an experienced user writes it.
     """
     torch.set_num_threads(1)
-    found = data.load(config.dataset)
-    model = models.build(config.model, found.x.shape[1:], found.num_classes, seed=1)
+    data_set = data.load(config.dataset)
+    model = models.build(config.model, data_set.x.shape[1:], data_set.num_classes, seed=1)
     model = model.to(memory_format=torch.channels_last)
     samples = SAMPLES // config.clients
-    x = laid_out(torch.from_numpy(found.inputs(slice(samples))))
-    y = torch.from_numpy(found.y[:samples])
+    x = laid_out(torch.from_numpy(data_set.inputs(slice(samples))))
+    y = torch.from_numpy(data_set.y[:samples])
     rng = np.random.default_rng(0)
 
     def client(count: int) -> None:
@@ -185,11 +185,11 @@ def small(folder: Path, turns: int = 5) -> list[list[str]]:
         times["ray, two workers"].append(seconds * per_round)
     plain = statistics.median(times["plain loop"])
     rows = [["engine", "ms a round", "local steps", "against the plain loop"]]
-    for name, found in times.items():
-        ratio = f"{statistics.median(found) / plain:.2f}"
+    for name, durations in times.items():
+        ratio = f"{statistics.median(durations) / plain:.2f}"
         if name.startswith("ray"):
-            ratio = f"{2 * statistics.median(found) / plain:.2f} of its half"
-        rows.append([name, benchmark_server.shown(found), f"{counts[name]}", ratio])
+            ratio = f"{2 * statistics.median(durations) / plain:.2f} of its half"
+        rows.append([name, benchmark_server.shown(durations), f"{counts[name]}", ratio])
     for what, spent in of_a_round(folder / "ray-1", folder / f"{turns - 1}", plain / 2):
         rows.append([f"of the last Ray run's: {what}", f"{spent:.0f}", "", ""])
     most = plain / 2 + 1000 * 2 * POLL
@@ -219,19 +219,19 @@ def half(folder: Path) -> list[list[str]]:
     Ray with two workers, against half of a plain PyTorch loop of the same steps on one thread."""
     rows = [["E", "local steps a round", "half of the plain loop", "Ray", "Ray / half"]]
     for epochs in (1, 5, 20):
-        given = {"clients": 1000, "fraction": 0.1, "epochs": epochs, "rounds": 8}
-        config = RunConfig.parse(SMALL | given | {"algorithm": "fedavg"})
+        keys = {"clients": 1000, "fraction": 0.1, "epochs": epochs, "rounds": 8}
+        config = RunConfig.parse(SMALL | keys | {"algorithm": "fedavg"})
         steps = steps_of(config)
-        each = 1000 / (config.rounds - 1)
+        per_round = 1000 / (config.rounds - 1)
         before = plain_loop(config, steps)
         seconds, count = on_engine(config, "ray", folder / f"{epochs}")
-        plain = (before + plain_loop(config, steps)) / 2 * each / 2
+        plain = (before + plain_loop(config, steps)) / 2 * per_round / 2
         about = [
             f"{count / (config.rounds - 1):.0f}",
             f"{plain:.0f} ms",
-            f"{seconds * each:.0f} ms",
+            f"{seconds * per_round:.0f} ms",
         ]
-        rows.append([f"{epochs}", *about, f"{seconds * each / plain:.2f}"])
+        rows.append([f"{epochs}", *about, f"{seconds * per_round / plain:.2f}"])
     return rows
 
 
@@ -287,8 +287,8 @@ def load(folder: Path, clients: int = 200, rounds: int = 20) -> list[list[str]]:
         def look(line: str) -> None:
             check_clients()
             if " round " in line and "accuracy" in line:
-                found = [memory_of(program) for program in programs.values()]
-                sizes.append([f"{resident:.0f}" for resident, _ in found])
+                memory = [memory_of(program) for program in programs.values()]
+                sizes.append([f"{resident:.0f}" for resident, _ in memory])
                 print(line, sizes[-1], file=sys.stderr, flush=True)
 
         link.run(ROOT, config.to_run_config(), on_line=look)

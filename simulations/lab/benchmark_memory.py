@@ -83,14 +83,14 @@ def memory(folder: Path, rounds: int = 50) -> list[list[str]]:
     rows = [["server process", "MB resident", "its peak, MB"]]
     rows.append(["PyTorch, Flower and Ray, without clients", f"{bare:.0f}", ""])
     rows += [[what, f"+ {mb:.0f}", ""] for what, mb in parts_of(SETTING)]
-    given = {"rounds": rounds, "state-dir": str(folder / "state"), "output": str(folder / "run")}
-    config = RunConfig.parse(SETTING | given)
+    keys = {"rounds": rounds, "state-dir": str(folder / "state"), "output": str(folder / "run")}
+    config = RunConfig.parse(SETTING | keys)
 
     def look(line: str) -> None:
-        if found := re.search(r" round (\d+)/", line):
+        if match := re.search(r" round (\d+)/", line):
             sizes = [f"{mb:.0f}" for mb in memory_of("flwr-simulation")]
             print(line, sizes, file=sys.stderr, flush=True)
-            if (number := int(found[1])) == 1 or number % EVERY == 0:
+            if (number := int(match[1])) == 1 or number % EVERY == 0:
                 rows.append([f"after round {number}", *sizes])
 
     flwr_run(config.to_run_config(), num_supernodes=2, workers=2, on_line=look)
@@ -102,14 +102,14 @@ def without_clients(folder: Path) -> float:
     for name, text in BARE.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    found: list[float] = []
+    rows: list[float] = []
 
     def look(line: str) -> None:
         if line == "it is ready":
-            found.append(memory_of("flwr-simulation")[0])
+            rows.append(memory_of("flwr-simulation")[0])
 
     flwr_run({}, num_supernodes=2, workers=2, on_line=look, app=folder)
-    return found[0]
+    return rows[0]
 
 
 def parts_of(setting: dict[str, Any]) -> list[tuple[str, float]]:
@@ -121,12 +121,12 @@ def parts_of(setting: dict[str, Any]) -> list[tuple[str, float]]:
 def _grown(setting: dict[str, Any]) -> list[tuple[str, float]]:
     for name in ("torch", "ray", "flwr.serverapp", "flwr.clientapp"):
         importlib.import_module(name)
-    found: list[tuple[str, float]] = []
+    sizes: list[tuple[str, float]] = []
 
     def note(what: str, step: Callable[[], Any]) -> Any:
         before = _resident()
         made = step()
-        found.append((what, _resident() - before))
+        sizes.append((what, _resident() - before))
         return made
 
     return_memory()
@@ -135,7 +135,7 @@ def _grown(setting: dict[str, Any]) -> list[tuple[str, float]]:
     test = note("then test images and a model", lambda: problems.problem(config, "test"))
     note("then a test of the model", test.evaluate)
     note("the partition, by flwr-datasets: not on Ray", lambda: problems.parts(config))
-    return found
+    return sizes
 
 
 def _resident() -> float:

@@ -66,16 +66,16 @@ def pfl(folder: Path, rounds: int = 4) -> list[list[str]]:
     each, E = 1, B = 10, lr 0.1, the layers of its CNN; on one thread. The subset at hand makes 140
     of its 1,000 clients: a round is as long. Its 1,500 rounds are extrapolated, without tests."""
     torch.set_num_threads(1)
-    found = data.load("cifar10_subset")
-    x, y = torch.from_numpy(found.inputs()), torch.from_numpy(found.y)
+    data_set = data.load("cifar10_subset")
+    x, y = torch.from_numpy(data_set.inputs()), torch.from_numpy(data_set.y)
     clients = len(y) // SAMPLES
     order = torch.from_numpy(np.random.default_rng(0).permutation(len(y)))
     model = FlatModel(cnn())
 
     def client_fn(context: Context) -> FedAvgClient:
         me = client_id(context)
-        mine = order[me * SAMPLES : (me + 1) * SAMPLES]
-        return FedAvgClient(Problem(model, cross_entropy, x, y, rows=mine), client_id=me)
+        samples = order[me * SAMPLES : (me + 1) * SAMPLES]
+        return FedAvgClient(Problem(model, cross_entropy, x, y, rows=samples), client_id=me)
 
     ends: list[float] = []
 

@@ -124,14 +124,14 @@ def scale(folder: Path) -> list[list[str]]:
     20), of the first, and peak memory."""
     rows = [["clients", "a round", "first round, s", "round, s", "peak memory, MB"]]
     cells = [(many, 100) for many in POPULATIONS] + [(10_000, asked) for asked in COUNTS]
-    found = []
+    durations = []
     for population, asked in cells:
         made = in_a_process(population, asked)
-        found.append({"population": population, "asked": asked, **made})
+        durations.append({"population": population, "asked": asked, **made})
         times = f"{made['round']:.3f} ({made['least']:.3f} ... {made['most']:.3f})"
         about = [f"{population:,}", f"{asked:,}", f"{made['first']:.2f}", times]
         rows.append([*about, f"{made['memory']:.0f}"])
-    (folder / "scale.json").write_text(json.dumps(found, indent=2))
+    (folder / "scale.json").write_text(json.dumps(durations, indent=2))
     return rows
 
 
@@ -181,7 +181,7 @@ def rounds(folder: Path, population: int = 1000, asked: int = 100) -> list[list[
     base = statistics.median(times["plain PyTorch loop"])
     rows = [["", "ms a round", "times the loop"]]
     rows += [
-        [name, shown(found), f"{statistics.median(found) / base:.2f}"]
-        for name, found in times.items()
+        [name, shown(durations), f"{statistics.median(durations) / base:.2f}"]
+        for name, durations in times.items()
     ]
     return rows

@@ -49,14 +49,14 @@ class Stub:
 
 def in_turns(candidates: Mapping[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
     """Return the milliseconds of each, by turns, after one turn that does not count."""
-    found: dict[str, list[float]] = {name: [] for name in candidates}
+    durations: dict[str, list[float]] = {name: [] for name in candidates}
     for turn in range(turns + 1):
         for name, candidate in candidates.items():
             started = time.perf_counter()
             candidate()
             if turn:
-                found[name].append(1000 * (time.perf_counter() - started))
-    return found
+                durations[name].append(1000 * (time.perf_counter() - started))
+    return durations
 
 
 def shown(times: Sequence[float]) -> str:
@@ -100,7 +100,7 @@ def nodes(folder: Path) -> list[list[str]]:
         grid: Any = Stub(many)
         directory = Nodes(60.0)
         started = time.perf_counter()
-        found = directory.wait(grid, many)
-        assert len(found) == many
+        ids = directory.wait(grid, many)
+        assert len(ids) == many
         rows.append([f"{many:,}", f"{time.perf_counter() - started:.2f}"])
     return rows

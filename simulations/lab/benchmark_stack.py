@@ -54,8 +54,8 @@ def gain(model: FlatModel, shape: tuple[int, ...], clients: int, batch_size: int
     x, y = x.to(model.vector.device), torch.from_numpy(rng.integers(10, size=len(x)))
     rows = torch.split(torch.arange(len(x)), SAMPLES)
     members = [
-        FedAvgClient(Problem(model, cross_entropy, x, y, rows=mine), client_id=i)
-        for i, mine in enumerate(rows)
+        FedAvgClient(Problem(model, cross_entropy, x, y, rows=samples), client_id=i)
+        for i, samples in enumerate(rows)
     ]
     settings: dict[str, Any] = {"epochs": EPOCHS, "batch-size": batch_size, "lr": 0.01}
     arrays = model.arrays(model.vector)
@@ -81,17 +81,17 @@ def stack(folder: Path) -> list[list[str]]:
     lesser of that with B = 10 and B = 50. Written to clients/stacking/gains.json."""
     torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = [row for row in choice.table() if row["device"] != device.type]
+    others = [row for row in choice.table() if row["device"] != device.type]
     rows = [["model", "kind", "d", *(f"{clients} clients" for clients in COUNTS)]]
     for name, (shape, build) in MODELS.items():
         model = FlatModel(build(shape), device=device)
         kind, d = choice.kind_of(model.module), len(model.vector)
         gains = [min(gain(model, shape, n, size) for size in BATCHES) for n in COUNTS]
         rows.append([name, kind, f"{d:,}", *(f"{g:.2f}" for g in gains)])
-        found += [
+        others += [
             {"device": device.type, "kind": kind, "d": d, "clients": n, "gain": round(g, 2)}
             for n, g in zip(COUNTS, gains, strict=True)
         ]
-    lines = ",\n".join(f" {json.dumps(row)}" for row in found)
+    lines = ",\n".join(f" {json.dumps(row)}" for row in others)
     Path(choice.__file__).with_name("gains.json").write_text(f"[\n{lines}\n]\n")
     return rows

@@ -101,10 +101,10 @@ def run(
         raise RuntimeError("; ".join(failed))
 
 
-def found(setting: Setting, folder: Path, told: Collection[Setting] = ()) -> Judged:
+def judged(setting: Setting, folder: Path, counted: Collection[Setting] = ()) -> Judged:
     """Return the verdict on the runs of a setting that are finished.
 
-    The cost of choosing its hyperparameters is its own, unless a setting of ``told`` chose them.
+    The cost of choosing its hyperparameters is its own, unless a setting of ``counted`` chose them.
     """
     if setting.impossible:
         return judge(
@@ -114,24 +114,24 @@ def found(setting: Setting, folder: Path, told: Collection[Setting] = ()) -> Jud
     runs, tried = made.finished_runs(), made.tried()
     rows = []
     for rule in setting.rules:
-        mine = [config for name, config in runs if name == rule]
+        finished = [config for name, config in runs if name == rule]
         spent = tried.get(rule, [])
         own = setting.runs_in is None or rule not in setting.runs_in.rules  # and so its seconds
         missed = setting.horizon + 1.0
-        paid = mine + [one.config for one in spent] * (setting.tuned_by not in told)
+        paid = finished + [one.config for one in spent] * (setting.tuned_by not in counted)
         ended = tuple(
             f"seed {config.seed}: {cause}"
-            for config in mine
+            for config in finished
             if (cause := summary(config)["given_up"])
         )
         rows.append(
             Row(
                 rule,
                 setting.published.get(rule),
-                values=tuple(value(config, setting.figure, missed) for config in mine),
-                chosen=_chosen(mine[0], made.rules[rule]) if mine else "",
+                values=tuple(value(config, setting.figure, missed) for config in finished),
+                chosen=_chosen(finished[0], made.rules[rule]) if finished else "",
                 seconds=sum(summary(config)["seconds"] for config in paid * own),
-                seeds=tuple(config.seed for config in mine),
+                seeds=tuple(config.seed for config in finished),
                 tried=tuple(format_params(one.values) for one in spent),
                 ended=ended,
             )

@@ -21,9 +21,9 @@ def records(board: Sequence[Judged]) -> list[dict[str, Any]]:
     """Return the board as ``board.json`` holds it: an object per setting and rule."""
     return [
         {
-            "setting": each.setting.name,
-            "where": each.setting.where,
-            "figure": each.setting.figure,
+            "setting": judged.setting.name,
+            "where": judged.setting.where,
+            "figure": judged.setting.figure,
             "rule": row.rule,
             "published": _finite(row.published),
             "published not reached": row.published == math.inf,
@@ -35,13 +35,13 @@ def records(board: Sequence[Judged]) -> list[dict[str, Any]]:
             "tried": list(row.tried),
             "seconds": row.seconds,
             "ended early": list(row.ended),
-            "best baseline": each.best,
-            "difference": each.difference and [each.difference.low, each.difference.high],
-            "verdict": each.verdict,
-            "not possible": each.setting.impossible,
+            "best baseline": judged.best,
+            "difference": judged.difference and [judged.difference.low, judged.difference.high],
+            "verdict": judged.verdict,
+            "not possible": judged.setting.impossible,
         }
-        for each in board
-        for row in each.rows
+        for judged in board
+        for row in judged.rows
     ]
 
 
@@ -53,8 +53,8 @@ def _finite(value: float | None) -> float | None:
 def _ends(values: Sequence[float], *, of_next: bool = False) -> list[float] | None:
     if len(values) < 2:
         return None
-    found = interval(values, of_next=of_next)
-    return [found.low, found.high]
+    ends = interval(values, of_next=of_next)
+    return [ends.low, ends.high]
 
 
 def markdown(board: Sequence[Judged], command: str) -> str:
@@ -62,13 +62,13 @@ def markdown(board: Sequence[Judged], command: str) -> str:
 
     Settings with the same rules are side by side in one more table.
     """
-    sections = [_section(each, command) for each in board]
+    sections = [_section(judged, command) for judged in board]
     tables = [side_by_side(group) for group in alike(board) if len(group) > 1]
     return "\n".join([*sections, *("### Side by side\n\n" + table for table in tables)])
 
 
-def _section(each: Judged, command: str) -> str:
-    setting = each.setting
+def _section(judged: Judged, command: str) -> str:
+    setting = judged.setting
     title = f"### {setting.where}\n"
     if setting.impossible:
         return f"{title}\n*Not possible here:* {setting.impossible}.\n"
@@ -76,25 +76,23 @@ def _section(each: Judged, command: str) -> str:
     heads = ["rule", "published", "ours", "95 % interval", less, "lr", "seeds", "core-hours"]
     heads = heads if setting.ours else [head for head in heads if head != less]
     rows = []
-    for row in each.rows:
+    for row in judged.rows:
         name = f"**{row.rule}**" if row.rule == setting.ours else row.rule
         about = ["-" if row.published is None else _published(setting, row.published)]
         if row.values:
-            about.append(_told(setting, row.values))
+            about.append(_mean_text(setting, row.values))
             about.append(_range(setting, row.values))
-            about += [_less(each, row)] if setting.ours else []
+            about += [_less(judged, row)] if setting.ours else []
             about += [row.chosen, str(len(row.values)), f"{row.seconds / 3600:.2f}"]
         rows.append([name, *about, *["-"] * (len(heads) - 1 - len(about))])
-    verdict = f"Verdict: *{each.verdict}*."
-    if each.difference is not None and not _any_missed(each):
-        low, high = each.difference.low, each.difference.high
-        verdict += (
-            f" {setting.ours} less {each.best}, in pairs: {_plain(setting, each.difference.mean)}"
-            f" [{_plain(setting, low)}, {_plain(setting, high)}]."
-        )
+    verdict = f"Verdict: *{judged.verdict}*."
+    if judged.difference is not None and not _any_missed(judged):
+        gap = judged.difference
+        mean, low, high = (_plain(setting, number) for number in (gap.mean, gap.low, gap.high))
+        verdict += f" {setting.ours} less {judged.best}, in pairs: {mean} [{low}, {high}]."
     text = f"{title}\n{grid(heads, rows)}\n{verdict} `{command} --only {setting.name}`\n"
-    notes = [f"{row.rule} ended early with {cause}" for row in each.rows for cause in row.ended]
-    if tried := [f"{row.rule} {', '.join(row.tried)}" for row in each.rows if row.tried]:
+    notes = [f"{row.rule} ended early with {cause}" for row in judged.rows for cause in row.ended]
+    if tried := [f"{row.rule} {', '.join(row.tried)}" for row in judged.rows if row.tried]:
         seed = (setting.tuned_by or setting).seeds[0]
         held_out = f"{100 * Search().share:g} % of each client's training samples, held out"
         notes.append(
@@ -103,16 +101,16 @@ def _section(each: Judged, command: str) -> str:
     return text + "".join(f"\n{note}.\n" for note in notes)
 
 
-def _less(each: Judged, row: Row) -> str:
+def _less(judged: Judged, row: Row) -> str:
     """Return the difference of the paper's rule to the row's."""
-    ours = next((one for one in each.rows if one.rule == each.setting.ours), row)
-    seeds = len(each.setting.seeds)
+    ours = next((one for one in judged.rows if one.rule == judged.setting.ours), row)
+    seeds = len(judged.setting.seeds)
     if ours.rule == row.rule or seeds < 2 or not len(ours.values) == len(row.values) == seeds:
         return "-"
-    if _missed(each.setting, (*ours.values, *row.values)):
+    if _missed(judged.setting, (*ours.values, *row.values)):
         return "-"
     pairs = zip(ours.values, row.values, strict=True)
-    return _plus_minus(each.setting, interval([a - b for a, b in pairs]))
+    return _plus_minus(judged.setting, interval([a - b for a, b in pairs]))
 
 
 def _range(setting: Setting, values: Sequence[float]) -> str:
@@ -130,10 +128,10 @@ def _missed(setting: Setting, values: Sequence[float]) -> int:
     return sum(value > setting.horizon for value in values)
 
 
-def _any_missed(each: Judged) -> int:
+def _any_missed(judged: Judged) -> int:
     """Return how many runs of the compared pair did not reach the target."""
-    pair = [row.values for row in each.rows if row.rule in (each.setting.ours, each.best)]
-    return sum(_missed(each.setting, values) for values in pair)
+    pair = [row.values for row in judged.rows if row.rule in (judged.setting.ours, judged.best)]
+    return sum(_missed(judged.setting, values) for values in pair)
 
 
 def _published(setting: Setting, value: float) -> str:
@@ -142,7 +140,7 @@ def _published(setting: Setting, value: float) -> str:
     return _plain(setting, value)
 
 
-def _told(setting: Setting, values: Sequence[float]) -> str:
+def _mean_text(setting: Setting, values: Sequence[float]) -> str:
     missed = _missed(setting, values)
     if missed == len(values):
         return f"> {setting.horizon}"
@@ -167,38 +165,41 @@ def side_by_side(board: Sequence[Judged]) -> str:
     The learning rate, and what else was tuned, is in brackets. The last line is the difference of
     the paper's rule to the best baseline of the setting, in pairs, with the verdict.
     """
-    columns = [{row.rule: row for row in each.rows} for each in board]
+    columns = [{row.rule: row for row in judged.rows} for judged in board]
     rows = [
-        [rule, *(_mean(each, column[rule]) for each, column in zip(board, columns, strict=True))]
+        [
+            rule,
+            *(_mean(judged, column[rule]) for judged, column in zip(board, columns, strict=True)),
+        ]
         for rule in board[0].setting.rules
     ]
-    if any(each.difference for each in board):
-        rows.append(["*difference*", *(_difference(each) for each in board)])
-    heads = ["rule", *(each.setting.name for each in board)]
+    if any(judged.difference for judged in board):
+        rows.append(["*difference*", *(_difference(judged) for judged in board)])
+    heads = ["rule", *(judged.setting.name for judged in board)]
     return grid(heads, rows)
 
 
-def _mean(each: Judged, row: Row) -> str:
+def _mean(judged: Judged, row: Row) -> str:
     if not row.values:
         return "-"
     lr = f" ({row.chosen})"
-    if len(row.values) < 2 or _missed(each.setting, row.values):
-        return f"{_told(each.setting, row.values)}{lr}"
-    return _plus_minus(each.setting, interval(row.values)) + lr
+    if len(row.values) < 2 or _missed(judged.setting, row.values):
+        return f"{_mean_text(judged.setting, row.values)}{lr}"
+    return _plus_minus(judged.setting, interval(row.values)) + lr
 
 
-def _difference(each: Judged) -> str:
-    if each.difference is None:
+def _difference(judged: Judged) -> str:
+    if judged.difference is None:
         return "-"
-    if _any_missed(each):
-        return f"to {each.best}: *{each.verdict}*"
-    shown = _plus_minus(each.setting, each.difference)
-    return f"{shown} to {each.best}: *{each.verdict}*"
+    if _any_missed(judged):
+        return f"to {judged.best}: *{judged.verdict}*"
+    shown = _plus_minus(judged.setting, judged.difference)
+    return f"{shown} to {judged.best}: *{judged.verdict}*"
 
 
-def _plus_minus(setting: Setting, found: Interval) -> str:
+def _plus_minus(setting: Setting, ends: Interval) -> str:
     _, unit, _, _, form = KINDS[setting.figure]
-    return f"{unit * found.mean:{form}} ± {unit * found.half:{form}}"
+    return f"{unit * ends.mean:{form}} ± {unit * ends.half:{form}}"
 
 
 def to_target(setting: Setting, runs: Sequence[tuple[str, RunConfig]]) -> str:
@@ -212,54 +213,54 @@ def to_target(setting: Setting, runs: Sequence[tuple[str, RunConfig]]) -> str:
     for rule, config in runs:
         reached.setdefault(rule, []).append(run_figures(config, summary(config)))
     rows = [
-        [rule, *(_reached([run[f"{name}_to_target"] for run in each]) for name in names)]
-        for rule, each in reached.items()
+        [rule, *(_reached([run[f"{name}_to_target"] for run in runs_of_rule]) for name in names)]
+        for rule, runs_of_rule in reached.items()
     ]
     where = f"Target {100 * runs[0][1].target:g} %: {setting.where}" if runs else setting.where
     return f"### {where}\n\n{grid(['rule', *heads], rows)}"
 
 
 def _reached(values: Sequence[float | None]) -> str:
-    found = [value for value in values if value is not None]
-    if not found:
+    reached = [value for value in values if value is not None]
+    if not reached:
         return "-"
-    shown = f"{fmean(found):.1f}"
-    if len(found) > 1:
-        shown += f" ± {interval(found).half:.1f}"
-    return shown + f" ({len(found)} of {len(values)})" * (len(found) < len(values))
+    shown = f"{fmean(reached):.1f}"
+    if len(reached) > 1:
+        shown += f" ± {interval(reached).half:.1f}"
+    return shown + f" ({len(reached)} of {len(values)})" * (len(reached) < len(values))
 
 
 def alike(board: Sequence[Judged]) -> list[list[Judged]]:
     """Return the settings in groups with the same rules and figure, in their order."""
     groups: dict[tuple[str, ...], list[Judged]] = {}
-    for each in board:
-        if each.setting.impossible:
+    for judged in board:
+        if judged.setting.impossible:
             continue
-        groups.setdefault((each.setting.figure, *each.setting.rules), []).append(each)
+        groups.setdefault((judged.setting.figure, *judged.setting.rules), []).append(judged)
     return [*groups.values()]
 
 
 # ---- figures -------------------------------------------------------------------------------------
 
 
-def draw(each: Judged, path: Path) -> None:
+def draw(judged: Judged, path: Path) -> None:
     """Draw each rule's mean with its 95 % interval, and the published number, to PNG and SVG.
 
     A setting of which less than two seeds have run has no interval and no figure.
     """
-    rows = [row for row in each.rows if len(row.values) > 1]
+    rows = [row for row in judged.rows if len(row.values) > 1]
     if not rows:
         return
     from matplotlib.figure import Figure
 
-    setting = each.setting
+    setting = judged.setting
     unit = KINDS[setting.figure].unit
     figure = Figure(figsize=(6.0, 0.32 * len(rows) + 1.2), layout="constrained")
     axes = figure.add_subplot()
     for place, row in enumerate(rows):
-        found = interval(row.values)
+        ends = interval(row.values)
         colour = "C3" if row.rule == setting.ours else "C0"
-        axes.errorbar(unit * found.mean, place, xerr=unit * found.half, fmt="o", color=colour)
+        axes.errorbar(unit * ends.mean, place, xerr=unit * ends.half, fmt="o", color=colour)
         if row.published is not None and math.isfinite(row.published):
             axes.plot(unit * row.published, place, "x", color="0.4")
     axes.set_yticks(range(len(rows)), [title(row.rule) for row in rows])
@@ -279,9 +280,9 @@ def draw_lines(board: Sequence[Judged], folder: Path) -> None:
     Settings of which less than two seeds have run are left out.
     """
     figures: dict[str, list[Judged]] = {}
-    for each in board:
-        if each.setting.line and any(len(row.values) > 1 for row in each.rows):
-            figures.setdefault(each.setting.line.figure, []).append(each)
+    for judged in board:
+        if judged.setting.line and any(len(row.values) > 1 for row in judged.rows):
+            figures.setdefault(judged.setting.line.figure, []).append(judged)
     for name, drawn in figures.items():
         _draw_lines(drawn, folder / f"{name}.png")
 
@@ -296,19 +297,19 @@ def _draw_lines(board: Sequence[Judged], path: Path) -> None:
     axes = figure.add_subplot()
     for rule in setting.rules:
         points = sorted(
-            (each.setting.line.at, interval(row.values))
-            for each in board
-            for row in each.rows
-            if each.setting.line and row.rule == rule and len(row.values) > 1
+            (judged.setting.line.at, interval(row.values))
+            for judged in board
+            for row in judged.rows
+            if judged.setting.line and row.rule == rule and len(row.values) > 1
         )
         across = [at for at, _ in points]
-        means = [unit * found.mean for _, found in points]
-        lows = [unit * found.low for _, found in points]
-        highs = [unit * found.high for _, found in points]
+        means = [unit * ends.mean for _, ends in points]
+        lows = [unit * ends.low for _, ends in points]
+        highs = [unit * ends.high for _, ends in points]
         width = 2.0 if rule == setting.ours else 1.2
         (line,) = axes.plot(across, means, marker=".", label=title(rule), linewidth=width)
         axes.fill_between(across, lows, highs, color=line.get_color(), alpha=0.2, linewidth=0)
-    places = sorted({each.setting.line.at for each in board if each.setting.line})
+    places = sorted({judged.setting.line.at for judged in board if judged.setting.line})
     axes.set_xscale("log")
     axes.set_xticks(places, [f"{place:g}" for place in places])
     axes.minorticks_off()
@@ -317,7 +318,7 @@ def _draw_lines(board: Sequence[Judged], path: Path) -> None:
     axes.set_title(setting.where.rpartition(",")[0], fontsize="medium")
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
-    seeds = max(len(row.values) for each in board for row in each.rows)
+    seeds = max(len(row.values) for judged in board for row in judged.rows)
     figure.supxlabel(f"Means over {seeds} seeds, 95 % intervals.", fontsize="small")
     save(figure, path)
 

@@ -135,8 +135,8 @@ class Chaos:
             try:
                 self.link.run(ROOT, config.to_run_config(), on_line=self._read)
             except RuntimeError as error:
-                said = [line for line in str(error).splitlines() if line.strip()]
-                self.say(f"{said[0]} {said[-1][:150] if said[1:] else ''}")
+                lines = [line for line in str(error).splitlines() if line.strip()]
+                self.say(f"{lines[0]} {lines[-1][:150] if lines[1:] else ''}")
             while not self.over.is_set() and self._active():
                 self.over.wait(2.0)
             if _finished(config):
@@ -153,8 +153,8 @@ class Chaos:
         return not all(run["status"].startswith("finished") for run in runs)
 
     def _read(self, line: str) -> None:
-        if found := re.search(r" round (\d+/\d+)", line):
-            self.round = f"after round {found[1]}"
+        if match := re.search(r" round (\d+/\d+)", line):
+            self.round = f"after round {match[1]}"
 
     def _moment(self) -> float:
         return time.monotonic() + self.draws.uniform(*QUIET_SECONDS)

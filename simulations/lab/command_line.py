@@ -105,11 +105,11 @@ def numbers(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
 
     def read(text: str) -> list[T]:
         try:
-            found = [kind(item) for item in text.split(",")]
+            values = [kind(item) for item in text.split(",")]
         except ValueError:
             raise argparse.ArgumentTypeError(f"numbers with commas, got {text!r}") from None
-        if len(set(found)) < len(found):
+        if len(set(values)) < len(values):
             raise argparse.ArgumentTypeError(f"each number once, got {text!r}")
-        return found
+        return values
 
     return read

@@ -144,24 +144,24 @@ class Comparison:
     def report(self) -> list[dict[str, Any]]:
         """Write the tables of the finished runs; return their summaries."""
         done = [config for config in self.runs() if finished(config)]
-        found = [
+        summaries = [
             json.loads((Path(config.output) / "summary.json").read_text())
             | {"seed": config.seed, "lr": config.lr}
             for config in done
         ]
-        write_atomically(self.folder / "summary.json", json.dumps(found, indent=2).encode())
+        write_atomically(self.folder / "summary.json", json.dumps(summaries, indent=2).encode())
         rows = []
         for algorithm in dict.fromkeys(config.rule for config in done):
-            mine = [n for n, config in enumerate(done) if config.rule == algorithm]
-            rows.append(algorithm_row([done[n] for n in mine], [found[n] for n in mine]))
+            places = [n for n, config in enumerate(done) if config.rule == algorithm]
+            rows.append(algorithm_row([done[n] for n in places], [summaries[n] for n in places]))
         ended = [
             f"{Path(config.output).name} ended early: {summary['given_up']}"
-            for config, summary in zip(done, found, strict=True)
+            for config, summary in zip(done, summaries, strict=True)
             if summary["given_up"]
         ]
         write_table(self.folder / "table", rows, markdown(rows) + self._notes(ended))
         write_csv(self.folder / "curves.csv", [row for config in done for row in curve(config)])
-        return found
+        return summaries
 
     def _report_trials(self) -> None:
         """Write the table of all trials."""
@@ -282,12 +282,12 @@ def main(
             shown = "" if default in ("", -1) else f" ({default})"
             parser.add_argument(flag, type=type(default), help=about + shown)
     args = parser.read(arguments)
-    given = {
+    settings = {
         key.name.replace("_", "-"): getattr(args, key.name)
         for key in fields(RunConfig)
         if getattr(args, key.name, None) is not None
     }
-    del given["output"]
+    del settings["output"]
     folder: Path = args.output.expanduser().absolute()
     if args.seed is not None and args.seeds:
         parser.error("either --seed or --seeds")
@@ -300,7 +300,7 @@ def main(
     params = {text.partition("=")[0] for text in args.param}
     for name in (text.partition("=")[0] for text in args.tune):
         owner, _, setting = name.rpartition(".")
-        if name in params or (owner not in PARTS and setting.replace("_", "-") in given):
+        if name in params or (owner not in PARTS and setting.replace("_", "-") in settings):
             parser.error(f"either a value of {name} or --tune {name}")
     if args.jobs > 1 and args.engine == "ray":
         parser.error("--jobs is for --engine in-process; Ray has --workers")
@@ -310,7 +310,7 @@ def main(
     if "" in names:
         parser.error(f"--algorithms has an empty name, got {args.algorithms!r}")
     with parser.explained(verbose=args.verbose):
-        configs = configs_for(names, args.param, given, folder)
+        configs = configs_for(names, args.param, settings, folder)
         comparison = Comparison(
             configs,
             folder,

@@ -24,8 +24,8 @@ FEDADMM_AUTHORS: dict[str, Any] = {
 
 def _fedadmm(**params: Any) -> Rule:
     """Return a variant of the paper's FedADMM, which is no baseline of the others."""
-    given = {**FEDADMM_PAPER, "rho": 0.1, "eta": 1.0, **params}
-    return Rule("fedadmm", given, DRAWN, reference=True)
+    hyperparameters = {**FEDADMM_PAPER, "rho": 0.1, "eta": 1.0, **params}
+    return Rule("fedadmm", hyperparameters, DRAWN, reference=True)
 
 
 RULES: dict[str, Rule] = {
@@ -186,16 +186,16 @@ GLOBAL_MODELS = [
     )
 ]
 
-OWN = {"local-test": 0.2, "fraction-evaluate": 1.0}
+CLIENTS_TEST = {"local-test": 0.2, "fraction-evaluate": 1.0}
 """A fifth of each client's samples test the models that this client has in the end."""
 PERSONALIZED_RULES = {
-    "fedavg": Rule("fedavg", config=OWN),
-    "ditto": Rule("ditto", {"lam": 0.1}, OWN),
-    "pfedme": Rule("pfedme", {"lam": 1.0, "eta": 1.0}, OWN),
-    "fedbc": Rule("fedbc", FEDBC, OWN),
-    "fedbcd": Rule("fedbcd", {"gamma": 0.1, "eta_z": 1.0, "reduce": "mean"}, OWN),
-    "fedadmm": Rule("fedadmm", {"rho": 0.1}, OWN),
-    "alone": Rule("ditto", {"lam": 0.0}, OWN, reference=True),
+    "fedavg": Rule("fedavg", config=CLIENTS_TEST),
+    "ditto": Rule("ditto", {"lam": 0.1}, CLIENTS_TEST),
+    "pfedme": Rule("pfedme", {"lam": 1.0, "eta": 1.0}, CLIENTS_TEST),
+    "fedbc": Rule("fedbc", FEDBC, CLIENTS_TEST),
+    "fedbcd": Rule("fedbcd", {"gamma": 0.1, "eta_z": 1.0, "reduce": "mean"}, CLIENTS_TEST),
+    "fedadmm": Rule("fedadmm", {"rho": 0.1}, CLIENTS_TEST),
+    "alone": Rule("ditto", {"lam": 0.0}, CLIENTS_TEST, reference=True),
 }
 PERSONALIZED_MODELS = [
     _comparison("personalized-models", data, "own_accuracy", "fedbc", PERSONALIZED_RULES)

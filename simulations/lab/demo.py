@@ -22,8 +22,8 @@ SETTINGS = (
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the demo from the command line."""
     folder = Path.home() / "fl-strategies-results" / f"demo-{datetime.now():%Y%m%d-%H%M%S}"
-    given = [*SETTINGS.split(), "--output", str(folder)]
-    compare.main(arguments, parser=Command("demo", __doc__, given))
+    preset = [*SETTINGS.split(), "--output", str(folder)]
+    compare.main(arguments, parser=Command("demo", __doc__, preset))
 
 
 if __name__ == "__main__":

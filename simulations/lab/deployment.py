@@ -60,11 +60,11 @@ class Federation(SuperLink):
         """Make a key for SuperNode ``name``, register it, and return the node's id."""
         public = write_node_key(self.home / name)
         command = ["flwr", "supernode", "register", str(public), "--format", "json"]
-        said = self.start(command, stdout=subprocess.PIPE).communicate()[0]
+        output = self.start(command, stdout=subprocess.PIPE).communicate()[0]
         try:
-            return int(json.loads(said)["node-id"])
+            return int(json.loads(output)["node-id"])
         except (ValueError, KeyError):
-            raise RuntimeError(f"SuperNode {name} could not be registered:\n{said}") from None
+            raise RuntimeError(f"SuperNode {name} could not be registered:\n{output}") from None
 
     def supernode(
         self, name: str, partition: int, partitions: int, hosts: str = ""
@@ -131,10 +131,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder: Path = args.output.expanduser().absolute()
     with parser.explained():
         check("supernodes", args.supernodes, low=1)
-        found = compared(args.algorithm, args.supernodes, args.rounds, folder, quiet=args.quiet)
-    for name, sha256 in found.items():
+        models = compared(args.algorithm, args.supernodes, args.rounds, folder, quiet=args.quiet)
+    for name, sha256 in models.items():
         print(f"{name:12} model {sha256}")
-    if len(set(found.values())) > 1:
+    if len(set(models.values())) > 1:
         raise SystemExit("the two models differ")
     print("equal to the bit; nothing is left running")
     print(f"results: {folder}")

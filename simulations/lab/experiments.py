@@ -77,11 +77,11 @@ class Experiment:
             values[rule] = None if missing or not tried else best_of(tried).values
         return {
             (rule, seed): replace(
-                with_values(self.place(rule, self.name(rule, seed)), found), seed=seed
+                with_values(self.place(rule, self.name(rule, seed)), chosen), seed=seed
             )
             for seed in self.seeds
             for rule in self.rules
-            if (found := values.get(rule, {})) is not None
+            if (chosen := values.get(rule, {})) is not None
         }
 
     def unfinished(self) -> list[RunConfig]:

@@ -53,10 +53,10 @@ def fairness(runs: Mapping[str, Path], folder: Path) -> None:
                 raise ValueError(f"no evaluation of a client could be used in {run}: see its log")
             raise ValueError(f"no client evaluated in {run}: set fraction-evaluate")
         if not any("weight-share-largest" in row for row in history):
-            raise ValueError(f"all {len(history)} rounds of {run} were void: no model to measure")
+            raise ValueError(f"all {len(history)} rounds of {run} were skipped: nothing to measure")
         for row in history:
-            found = {column: row.get(name, "") for column, name in ROUND.items()}
-            rounds.append({"run": label, "round": row["round"], **found})
+            columns = {column: row.get(name, "") for column, name in ROUND.items()}
+            rounds.append({"run": label, "round": row["round"], **columns})
         last: dict[int, dict[str, float]] = {}
         for row in read_history(run / "clients.jsonl"):
             if "weight-share" in row:
@@ -78,16 +78,16 @@ def draw(
     figure = Figure(figsize=(11, 6.5), layout="constrained")
     (loss, weights, by_size), (spread, smallest, largest) = figure.subplots(2, 3)
     for label in dict.fromkeys(row["run"] for row in rounds):
-        mine = [row for row in rounds if row["run"] == label]
+        of_run = [row for row in rounds if row["run"] == label]
         for axes, column in (
             (loss, "train-loss"),
             (spread, "accuracy-variance"),
             (smallest, "accuracy-smallest"),
             (largest, "accuracy-largest"),
         ):
-            seen = [row for row in mine if row[column] != ""]
+            seen = [row for row in of_run if row[column] != ""]
             axes.plot([row["round"] for row in seen], [row[column] for row in seen], label=label)
-        seen = [row for row in mine if row["weight-smallest"] != ""]
+        seen = [row for row in of_run if row["weight-smallest"] != ""]
         (line,) = weights.plot(
             [row["round"] for row in seen], [row["weight-smallest"] for row in seen], label=label
         )

@@ -50,9 +50,9 @@ def register(key: Path) -> None:
     """Make a SuperNode's key and register it, as ``flwr supernode register`` does."""
     from flwr.cli.app import app as flwr_command  # whose import alone warns, of typer's changes
 
-    said = CliRunner().invoke(flwr_command, ["supernode", "register", str(write_node_key(key))])
-    if said.exit_code:
-        raise RuntimeError(f"{key.name} could not be registered:\n{said.output}")
+    result = CliRunner().invoke(flwr_command, ["supernode", "register", str(write_node_key(key))])
+    if result.exit_code:
+        raise RuntimeError(f"{key.name} could not be registered:\n{result.output}")
 
 
 def patient(call: Callable[..., T]) -> Callable[..., T]:
@@ -85,10 +85,10 @@ def serve(
         pull_object, push_object = patient(pull_object), patient(push_object)
         connected.release()
         while True:
-            if (found := patient(receive)()) is None:
+            if (message := patient(receive)()) is None:
                 time.sleep(POLL_SECONDS)
                 continue
-            run, tree = found[0].metadata.run_id, found[1]
+            run, tree = message[0].metadata.run_id, message[1]
             names = list({part.object_id for part in iterate_object_tree(tree)})
             objects = pull_objects(names, partial(pull_object, run))
             patient(confirm)(run, tree.object_id)

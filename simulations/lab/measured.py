@@ -80,12 +80,12 @@ def value(config: RunConfig, figure: Figure, missed: float) -> float:
         tests = [row["test_accuracy"] for row in curve(config) if row["test_accuracy"] is not None]
         return fmean(tests[-LATE:]) if tests else 0.0
     figures = run_figures(config, summary(config))
-    found = figures[figure]
-    if found is None and figure == "own_accuracy":
-        found = figures["client_accuracy"]
-    if found is None:
+    number = figures[figure]
+    if number is None and figure == "own_accuracy":
+        number = figures["client_accuracy"]
+    if number is None:
         return missed if KINDS[figure].less_is_better else 0.0
-    return found
+    return number
 
 
 def spread(config: RunConfig, over: Callable[[Sequence[float]], float]) -> float:

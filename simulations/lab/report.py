@@ -84,13 +84,13 @@ def write_report(folder: Path, configs: Sequence[RunConfig], command: str = "") 
 
 def from_markdown(text: str) -> str:
     """Return Markdown as HTML: tables and paragraphs, as a comparison writes no other Markdown."""
-    found = []
+    blocks = []
     if not text:
         return ""
     for block in re.split(r"\n\s*\n", text.strip()):
         lines = block.splitlines()
         if not lines[0].startswith("|"):
-            found.append(f"<p>{html.escape(block)}</p>")
+            blocks.append(f"<p>{html.escape(block)}</p>")
             continue
         head, _, *rows = (
             [cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines
@@ -101,8 +101,8 @@ def from_markdown(text: str) -> str:
             for row in rows
         )
         table = f"<table><thead><tr>{cells}</tr></thead><tbody>\n{shown}</tbody></table>"
-        found.append(f'<div class="wide">{table}</div>')
-    return "\n".join(found)
+        blocks.append(f'<div class="wide">{table}</div>')
+    return "\n".join(blocks)
 
 
 def picture(path: Path, name: str) -> str:
@@ -116,8 +116,8 @@ def picture(path: Path, name: str) -> str:
 
 def settings(config: RunConfig) -> dict[str, Any]:
     """Return the run's settings, by their names in the run-config."""
-    told = {name: value for name, value in asdict(config).items() if name not in PLACED}
-    return {name.replace("_", "-"): value for name, value in told.items()}
+    kept = {name: value for name, value in asdict(config).items() if name not in PLACED}
+    return {name.replace("_", "-"): value for name, value in kept.items()}
 
 
 def common(configs: Sequence[RunConfig]) -> str:
@@ -133,10 +133,10 @@ def differing(configs: Sequence[RunConfig]) -> str:
     names = [
         name
         for name in settings(configs[0])
-        if len({str(found[name]) for found in by_algorithm.values()}) > 1
+        if len({str(values[name]) for values in by_algorithm.values()}) > 1
     ]
     if not names:
         return ""
     return grid(
-        names, [[str(found[name]) or "-" for name in names] for found in by_algorithm.values()]
+        names, [[str(values[name]) or "-" for name in names] for values in by_algorithm.values()]
     )

@@ -60,34 +60,34 @@ def run_settings(args: argparse.Namespace, folder: Path) -> str:
     options = f"{' --quick' * args.quick} --output {args.output}"
     command = f"python -m simulations.lab.reproduce {args.study}{options}"
 
-    judged = {setting.name: board.found(setting, folder, settings) for setting in settings}
+    judged = {setting.name: board.judged(setting, folder, settings) for setting in settings}
 
     def runs_of(setting: Setting) -> list[tuple[str, RunConfig]]:
         return board.experiment(setting, folder).finished_runs()
 
     def write_board() -> str:
-        found = [*judged.values()]
+        results = [*judged.values()]
         tables = [
-            board_page.to_target(each.setting, runs_of(each.setting))
-            for each in found
-            if each.setting.curves
+            board_page.to_target(result.setting, runs_of(result.setting))
+            for result in results
+            if result.setting.curves
         ]
-        text = "\n".join([board_page.markdown(found, command), *tables])
+        text = "\n".join([board_page.markdown(results, command), *tables])
         write_atomically(folder / "board.md", text.encode())
         write_atomically(
-            folder / "board.json", json.dumps(board_page.records(found), indent=2).encode()
+            folder / "board.json", json.dumps(board_page.records(results), indent=2).encode()
         )
         return text
 
     def note(setting: Setting) -> None:
-        judged[setting.name] = board.found(setting, folder, settings)
+        judged[setting.name] = board.judged(setting, folder, settings)
         write_board()
 
     wanted = chosen(settings, args.only)
     rules = [rule for rule in args.rules.split(",") if rule]
     board.run(wanted, folder, rules=rules, jobs=args.jobs, quiet=args.quiet, on_done=note)
     # some share their runs
-    judged |= {one.name: board.found(one, folder, settings) for one in settings}
+    judged |= {one.name: board.judged(one, folder, settings) for one in settings}
     for setting in wanted:
         board_page.draw(judged[setting.name], folder / f"{setting.name}.png")
         if setting.curves and (made := runs_of(setting)):
@@ -98,11 +98,11 @@ def run_settings(args: argparse.Namespace, folder: Path) -> str:
 
 def chosen(settings: Sequence[Setting], text: str) -> list[Setting]:
     """Return those whose name has the text; ``ValueError`` if none has."""
-    found = [setting for setting in settings if text in setting.name]
-    if not found:
+    matching = [setting for setting in settings if text in setting.name]
+    if not matching:
         names = ", ".join(setting.name for setting in settings)
         raise ValueError(f"--only {text!r} is in no setting's name; settings: {names}")
-    return found
+    return matching
 
 
 if __name__ == "__main__":

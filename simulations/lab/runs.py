@@ -159,17 +159,17 @@ def run_all(
             name = Path(output).name
             if error is not None:
                 failed[name] = error
-                print(f"{name} failed: {_told(error)}", flush=True)
+                print(f"{name} failed: {_error_text(error)}", flush=True)
             on_done()
             left = (time.monotonic() - started) / done * (len(todo) - done + later)
             print(f"{done} of {len(todo) + later} runs done, about {left:.0f} s left", flush=True)
     if failed:
-        names = ", ".join(f"{name} ({_told(error)})" for name, error in failed.items())
+        names = ", ".join(f"{name} ({_error_text(error)})" for name, error in failed.items())
         first = next(iter(failed.values()))
         raise RuntimeError(f"{len(failed)} of {len(work)} runs failed: {names}") from first
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 

@@ -18,10 +18,10 @@ def small(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Where all clients train in each round they still do: FedPD asks all.
     """
-    found = SMALL | {key: value for key, value in FEWER.items() if key in config}
+    changes = SMALL | {key: value for key, value in FEWER.items() if key in config}
     if config.get("fraction", 1.0) < 1.0:
-        found["fraction"] = min(1.0, 2 / int(config["clients"]))
-    return found
+        changes["fraction"] = min(1.0, 2 / int(config["clients"]))
+    return changes
 
 
 class Rule(NamedTuple):

@@ -117,8 +117,8 @@ def gpu_share(workers: int, gpus: int) -> float:
     GPUs than workers, each worker has a whole one. The share is rounded down to Ray's unit, so that
     the workers fit.
     """
-    each = max(1, -(-workers // max(gpus, 1)))
-    return 10_000 // each / 10_000
+    per_gpu = max(1, -(-workers // max(gpus, 1)))
+    return 10_000 // per_gpu / 10_000
 
 
 def check_one_machine(env: Mapping[str, str] | None = None) -> None:

@@ -51,18 +51,18 @@ def spaces(configs: Sequence[RunConfig], texts: Sequence[str]) -> dict[str, Spac
     """
     known = {config.rule: tunable(config) for config in configs}
     parts = {part.name for config in configs for part in config.parts.values()}
-    given = given_to(known, items=texts, read=read, option="tune", parts=parts)
-    found: dict[str, Space] = {}
+    assigned = given_to(known, items=texts, read=read, option="tune", parts=parts)
+    by_rule: dict[str, Space] = {}
     for config in configs:
         of_parts = {
             f"{part.name}.{name}": values
             for part in config.parts.values()
-            for name, values in given[part.name].items()
+            for name, values in assigned[part.name].items()
         }
-        found[config.rule] = given[config.rule] | of_parts
-        for values in points(found[config.rule]):
+        by_rule[config.rule] = assigned[config.rule] | of_parts
+        for values in points(by_rule[config.rule]):
             with_values(config, values).check()
-    return found
+    return by_rule
 
 
 def tunable(config: RunConfig) -> list[str]:
@@ -75,14 +75,14 @@ def tunable(config: RunConfig) -> list[str]:
 def read(text: str) -> dict[str, tuple[Any, ...]]:
     """Return ``{"rho": (0.1, 1)}`` from "rho=0.1,1"; raise ``ValueError`` for less than two."""
     name, _, listed = text.partition("=")
-    values = [parse_params(f"{name}={value}") for value in listed.split(",")]
-    (name,) = values[0]
-    found = tuple(value[name] for value in values)
-    if any(one in found[:n] for n, one in enumerate(found)):
+    items = [parse_params(f"{name}={value}") for value in listed.split(",")]
+    (name,) = items[0]
+    values = tuple(value[name] for value in items)
+    if any(one in values[:n] for n, one in enumerate(values)):
         raise ValueError(f"tune: each value once, got {shown(text)}")
-    if len(found) < 2:
+    if len(values) < 2:
         raise ValueError(f"tune: {name} needs at least two values, got {shown(text)}")
-    return {name: found}
+    return {name: values}
 
 
 def with_values(config: RunConfig, values: Values) -> RunConfig:
@@ -197,8 +197,8 @@ def score(config: RunConfig, *, own: bool = False) -> float:
         return 0.0
     if own:
         return value(config, "own_accuracy", 0.0)
-    found = [row["test_accuracy"] for row in curve(config) if row["test_accuracy"] is not None]
-    last = found[-math.ceil(len(found) / 5) :]
+    accuracies = [row["test_accuracy"] for row in curve(config) if row["test_accuracy"] is not None]
+    last = accuracies[-math.ceil(len(accuracies) / 5) :]
     return fmean(last) if last else 0.0
 
 

@@ -110,8 +110,8 @@ def judge(setting: Setting, rows: Sequence[Row]) -> Judged:
         return Judged(setting, tuple(rows), "", None, "not run")
     sign = -1.0 if KINDS[setting.figure].less_is_better else 1.0
     best = max(baselines, key=lambda row: sign * fmean(row.values))
-    found = _difference(ours, best)
-    low, high = sorted((sign * found.low, sign * found.high))
+    difference = _difference(ours, best)
+    low, high = sorted((sign * difference.low, sign * difference.high))
     verdict: Verdict = "ahead" if low > 0 else "behind" if high < 0 else "level"
     if setting.published:
         names = [name for name in names if name in setting.published]
@@ -120,7 +120,7 @@ def judge(setting: Setting, rows: Sequence[Row]) -> Judged:
             verdict = "reproduced" if _within(ours) else "order only"
     if set(names) - whole.keys() and verdict not in ("not", "behind"):
         verdict = "not run"  # a further baseline could be better
-    return Judged(setting, tuple(rows), best.rule, found, verdict)
+    return Judged(setting, tuple(rows), best.rule, difference, verdict)
 
 
 def _difference(ours: Row, other: Row) -> Interval:
@@ -142,7 +142,10 @@ def _in_order(
         best = max(baselines, key=lambda name: sign * fmean(whole[name].values))
         sides = {best: 1.0}
     differences = [(_difference(ours, whole[name]), sign * side) for name, side in sides.items()]
-    return all(math.copysign(1.0, side) * found.mean > found.half for found, side in differences)
+    return all(
+        math.copysign(1.0, side) * difference.mean > difference.half
+        for difference, side in differences
+    )
 
 
 def _within(row: Row) -> bool:
