@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +20,6 @@ from clients import (
     FlatModel,
     LocalTraining,
     Owner,
-    StateError,
 )
 from clients.node.in_process import InProcessGrid
 from clients.personalized import PERSONALIZED
@@ -38,8 +36,8 @@ from fl_strategies.core.files import FolderLock, write_atomically
 from fl_strategies.core.log import LOGGER, quiet_log
 from fl_strategies.server.callbacks import Callback, Rows, model_bytes
 from simulations.config import RunConfig, Scalar
-from simulations.differences import differences
 from simulations.figures import PANELS, draw_curves
+from simulations.folders import CHECKPOINTS, clear, results_folder, resumes, room, writable
 from simulations.interrupts import undivided
 from simulations.population import (
     HOW_TO_KEEP,
@@ -56,21 +54,9 @@ from simulations.problems import (
     parts,
     problem,
 )
-from simulations.results import (
-    EARLIER,
-    Progress,
-    Summary,
-    Together,
-    _lost,
-    results_folder,
-    room,
-    writable,
-)
+from simulations.results import Progress, Summary, Together, _lost
 from simulations.stationarity import stationarity
 from simulations.tables import curve
-
-CHECKPOINTS = "checkpoints"
-"""The folder of checkpoints in a run's folder."""
 
 
 def run(
@@ -101,7 +87,7 @@ def run(
         model, folder = prepare(config, partition=not by_workers)
         initial = ArrayRecord(model.state_dict())
         del model  # as large as all else that the server keeps
-        shared = shared_population(config, grid, resumes=_resumes(config, folder))
+        shared = shared_population(config, grid, resumes=resumes(config, folder))
         if by_workers and not shared:
             parts(config)  # hosts would have said what is wrong with it
         lock = FolderLock(folder)
@@ -114,18 +100,6 @@ def run(
             return one.finish(initial)
         finally:
             lock.release()
-
-
-def clear(config: RunConfig, folder: Path) -> None:
-    """Make a run's ``folder`` that of ``config``; raise if it cannot be resumed or begun there."""
-    resumes = _resumes(config, folder)
-    if resumes:
-        check_resumes(config, folder)
-    if not config.resume:
-        check_no_states(config)
-    for name in ("summary.json", *EARLIER * (not resumes)):  # of other settings perhaps
-        (folder / name).unlink(missing_ok=True)
-    write_atomically(folder / "config.json", json.dumps(asdict(config), indent=2).encode())
 
 
 class _Run:
@@ -292,34 +266,6 @@ class _IfTested:
     def recall(self, rows: Rows) -> None:
         if recall := getattr(self.callback, "recall", None):
             recall({number: row for number, row in rows.items() if "test-accuracy" in row})
-
-
-def _resumes(config: RunConfig, folder: Path) -> bool:
-    """Return whether the run continues from a checkpoint in its ``folder``."""
-    kept = config.resume and config.checkpoint_every > 0
-    return kept and bool(Checkpoints(folder / CHECKPOINTS).rounds())
-
-
-def check_resumes(config: RunConfig, folder: Path) -> None:
-    """Raise ``ValueError`` unless the run in ``folder`` had these settings, rounds excepted."""
-    try:
-        stored = json.loads((folder / "config.json").read_text())
-        changes = differences(stored | {"rounds": config.rounds}, asdict(config))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        path = folder / "config.json"
-        raise ValueError(f"{path}, by which the run is resumed, is damaged: {error}") from None
-    if changes:
-        raise ValueError(f"{folder} cannot be resumed with other settings: {'; '.join(changes)}")
-
-
-def check_no_states(config: RunConfig) -> None:
-    """Raise ``StateError`` if the state directory holds the states of another run."""
-    states = state_folder(config)
-    if states is not None and (owner := DirectoryStore.owner(states)) is not None:
-        raise StateError(
-            f"{states} holds the state of run {owner.run!r}: choose another state-dir, or delete"
-            " that folder if its run is over"
-        )
 
 
 def prepare(config: RunConfig, *, partition: bool = True) -> tuple[FlatModel, Path]:

@@ -6,10 +6,8 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
 from itertools import pairwise
 from logging import INFO, WARNING
 from pathlib import Path
@@ -23,7 +21,7 @@ from fl_strategies import (
     History,
     RoundInfo,
 )
-from fl_strategies.core.files import NO_ROOM, write_atomically
+from fl_strategies.core.files import write_atomically
 from fl_strategies.core.log import log
 from fl_strategies.server.callbacks import Rows, finite, model_bytes
 from fl_strategies.server.progress import round_line
@@ -32,10 +30,6 @@ from simulations.interrupts import undivided
 
 SAVE_SECONDS = 10.0
 """How often a running experiment saves its model and summary."""
-
-
-EARLIER = ("history.jsonl", "clients.jsonl", "model.safetensors", "curve.png", "curve.svg")
-"""The files that a new run removes from its folder."""
 
 
 LAST_ROUNDS = 5
@@ -199,43 +193,3 @@ def model_sha256(arrays: ArrayRecord) -> str:
         digest.update(f"{name} {values.dtype.str} {values.shape}\n".encode())
         digest.update(np.ascontiguousarray(values).tobytes())
     return digest.hexdigest()
-
-
-def results_folder(config: RunConfig) -> Path:
-    """Make and return the run's results folder; raise ``ValueError`` if it cannot be written."""
-    name = f"{config.rule}-{Path(config.dataset).name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
-    default = Path.home() / "fl-strategies-results" / name
-    folder = Path(config.output).expanduser().absolute() if config.output else default
-    writable(folder, "results folder")
-    return folder
-
-
-@contextmanager
-def room(states: Path | None = None) -> Iterator[None]:
-    """Turn a full disk into a ``RuntimeError`` that names the file and the setting of its folder.
-
-    ``states`` is the folder of clients' states, if it is one of its own.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in NO_ROOM or error.filename is None:
-            raise
-        path = Path(error.filename)
-        setting = "state-dir" if states in path.parents else "output"
-        raise RuntimeError(
-            f"{path} cannot be written ({error.strerror}): free some space, or choose another"
-            f" {setting}"
-        ) from error
-
-
-def writable(folder: Path, what: str) -> None:
-    """Make ``folder``; raise ``ValueError`` if nothing can be written to it."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomically(folder / ".probe", b"")
-        (folder / ".probe").unlink()
-    except OSError as error:
-        if error.errno in NO_ROOM:
-            raise
-        raise ValueError(f"the {what} {folder} cannot be written: {error}") from None

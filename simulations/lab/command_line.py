@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 from fl_strategies.core.schedules import brief
 from fl_strategies.core.spelling import unknown
-from simulations.results import room
+from simulations.folders import room
 
 BAD_ARGUMENTS, RUN_FAILED = 2, 1
 """Exit codes."""

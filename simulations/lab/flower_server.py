@@ -7,11 +7,9 @@ without ``clients.jsonl``; sizes of messages are not measured, and stand as 0.
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -21,13 +19,14 @@ from flwr.serverapp.strategy import FedAdam, FedAvg
 
 from clients import FlatModel, InProcessGrid
 from fl_strategies import History, RoundInfo
-from fl_strategies.core.files import FolderLock, write_atomically
+from fl_strategies.core.files import FolderLock
 from fl_strategies.core.reasons import root_cause
 from simulations.client_app import app
 from simulations.config import RunConfig
 from simulations.experiment import prepare
+from simulations.folders import clear
 from simulations.problems import compute_repeatably, kept_flags, problem
-from simulations.results import EARLIER, Progress, Summary
+from simulations.results import Progress, Summary
 
 SERVERS: Mapping[str, Callable[..., FedAvg]] = {"fedadam": partial(FedAdam, eta=0.01, tau=1e-3)}
 """beta_1 = 0.9 and beta_2 = 0.99 are Flower's defaults."""
@@ -56,9 +55,7 @@ def run_under_flower(config: RunConfig, server: str, *, quiet: bool = False) -> 
 
 
 def _run(config: RunConfig, server: str, model: FlatModel, folder: Path, quiet: bool) -> Summary:
-    for name in ("summary.json", *EARLIER):
-        (folder / name).unlink(missing_ok=True)
-    write_atomically(folder / "config.json", json.dumps(asdict(config), indent=2).encode())
+    clear(config, folder)
     strategy = SERVERS[server](
         fraction_train=config.fraction,
         fraction_evaluate=0.0,

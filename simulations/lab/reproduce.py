@@ -20,12 +20,12 @@ from pathlib import Path
 
 from fl_strategies.core.files import FolderLock, write_atomically
 from simulations.config import RunConfig
+from simulations.folders import writable
 from simulations.lab import board, board_page
 from simulations.lab.command_line import Command
 from simulations.lab.published import BOARD
 from simulations.lab.runs import interrupted
 from simulations.lab.settings import Setting
-from simulations.results import writable
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
