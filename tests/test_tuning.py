@@ -57,8 +57,16 @@ def near(**best: float) -> Score:
     [
         ({1.0: 0.5, 0.01: 0.2, 0.1: 0.7}, 0.1, ""),
         ({1.0: 0.5, 0.01: 0.2, 0.1: 0.5, 3.0: 0.1}, 0.1, ""),
-        ({1.0: 0.5, 0.01: 0.9}, 0.01, "lr is the smallest tried: a smaller one may be better"),
-        ({1.0: 0.8, 0.01: 0.2}, 1.0, "lr is the largest tried: a larger one may be better"),
+        (
+            {1.0: 0.5, 0.01: 0.9},
+            0.01,
+            "lr is at the lower end: a smaller one may do better",
+        ),
+        (
+            {1.0: 0.8, 0.01: 0.2},
+            1.0,
+            "lr is at the upper end: a larger one may do better",
+        ),
         ({1.0: 0.5, 0.01: 0.5}, 0.01, "all trials have the same score"),
     ],
 )
@@ -121,6 +129,14 @@ def test_optuna_stays_in_the_range_and_tells_whole_numbers_from_others() -> None
         assert trial.values["local_start"] in ("client", "global")
     assert len({trial.values["lr"] for trial in tried}) > 10
     assert abs(tuning.math.log(best_of(tried).values["lr"] / 0.1)) < 0.7
+
+
+def test_a_choice_of_optuna_near_an_end_of_its_range_is_marked() -> None:
+    for best, end in ((1e-9, "lower"), (1e9, "upper")):
+        tried, one = searched(
+            FEDADMM, {"lr": (0.01, 1.0)}, near(lr=best), tuner="optuna", trials=12
+        )
+        assert f"lr is at the {end} end" in remark(one.domain, tried)
 
 
 def test_an_algorithm_has_the_local_settings_that_it_uses(tmp_path: Path) -> None:

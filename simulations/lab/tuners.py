@@ -37,6 +37,8 @@ class Trial(NamedTuple):
 
 
 Tuner: TypeAlias = Generator[list[Values], list[Trial], None]
+NEAR = 0.05
+"""A choice is at an end if it is no further from it than this share of all that was tried."""
 PATIENCE = 10
 """How often Optuna may ask for values that cannot run, for each trial."""
 
@@ -84,8 +86,8 @@ def remark(domain: Domain, tried: Sequence[Trial]) -> str:
         for number in beyond(domain, name, tried):
             if domain.allows(best_of(tried).values | {name: number}):
                 less = number < best_of(tried).values[name]
-                which, other = ("smallest", "smaller") if less else ("largest", "larger")
-                ends.append(f"{name} is the {which} tried: a {other} one may be better")
+                end, other = ("lower", "smaller") if less else ("upper", "larger")
+                ends.append(f"{name} is at the {end} end: a {other} one may do better")
     return "; ".join(ends)
 
 
@@ -109,11 +111,19 @@ def beyond(domain: Domain, name: str, tried: Sequence[Trial]) -> Iterator[Any]:
     """Yield the next number beyond an end of what was tried, if the choice lies there."""
     ladder, place = domain.ladder(name, tried)
     for end, inner in ((0, 1), (len(ladder) - 1, len(ladder) - 2)):
-        if len(ladder) > 1 and place == end:
+        if len(ladder) > 1 and _share(ladder, place, end) < NEAR:
             a, b = ladder[inner], ladder[end]
             number = _rounded(b * b / a if min(a, b) > 0 else 2 * b - a, domain.kinds[name])
             if number not in ladder:
                 yield number
+
+
+def _share(ladder: Sequence[float], place: int, end: int) -> float:
+    """Return how far a place is from an end, as a share of all that was tried."""
+    low, number, high, last = (ladder[n] for n in (0, place, -1, end))
+    if low > 0:
+        low, number, high, last = (math.log(one) for one in (low, number, high, last))
+    return abs(number - last) / (high - low)
 
 
 def _between(domain: Domain, name: str, tried: Sequence[Trial]) -> Iterator[Any]:
