@@ -261,7 +261,7 @@ RULES = [
         "tests/test_fedbcd_async.py tests/test_fedbcd_arrival.py",
         {
             "-(-self.servers // 2)": "self.servers // 2",
-            "return mean(zs), replace": "return zs[0], replace",
+            "return mean(zs), *": "return zs[0], *",
             "mixed[n] = round.number": "mixed[n] = 0",
             "self.state.clocks[cloud] + took": "took",
             "seconds if n in state.ready else end": "end",

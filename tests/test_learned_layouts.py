@@ -23,6 +23,8 @@ from flwr.app import (
 )
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
+from flwr.clientapp.mod import fixedclipping_mod
+from flwr.server.strategy import DifferentialPrivacyClientSideFixedClipping as LegacyClientSide
 from flwr.server.workflow import SecAggPlusWorkflow
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 from problems import CLIENT_OF
@@ -511,6 +513,20 @@ def test_what_is_not_trained_and_shared_is_refused_under_wrappers_and_masks(case
     )
     with pytest.raises(ValueError, match=reason):
         serve(masked, grid, 1)
+
+
+def test_a_legacy_wrapper_adds_no_noise_to_what_stays_on_the_server() -> None:
+    app = app_of(lambda _: model(buffers=False), mods=[fixedclipping_mod])
+    for noise in (0.0, 0.1):
+        strategy = FedAvg(**QUIET, **LEGACY, weights="uniform")
+        adapter = as_legacy(strategy, initial(buffers=False))
+        wrapper = LegacyClientSide(adapter, noise, 1.0, CLIENTS)
+        if not noise:
+            serve(wrapper, InProcessGrid(app, CLIENTS), 2)
+            assert strategy.result.train_metrics_clientapp[2]["clients-used"] == CLIENTS
+            continue
+        with pytest.raises(ValueError, match=r"arrays \['body.bias', .* a wrapper has changed"):
+            serve(wrapper, InProcessGrid(app, CLIENTS), 2)
 
 
 # ---- descriptions -------------------------------------------------------------------------------

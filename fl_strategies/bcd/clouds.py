@@ -22,7 +22,6 @@ from fl_strategies.core.randomness import share
 from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.schedules import at, check, require, values
 from fl_strategies.core.vectors import Vector
-from fl_strategies.server.algorithm import Next
 from fl_strategies.server.strategy import FederatedStrategy
 
 Reduce: TypeAlias = Literal["mean", "sum"]
@@ -258,18 +257,15 @@ class CloudStrategy(FederatedStrategy):
 
     # ---- rounds -------------------------------------------------------------------------------
 
-    def aggregate(self, state: Any, round: Round, uploads: Sequence[Upload]) -> Next:
-        theta, state = self.next_theta(state, round, uploads)
-        return theta, *self.skipped(state, round, uploads)
-
-    def next_theta(self, state: Any, round: Round, uploads: Sequence[Upload]) -> tuple[Vector, Any]:
-        """Return the next global model and server state, but for the virtual clock."""
-        raise NotImplementedError
-
     def skipped(
         self, state: Any, round: Round, uploads: Sequence[Upload]
     ) -> tuple[Any, Mapping[str, float]]:
-        """Return the state at the end of the round by the virtual clock, which skips none."""
+        return self.timed(state, round, uploads)
+
+    def timed(
+        self, state: Any, round: Round, uploads: Iterable[Upload]
+    ) -> tuple[Any, Mapping[str, float]]:
+        """Return the state at the end of the round by the virtual clock, and its seconds."""
         state = self.ended(state, round, uploads)
         return state, {"virtual-seconds": state.seconds}
 

@@ -61,7 +61,7 @@ from fl_strategies.core.oracle import Oracle, Solved, Step
 from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector
-from fl_strategies.server.algorithm import Card
+from fl_strategies.server.algorithm import Card, Next
 
 
 class State(NamedTuple):
@@ -227,11 +227,9 @@ class FedBCD(SummingStrategy):
         paper="Wu et al., AAAI 2021",
     )
 
-    def next_theta(
-        self, state: ServerState, round: Round, uploads: Sequence[Upload]
-    ) -> tuple[Vector, ServerState]:
+    def aggregate(self, state: ServerState, round: Round, uploads: Sequence[Upload]) -> Next:
         state = self.with_uploads(state, uploads)
         total = sum(cloud.total for cloud in state.sums)
         everyone = Sum(total, sum(cloud.weight for cloud in state.sums))
         (z,) = server_rule([round.theta], [everyone], **self.step(round.number))
-        return z, state
+        return z, *self.timed(state, round, uploads)

@@ -49,7 +49,7 @@ from fl_strategies.core.hyperparameters import choice, flag, number
 from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.vectors import Vector
 from fl_strategies.messages.wire import decode
-from fl_strategies.server.algorithm import Card
+from fl_strategies.server.algorithm import Card, Next
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord, ConfigRecord
@@ -163,9 +163,7 @@ class FedBCDAsync(SummingStrategy):
 
     # ---- the rule -----------------------------------------------------------------------------
 
-    def next_theta(
-        self, state: ServerState, round: Round, uploads: Sequence[Upload]
-    ) -> tuple[Vector, ServerState]:
+    def aggregate(self, state: ServerState, round: Round, uploads: Sequence[Upload]) -> Next:
         state, step = self.with_uploads(state, uploads), self.step(round.number)
         zs, mixed = list(state.z), list(state.mixed)
         for group in [state.ready, *((n,) for n in state.alone)]:
@@ -175,7 +173,8 @@ class FedBCDAsync(SummingStrategy):
                 zs[n] = z
         for n in state.ready:
             mixed[n] = round.number
-        return mean(zs), replace(state, z=tuple(zs), mixed=tuple(mixed))
+        state = replace(state, z=tuple(zs), mixed=tuple(mixed))
+        return mean(zs), *self.timed(state, round, uploads)
 
     def ended(self, state: ServerState, round: Round, uploads: Iterable[Upload]) -> ServerState:
         seconds = max([state.seconds, *(state.ends[n] for n in state.ready)])

@@ -49,7 +49,7 @@ from fl_strategies.core.schedules import check
 from fl_strategies.core.stacks import clip, repeated
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector
-from fl_strategies.server.algorithm import Card
+from fl_strategies.server.algorithm import Card, Next
 
 
 class State(NamedTuple):
@@ -176,9 +176,7 @@ class FedBCDI(CloudStrategy):
         size = self.active_size(len(state.devices(cloud, round.connected)))
         return self.first_to_call(round, self.available(state, round, cloud), size)
 
-    def next_theta(
-        self, state: ServerState, round: Round, uploads: Sequence[Upload]
-    ) -> tuple[Vector, ServerState]:
+    def aggregate(self, state: ServerState, round: Round, uploads: Sequence[Upload]) -> Next:
         active = Sum()
         for upload in uploads:
             gamma = self.gamma_of(upload.client)
@@ -187,4 +185,5 @@ class FedBCDI(CloudStrategy):
         available = (c for n in range(self.servers) for c in self.available(state, round, n))
         waited = {client: state.offline.get(client, 0) + 1 for client in available}
         contacted = {upload.client: 0 for upload in uploads}
-        return z, replace(state, offline={**state.offline, **waited, **contacted})
+        state = replace(state, offline={**state.offline, **waited, **contacted})
+        return z, *self.timed(state, round, uploads)

@@ -51,6 +51,7 @@ from fl_strategies.compat.translation import (
     trained,
     undecoded,
 )
+from fl_strategies.core.layout import few
 from fl_strategies.core.log import quiet_log
 from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.schedules import check
@@ -97,7 +98,8 @@ def as_legacy(
     ------
     ValueError
         For a strategy that does not wait for a round's replies, or that has checkpoints; with
-        ``secure`` for one whose rule needs more than a mean, or that has buffers; and as ``start``.
+        ``secure`` for one whose rule needs more than a mean. In the first round, as ``start``; with
+        ``secure`` for a model with buffers, or arrays that clients do not share.
     """
     if strategy.checkpoints is not None:
         raise ValueError(
@@ -162,7 +164,10 @@ class _LegacyStrategy(Strategy):
                     GetParametersIns({}), self.strategy.nodes.patience, None
                 )
                 check_status(reply)
-                self._open(initial_model(reply.parameters))
+                arrays, theta = initial_model(reply.parameters)
+                first = self.strategy.first_state(theta)
+                self.strategy.begin(first, Round(number=0, theta=theta), self.num_rounds)
+                self._open(arrays)
             except Exception as error:
                 reasons.append(f"node {cid}: {one_line(str(error))}")
             else:
@@ -253,9 +258,22 @@ class _LegacyStrategy(Strategy):
             self._stopped = self.strategy.close_round(self._arrays)
 
     def _take(self, parameters: Parameters) -> None:
-        """Continue with the server's model: a wrapper may have added noise to the strategy's."""
+        """Continue with the server's model: a wrapper may have added noise to the strategy's.
+
+        Raises ``ValueError`` if it did so to arrays that no client trains or shares.
+        """
         tensors = zip(self._arrays, parameters.tensors, strict=True)
-        self._arrays = ArrayRecord({n: Array(decode(undecoded(data))) for n, data in tensors})
+        arrays = ArrayRecord({n: Array(decode(undecoded(data))) for n, data in tensors})
+        model, before = self.strategy.model, self._arrays
+        stay = () if model is None else arrays.keys() - model.layout.shapes.keys()
+        if changed := [
+            n for n in stay if arrays[n].numpy().tobytes() != before[n].numpy().tobytes()
+        ]:
+            raise ValueError(
+                f"arrays {few(sorted(changed))} are not shared by the clients, and a wrapper has"
+                " changed them: use a model whose arrays are all trained and shared"
+            )
+        self._arrays = arrays
 
     # ---- secure aggregation -------------------------------------------------------------------
 

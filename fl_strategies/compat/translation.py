@@ -7,7 +7,6 @@ import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common import (
     Code,
@@ -20,7 +19,9 @@ from flwr.common import (
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 
+from fl_strategies.core.layout import Layout, conventional_buffers
 from fl_strategies.core.records import BadReply
+from fl_strategies.core.vectors import Vector
 from fl_strategies.messages.wire import decode
 from fl_strategies.server.replies import one_line
 
@@ -72,12 +73,14 @@ def undecoded(data: object) -> Array:
     return Array("", (), NUMPY, data)
 
 
-def initial_model(parameters: Parameters) -> ArrayRecord:
-    """Return a client's model, decoded; raise ``BadReply`` unless its numbers are finite."""
-    arrays = [decode(undecoded(data)) for data in parameters.tensors]
-    if not arrays or not all(np.isfinite(array).all() for array in arrays):
-        raise BadReply("it has no arrays, or numbers that are not finite")
-    return ArrayRecord({str(i): Array(array) for i, array in enumerate(arrays)})
+def initial_model(parameters: Parameters) -> tuple[ArrayRecord, Vector]:
+    """Return a client's model, and its floating-point arrays as a vector [d].
+
+    Raises ``ValueError`` if no run can begin with it.
+    """
+    arrays = {str(i): decode(undecoded(data)) for i, data in enumerate(parameters.tensors)}
+    theta = Layout.of(arrays, conventional_buffers(arrays)).pack(arrays)
+    return ArrayRecord({name: Array(array) for name, array in arrays.items()}), theta
 
 
 def answer_to(

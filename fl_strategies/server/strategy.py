@@ -205,10 +205,11 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         ask = functools.partial(described, self.nodes, grid, self.clients_needed)
         layout = settled(self, decoded(arrays), run.roles, ask)
         check_trained(self.caller, layout, arrays)
-        run.roles, self.model = Roles.of(layout), Model.of(arrays, layout)
+        self.model = Model.of(arrays, layout)
         round = self.make_round(run.number)
         self.state = self.begin(self._first(self.state), round, run.num_rounds)
         self.parts = stages.begin(self, self.parts, round.theta)
+        run.roles = Roles.of(layout)
 
     def train_round(self, grid: Grid, timeout: float, config: ConfigRecord) -> ArrayRecord | None:
         """Have clients train, and return the next global model; None if the round is skipped."""
