@@ -203,8 +203,8 @@ class FederatedClient(NumPyClient):
             for name, w in before.items():
                 rng = stream(seed, "fine-tune", round_of(config), self.client_id)
                 models[name] = fine_tuned(on, rest, w, training, rng)
-        found = {name: measured(self.test, *model) for name, model in models.items()}
-        metrics = named(found | {"eval": result})
+        results = {name: measured(self.test, *model) for name, model in models.items()}
+        metrics = named(results | {"eval": result})
         del metrics["eval-loss"]  # which Flower's record names itself
         return result.loss, len(self.test), metrics
 
@@ -229,18 +229,20 @@ class FederatedClient(NumPyClient):
                 f" {self.max_steps:,} (its max_steps)"
             )
 
-    def _check_frozen(self, told: str) -> None:
+    def _check_frozen(self, digests: str) -> None:
         """Raise ``ValueError`` if the client's frozen arrays differ from the server's."""
-        mine, others = self.problem.model.layout.frozen, told.split()
-        if not told or told == self.problem.model.layout.frozen_digests:
+        frozen, others = self.problem.model.layout.frozen, digests.split()
+        if not digests or digests == self.problem.model.layout.frozen_digests:
             return
-        if len(others) != len(mine):
-            raise ValueError(f"the client has {len(mine)} frozen arrays, the server {len(others)}")
-        pairs = zip(sorted(mine), others, strict=True)
-        differ = [name for name, digest in pairs if mine[name] != digest]
+        if len(others) != len(frozen):
+            raise ValueError(
+                f"the client has {len(frozen)} frozen arrays, the server {len(others)}"
+            )
+        pairs = zip(sorted(frozen), others, strict=True)
+        differ = [name for name, digest in pairs if frozen[name] != digest]
         raise ValueError(
             f"the client's frozen arrays {differ[:3]} are not the server's, and {len(differ)} of"
-            f" {len(mine)} differ: they do not travel, so all must have the same"
+            f" {len(frozen)} differ: they do not travel, so all must have the same"
         )
 
     def received(self, parameters: Arrays) -> Received:

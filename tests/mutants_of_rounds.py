@@ -335,7 +335,7 @@ ROUNDS = [
             "for generator in own if generator is not None": "for generator in own[:0]",
             "if len(names) != 1:": "if not names:",
             "if rest and parameters.keys() >= rest.keys():": "if False:",
-            "found.is_floating_point() or any(one is loss for one in OF_NUMBERS)": "False",
+            "tensor.is_floating_point() or any(one is loss for one in OF_NUMBERS)": "False",
             '["C", "W"]': '["C"]',
         },
     ),

@@ -140,7 +140,7 @@ STACKS = [
         {
             'row["d"] >= d)': 'row["d"] <= d)',
             "costs[: measured[0]] = costs[measured[0]]": "pass",
-            "best, found = work.sum() / GAIN, clients": "best, found = work.sum() * 99, clients",
+            "cost, one_by_one = work.sum() / GAIN": "cost, one_by_one = work.sum() * 99",
         },
     ),
 ]

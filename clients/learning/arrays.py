@@ -31,26 +31,26 @@ def to_host(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
     """Return copies of ``tensors`` as :func:`to_numpy` does; the device copies once per type."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return [to_numpy(tensor).copy() for tensor in tensors]
-    found: dict[int, npt.NDArray[Any]] = {}
+    arrays: dict[int, npt.NDArray[Any]] = {}
     for places in _by_type(tensors):
         flat = to_numpy(torch.cat([tensors[place].detach().reshape(-1) for place in places]))
         ends = np.cumsum([tensors[place].numel() for place in places])
         for place, piece in zip(places, np.split(flat, ends[:-1]), strict=True):
-            found[place] = piece.reshape(tuple(tensors[place].shape))
-    return [found[place] for place in range(len(tensors))]
+            arrays[place] = piece.reshape(tuple(tensors[place].shape))
+    return [arrays[place] for place in range(len(tensors))]
 
 
 def copy_into(tensors: Sequence[Tensor], arrays: Sequence[npt.NDArray[Any]]) -> None:
     """Write ``arrays`` (may be read-only) into ``tensors``; the device copies once per type."""
     for places in _by_type(tensors):
         into = [tensors[place] for place in places]
-        given = [arrays[place] for place in places]
+        some = [arrays[place] for place in places]
         first = into[0]
         if first.device.type == "cpu" and first.dtype != torch.bfloat16:
-            for tensor, array in zip(into, given, strict=True):
+            for tensor, array in zip(into, some, strict=True):
                 np.copyto(tensor.numpy(), array, casting="unsafe")
             continue
-        flat = torch.from_numpy(np.concatenate([np.ravel(array) for array in given])).to(first)
+        flat = torch.from_numpy(np.concatenate([np.ravel(array) for array in some])).to(first)
         pieces = torch.split(flat, [tensor.numel() for tensor in into])
         views = [piece.view(t.shape) for piece, t in zip(pieces, into, strict=True)]
         torch._foreach_copy_(into, views)

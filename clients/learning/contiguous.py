@@ -66,25 +66,25 @@ class Forward:
         if not contiguous:
             before = _Before(module) if contiguous is None else None
             try:
-                found = forward(*args, **kwargs)
+                outputs = forward(*args, **kwargs)
             except RuntimeError as error:
                 if VIEW_ERROR not in str(error):
                     raise
             else:
                 self._contiguous[kind] = False
-                return found
+                return outputs
             if before is not None:
                 before.restore()
         with _contiguous_filters(module):
             args = tuple(map(_contiguous, args))
-            found = forward(*args, **{name: _contiguous(value) for name, value in kwargs.items()})
+            outputs = forward(*args, **{name: _contiguous(value) for name, value in kwargs.items()})
         if not contiguous:
             self._contiguous[kind] = True
             log_once(
                 f"{type(module).__name__} views activations that are not contiguous: it computes"
                 " on contiguous filters and images, as outside FlatModel"
             )
-        return found
+        return outputs
 
 
 def contiguous_where_needed(module: nn.Module) -> None:

@@ -216,13 +216,13 @@ class FlatModel:
 
     def load_kept(self, arrays: Mapping[str, npt.NDArray[Any]] | None) -> None:
         """Put a client's own arrays into the model; None stands for the module's first values."""
-        given = self._first if arrays is None else arrays
-        copy_into([self._all[name] for name in self.kept], [given[name] for name in self.kept])
+        values = self._first if arrays is None else arrays
+        copy_into([self._all[name] for name in self.kept], [values[name] for name in self.kept])
 
     def kept_arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return copies of the client's own arrays, by name."""
-        found = to_host([self._all[name] for name in self.kept])
-        return dict(zip(self.kept, found, strict=True))
+        arrays = to_host([self._all[name] for name in self.kept])
+        return dict(zip(self.kept, arrays, strict=True))
 
     def load_all(
         self, arrays: Sequence[npt.NDArray[Any]], extra_vectors: Sequence[str], algorithm: str

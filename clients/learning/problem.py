@@ -155,11 +155,11 @@ def check_made_of(model: object, loss: object) -> None:
 def _indices(rows: Any, samples: int) -> Tensor:
     """Return ``rows`` as a tensor; raise ``ValueError`` unless they are indices of samples."""
     wanted = "integers, the indices of samples (of a mask: mask.nonzero().flatten())"
-    found = as_tensor("rows", rows)
-    require(found.dim() == 1 and found.dtype in INDICES, "rows", wanted, rows)
-    for extreme in found.aminmax() if len(found) else ():
+    indices = as_tensor("rows", rows)
+    require(indices.dim() == 1 and indices.dtype in INDICES, "rows", wanted, rows)
+    for extreme in indices.aminmax() if len(indices) else ():
         require(0 <= int(extreme) < samples, "rows", f">= 0 and < {samples}", int(extreme))
-    return found
+    return indices
 
 
 def gathered(inputs: Tensor, rows: Tensor) -> Tensor:

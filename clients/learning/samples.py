@@ -76,10 +76,10 @@ def as_targets(targets: Any, loss: object, like: Tensor) -> Tensor:
     Classes become int64. Floating-point targets, and whole numbers that a loss of PyTorch's
     compares with outputs, get the type of ``like``.
     """
-    found = as_tensor("targets", targets)
-    numbers = found.is_floating_point() or any(one is loss for one in OF_NUMBERS)
+    tensor = as_tensor("targets", targets)
+    numbers = tensor.is_floating_point() or any(one is loss for one in OF_NUMBERS)
     numbers = numbers or isinstance(loss, MODULES_OF_NUMBERS)
-    return found.to(like.device, like.dtype if numbers else torch.int64)
+    return tensor.to(like.device, like.dtype if numbers else torch.int64)
 
 
 def parted(batch: Any, target: str | None, module: nn.Module) -> tuple[Any, Any]:
@@ -130,8 +130,8 @@ def _inputs(rest: dict[str, Any], module: nn.Module, target: str) -> Inputs:
     if not tensors:
         kinds = {key: type(value).__name__ for key, value in rest.items()}
         raise ValueError(
-            f"a batch has no tensor beside its targets {target!r}, but {kinds}: its samples must be"
-            " tensors (a Hugging Face Dataset makes them by with_format('torch'))"
+            f"a batch has no tensor in addition to its targets {target!r}, but {kinds}: its samples"
+            " must be tensors (a Hugging Face Dataset makes them by with_format('torch'))"
         )
     raise ValueError(
         f"a batch has the inputs {sorted(tensors)}, and {type(module).__name__}.forward takes"
@@ -183,7 +183,7 @@ def all_samples(data: Any, target: str | None, module: nn.Module) -> tuple[Tenso
     """
     first = data[0] if isinstance(data, list) and data else data
     if isinstance(first, Tensor | np.ndarray):
-        raise ValueError(f"targets must be given beside inputs that are a {type(data).__name__}")
+        raise ValueError(f"targets must be given with inputs that are a {type(data).__name__}")
     if isinstance(data, Mapping):
         batches: list[Any] = [_with_tensors(data)]
     elif isinstance(data, tuple):
@@ -204,15 +204,15 @@ def all_samples(data: Any, target: str | None, module: nn.Module) -> tuple[Tenso
 
 def _with_tensors(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that are numbers as tensors, the others as they are."""
-    found = dict(arrays)
+    values = dict(arrays)
     for name, value in arrays.items():
         if hasattr(value, "column_names"):
             raise ValueError(
                 f"data must be one Dataset, got those of {[*arrays]}: choose data[{name!r}]"
             )
         with contextlib.suppress(ValueError):
-            found[name] = as_tensor(name, value)
-    return found
+            values[name] = as_tensor(name, value)
+    return values
 
 
 def _joined(name: str, parts: Sequence[Any]) -> Tensor:

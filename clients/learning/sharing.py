@@ -62,10 +62,10 @@ def all_but(module: nn.Module, *excluded: type[nn.Module] | str) -> tuple[str, .
         if isinstance(one, str):
             patterns.append(f"!{one}")
             continue
-        found = [f"!{name}" for name, part in module.named_modules() if isinstance(part, one)]
-        if not found:
+        names = [f"!{name}" for name, part in module.named_modules() if isinstance(part, one)]
+        if not names:
             raise ValueError(f"the model has no {one.__name__}")
-        patterns += found
+        patterns += names
     return tuple(patterns)
 
 
@@ -105,19 +105,19 @@ def split(module: nn.Module, train: Patterns | None, share: Patterns | None) -> 
 
 def matching(patterns: Patterns, names: Sequence[str], what: str) -> list[str]:
     """Return the ``names`` that match; raise ``ValueError`` for a pattern that matches none."""
-    given = [patterns] if isinstance(patterns, str) else list(patterns)
-    if not given:
+    listed = [patterns] if isinstance(patterns, str) else list(patterns)
+    if not listed:
         raise ValueError(f"{what} needs a pattern at least")
 
-    def found(pattern: str) -> set[str]:
+    def matches(pattern: str) -> set[str]:
         pattern = pattern.removeprefix("!")
         hits = {n for n in names if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")}
         if not hits:
             raise ValueError(f"{what}: {pattern!r} matches none of the arrays {_few(names)}")
         return hits
 
-    into = [found(pattern) for pattern in given if not pattern.startswith("!")]
-    out = [found(pattern) for pattern in given if pattern.startswith("!")]
+    into = [matches(pattern) for pattern in listed if not pattern.startswith("!")]
+    out = [matches(pattern) for pattern in listed if pattern.startswith("!")]
     chosen = set().union(*into) if into else set(names)
     return [name for name in names if name in chosen.difference(*out)]
 

@@ -229,10 +229,10 @@ def _bend(
             if needs_loss:
                 loss = loss + (slope * model.vector).sum()
         if pull:
-            apart = model.vector - centre
-            model.gradient.add_(apart, alpha=pull)
+            offset = model.vector - centre
+            model.gradient.add_(offset, alpha=pull)
             if needs_loss:
-                loss = loss + (pull / 2) * apart.dot(apart)
+                loss = loss + (pull / 2) * offset.dot(offset)
         return loss - floor if needs_loss else loss
 
     return bent

@@ -164,13 +164,13 @@ class StreamedProblem(Objective):
         """Yield the batches of an epoch; a DataLoader has its own order."""
         if isinstance(self.data, DataLoader):
             randomness, loader = of_loader(seed, self.data), self.data
-            found: Iterator[Any] = randomness.during(lambda: iter(loader))
+            batches: Iterator[Any] = randomness.during(lambda: iter(loader))
         else:
             data, collate, randomness = self.data, self.collate, Randomness(seed)
             starts = range(0, len(order), batch_size)
-            found = (collate(items(data, order[s : s + batch_size])) for s in starts)
+            batches = (collate(items(data, order[s : s + batch_size])) for s in starts)
         for number in itertools.count():
-            batch = fetching(lambda: randomness.during(lambda: next(found, None)))
+            batch = fetching(lambda: randomness.during(lambda: next(batches, None)))
             if batch is None:
                 if number == 0:
                     raise ValueError(f"the {type(self.data).__name__} has no samples")

@@ -65,8 +65,8 @@ def setting_of(text: str) -> Setting:
     """Return the setting that ``text`` stands for; ``ValueError`` if it stands for none."""
     setting: Any = int(text) if text.isdecimal() else text
     check_setting(setting)
-    found: Setting = setting
-    return found
+    checked: Setting = setting
+    return checked
 
 
 def stacked_at(setting: Setting, model: FlatModel, steps: Sequence[float]) -> tuple[int, int]:
@@ -84,14 +84,14 @@ def stacked_at(setting: Setting, model: FlatModel, steps: Sequence[float]) -> tu
     device, kind, d = model.vector.device.type, kind_of(model.module), len(model.vector)
     work = np.append(np.asarray(steps, np.float64), 0.0)
     costs = _costs(device, kind, d, clients)
-    best, found = work.sum() / GAIN, clients
+    cost, one_by_one = work.sum() / GAIN, clients
     for alone in (0, *(1 << power for power in range(clients.bit_length())), clients):
         # while j clients remain in the stack, a step of it costs costs[j]
         rest = work[alone:]
         total = work[:alone].sum() + (costs[: len(rest) - 1] * -np.diff(rest)).sum()
-        if len(rest) > 2 and total < best:
-            best, found = total, alone
-    return found, clients
+        if len(rest) > 2 and total < cost:
+            cost, one_by_one = total, alone
+    return one_by_one, clients
 
 
 @functools.lru_cache(maxsize=64)

@@ -44,7 +44,7 @@ def chain(
         if _hooked(layer) or not {id(p) for p in layer.parameters()} <= numbers.keys():
             return None
         if type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1):
-            steps.append(lambda given, x: x.flatten(2))
+            steps.append(lambda values, x: x.flatten(2))
         elif type(layer) is nn.Linear:
             bias = None if layer.bias is None else numbers[id(layer.bias)]
             steps.append(_linear(numbers[id(layer.weight)], bias))
@@ -58,40 +58,40 @@ def chain(
     if heads and not places:
         return None
 
-    def forward(given: Sequence[Tensor], inputs: Tensor) -> Tensor:
+    def forward(values: Sequence[Tensor], inputs: Tensor) -> Tensor:
         for step in steps:
-            inputs = step(given, inputs)
+            inputs = step(values, inputs)
         return inputs
 
-    def featured(given: Sequence[Tensor], inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def featured(values: Sequence[Tensor], inputs: Tensor) -> tuple[Tensor, Tensor]:
         features = inputs
         for place, step in enumerate(steps):
             features = inputs if place == places[-1] else features
-            inputs = step(given, inputs)
+            inputs = step(values, inputs)
         return inputs, features.flatten(2)
 
     return featured if heads else forward
 
 
 def _linear(weight: int, bias: int | None) -> Forward:
-    def step(given: Sequence[Tensor], x: Tensor) -> Tensor:
-        w = given[weight].transpose(1, 2)
-        return torch.bmm(x, w) if bias is None else torch.baddbmm(given[bias][:, None], x, w)
+    def step(values: Sequence[Tensor], x: Tensor) -> Tensor:
+        w = values[weight].transpose(1, 2)
+        return torch.bmm(x, w) if bias is None else torch.baddbmm(values[bias][:, None], x, w)
 
     return step
 
 
 def _dropout(layer: nn.Dropout, drop: Callable[[Tensor, float], Tensor]) -> Forward:
-    def step(given: Sequence[Tensor], x: Tensor) -> Tensor:
+    def step(values: Sequence[Tensor], x: Tensor) -> Tensor:
         return drop(x, layer.p) if layer.training and layer.p else x
 
     return step
 
 
 def _elementwise(layer: nn.Module) -> Forward:
-    def step(given: Sequence[Tensor], x: Tensor) -> Tensor:
-        found: Tensor = layer(x)
-        return found
+    def step(values: Sequence[Tensor], x: Tensor) -> Tensor:
+        outputs: Tensor = layer(x)
+        return outputs
 
     return step
 

@@ -63,9 +63,9 @@ def check_mean(loss: Loss, outputs: Tensor, targets: Tensor) -> None:
     """Raise :class:`NoMean` if ``loss`` is not the mean of the losses of the samples."""
     with torch.no_grad():
         whole = loss(outputs, targets)
-        apart = (of_each(loss, outputs, targets).mean() - whole).abs()
-    near = apart <= torch.finfo(outputs.dtype).eps ** 0.5 * whole.abs()
-    if whole.isfinite() and not near:
+        error = (of_each(loss, outputs, targets).mean() - whole).abs()
+    equal = error <= torch.finfo(outputs.dtype).eps ** 0.5 * whole.abs()
+    if whole.isfinite() and not equal:
         raise NoMean(NO_MEAN)
 
 
@@ -79,7 +79,7 @@ def to_try(targets: Tensor, most: int) -> Tensor:
     spread = torch.linspace(0, n - 1, min(n, half), device=targets.device).long()
     if targets.is_floating_point():
         return spread
-    found: tuple[Tensor, Tensor] = torch.unique(targets.reshape(-1), return_inverse=True)
+    classes, class_of = torch.unique(targets.reshape(-1), return_inverse=True)
     places = torch.arange(n, device=targets.device).repeat_interleave(targets[0].numel())
-    first = places.new_full((len(found[0]),), n).scatter_reduce(0, found[1], places, "amin")
+    first = places.new_full((len(classes),), n).scatter_reduce(0, class_of, places, "amin")
     return torch.cat([first[:half], spread])

@@ -53,7 +53,7 @@ class Contrasts(Stack):
             w, statistics = (vectors[at] for vectors in state)
             fixed = [
                 (self.model.views(theta[at]), NONE),
-                (self.model.views(w), self._own(statistics)),
+                (self.model.views(w), self._buffers_of(statistics)),
             ]
             each_tau = tau[at] if isinstance(tau, Tensor) else tau
             for batches, _ in self.whole(who):
@@ -64,14 +64,14 @@ class Contrasts(Stack):
                     self._q = q.new_empty(len(self._q), q.shape[-1])
                 self._q[batches.samples] = q  # padding repeats a client's last sample
 
-    def _own(self, statistics: Tensor) -> dict[str, Tensor]:
+    def _buffers_of(self, statistics: Tensor) -> dict[str, Tensor]:
         """Return the clients' floating-point buffers [k, ...] of their ``statistics`` [k, b]."""
         buffers = self.model.module.named_buffers()
-        own = {name: buffer for name, buffer in buffers if buffer.is_floating_point()}
-        pieces = torch.split(statistics, [buffer.numel() for buffer in own.values()], 1)
+        named = {name: buffer for name, buffer in buffers if buffer.is_floating_point()}
+        pieces = torch.split(statistics, [buffer.numel() for buffer in named.values()], 1)
         return {
             name: piece.to(buffer.dtype).view(-1, *buffer.shape)
-            for (name, buffer), piece in zip(own.items(), pieces, strict=True)
+            for (name, buffer), piece in zip(named.items(), pieces, strict=True)
         }
 
     def _of_samples(
@@ -105,10 +105,10 @@ class Contrasts(Stack):
         def featured(
             values: Sequence[Tensor], inputs: Tensor, buffers: Mapping[str, Tensor] = NONE
         ) -> tuple[Tensor, Tensor]:
-            found: tuple[Tensor, Tensor] = (
+            results: tuple[Tensor, Tensor] = (
                 chained(values, inputs) if chained else vmap(one)(values, inputs, dict(buffers))
             )
-            return found
+            return results
 
         return featured
 

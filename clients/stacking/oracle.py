@@ -141,11 +141,11 @@ class StackOracle:
         loss: Any = 0.0
         accuracy: Any = 0.0
         for batches, share in pieces:
-            g, found = self.stack.gradient(w, batches)
+            g, results = self.stack.gradient(w, batches)
             vector = vector + share * g
-            loss = loss + share * precise(found.loss)
-            if found.right is not None:
-                right = found.right * batches.weights.max(1, keepdim=True).values
+            loss = loss + share * precise(results.loss)
+            if results.right is not None:
+                right = results.right * batches.weights.max(1, keepdim=True).values
                 accuracy = accuracy + share * precise(right)
         if self.training.ridge:
             vector = vector + self.training.ridge * w
@@ -200,7 +200,7 @@ class Feed:
             ):
                 order += drawn_orders(rng, samples, self._size, epochs - len(order))
             where = used + turns, np.arange(len(sizes))
-            samples, counts = (found[where] for found in laid_out(orders, sizes, self._size))
+            samples, counts = (part[where] for part in laid_out(orders, sizes, self._size))
             placed = self._stack.batches(samples, counts)
             for turn in range(len(turns)):
                 yield Batches(placed.samples[turn], placed.weights[turn]), counts[turn]

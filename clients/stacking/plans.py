@@ -35,11 +35,11 @@ class Plan(NamedTuple):
 
 def column(values: npt.ArrayLike, device: torch.device) -> Any:
     """Return the clients' numbers as a column in double precision, or one number if all agree."""
-    found = np.asarray(values)
-    first = found.flat[0]
-    if (found == first).all():
+    numbers = np.asarray(values)
+    first = numbers.flat[0]
+    if (numbers == first).all():
         return first.item()
-    placed = torch.from_numpy(found.reshape(-1, 1)).to(device)
+    placed = torch.from_numpy(numbers.reshape(-1, 1)).to(device)
     return precise(placed)
 
 

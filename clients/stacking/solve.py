@@ -17,7 +17,7 @@ from torch import Tensor
 from clients.learning.solvers import precise
 from clients.stacking.optimizers import Task, optimizer_of
 from clients.stacking.plans import Generators, Plan, column, plan
-from clients.stacking.stack import Batches, Found, Numbers, Stack
+from clients.stacking.stack import Batches, Numbers, Results, Stack
 from fl_strategies.core.oracle import Solved
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.solvers.local import LocalTraining
@@ -68,7 +68,7 @@ def solve(
     for step, k in enumerate(left):
         place = step if len(samples) > 1 else 0
         batches = Batches(samples[place, :k], weights[place, :k])
-        first: list[Found] = []
+        first: list[Results] = []
 
         judged = stopping is not None or step >= last_epochs
 
@@ -81,9 +81,9 @@ def solve(
             place: int = place,
         ) -> Any:
             with drawing(k, place):
-                gradient, found = stack.gradient(at, batches, judged=judged)
-            first.append(found)
-            return task.bent(gradient, at, k), found.loss
+                gradient, results = stack.gradient(at, batches, judged=judged)
+            first.append(results)
+            return task.bent(gradient, at, k), results.loss
 
         if keeps:
             here = w[:k].clone()
@@ -179,8 +179,8 @@ class Stopping:
         g = subproblem.gradient(at, g)
         if self.training.ridge:
             g = g + self.training.ridge * at
-        found: list[float] = (g * g).sum(1).tolist()
-        return found
+        squares: list[float] = (g * g).sum(1).tolist()
+        return squares
 
     def rewind(self, rngs: Generators) -> None:
         """Put the generators where they are after the epochs that were run."""

@@ -48,7 +48,7 @@ class Batches(NamedTuple):
     weights: Tensor
 
 
-class Found(NamedTuple):
+class Results(NamedTuple):
     """Results on a mini-batch of each client: mean losses [clients, 1], and numbers of right
     samples [clients, 1] (None where targets are no classes)."""
 
@@ -129,7 +129,9 @@ class Stack:
 
     # ---- the functions ------------------------------------------------------------------------
 
-    def gradient(self, w: Tensor, batches: Batches, *, judged: bool = True) -> tuple[Tensor, Found]:
+    def gradient(
+        self, w: Tensor, batches: Batches, *, judged: bool = True
+    ) -> tuple[Tensor, Results]:
         """Return the gradients [k, d] at ``w`` [k, d] on the mini-batches, and their results.
 
         Right answers are counted only if ``judged``.
@@ -145,7 +147,7 @@ class Stack:
                 values = vmap(self._penalty)(at)
                 gradient += torch.autograd.grad(values.sum(), at)[0]
             losses = losses + values.detach()
-        return gradient, Found(losses[:, None], None if right is None else right[:, None])
+        return gradient, Results(losses[:, None], None if right is None else right[:, None])
 
     def full_gradient(self, w: Tensor, who: Any = slice(None)) -> Tensor:
         """Return the gradients [k, d] on all samples of the clients."""
@@ -230,10 +232,10 @@ class Stack:
         self, values: Sequence[Tensor], inputs: Tensor, buffers: Mapping[str, Tensor] = NONE
     ) -> Any:
         """Return the module's outputs for the parameters, and some of its buffers, of a client."""
-        given = dict(zip(self.model.layout.trainable, values, strict=True)) | dict(buffers)
+        tensors = dict(zip(self.model.layout.trainable, values, strict=True)) | dict(buffers)
         module = self.model.module
         with nullcontext() if self.masks is None else masked(module, self.masks):
-            return called(lambda x: functional_call(module, given, (x,)), inputs)
+            return called(lambda x: functional_call(module, tensors, (x,)), inputs)
 
 
 def joined(pieces: Sequence[Tensor]) -> Tensor:
