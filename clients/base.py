@@ -18,7 +18,15 @@ from clients.learning.oracle import ClientOracle
 from clients.learning.replay import kept_generators, seed_generators
 from clients.metrics import metrics_of
 from clients.node.state import DirectoryStore, Store
-from clients.request import Arrays, Config, Received, generator, round_of, weight_in_secret
+from clients.request import (
+    Arrays,
+    Config,
+    Received,
+    check_frozen,
+    generator,
+    round_of,
+    weight_in_secret,
+)
 from fl_strategies import STRATEGIES
 from fl_strategies.core.hyperparameters import check_request
 from fl_strategies.core.log import log
@@ -218,7 +226,7 @@ class FederatedClient(NumPyClient):
                 f"the request asks for {asked_for!r}, and {type(self).__name__} runs"
                 f" {self.algorithm!r}: AnyAlgorithmClient runs what a request names"
             )
-        self._check_frozen(str(config.get("frozen", "")))
+        check_frozen(self.problem.model.layout, str(config.get("frozen", "")))
         if "run-id" not in config:  # our strategies tell their user themselves
             _say_misspelt(frozenset(config))
         if (strategy := STRATEGIES.get(self.algorithm)) is not None:
@@ -228,22 +236,6 @@ class FederatedClient(NumPyClient):
                 f"the request asks for up to {work:,} local steps, and the client takes at most"
                 f" {self.max_steps:,} (its max_steps)"
             )
-
-    def _check_frozen(self, digests: str) -> None:
-        """Raise ``ValueError`` if the client's frozen arrays differ from the server's."""
-        frozen, others = self.problem.model.layout.frozen, digests.split()
-        if not digests or digests == self.problem.model.layout.frozen_digests:
-            return
-        if len(others) != len(frozen):
-            raise ValueError(
-                f"the client has {len(frozen)} frozen arrays, the server {len(others)}"
-            )
-        pairs = zip(sorted(frozen), others, strict=True)
-        differ = [name for name, digest in pairs if frozen[name] != digest]
-        raise ValueError(
-            f"the client's frozen arrays {differ[:3]} are not the server's, and {len(differ)} of"
-            f" {len(frozen)} differ: they do not travel, so all must have the same"
-        )
 
     def received(self, parameters: Arrays) -> Received:
         """Put the arrays of a request into the model; return its vectors."""

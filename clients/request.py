@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from fl_strategies.core.layout import Layout
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.schedules import check
 
@@ -78,3 +79,18 @@ def weight_in_secret(arrays: Sequence[npt.NDArray[Any]], samples: int, config: C
             f" {config['secure-max-weight']:g}, got {samples}"
         )
     return samples
+
+
+def check_frozen(layout: Layout, digests: str) -> None:
+    """Raise ``ValueError`` if the client's frozen arrays differ from the server's, by digests."""
+    frozen, others = layout.frozen, digests.split()
+    if not digests or digests == layout.frozen_digests:
+        return
+    if len(others) != len(frozen):
+        raise ValueError(f"the client has {len(frozen)} frozen arrays, the server {len(others)}")
+    pairs = zip(sorted(frozen), others, strict=True)
+    differ = [name for name, digest in pairs if frozen[name] != digest]
+    raise ValueError(
+        f"the client's frozen arrays {differ[:3]} are not the server's, and {len(differ)} of"
+        f" {len(frozen)} differ: they do not travel, so all must have the same"
+    )

@@ -318,7 +318,7 @@ ROUNDS = [
         "clients/learning/model.py",
         "tests/test_sharing.py tests/test_problem.py tests/test_flat_model.py",
         {
-            "given = self._first if arrays is None else arrays": "given = self._first",
+            "values = self._first if arrays is None else arrays": "values = self._first",
             "if name in roles.travelling]": "]",
             "return hashlib.sha256(text.encode()).hexdigest()[:16] if own else": "return",
             "self.shared + [p for": "[p for",

@@ -72,7 +72,7 @@ STACKS = [
             "np.repeat(self._starts - starts, self.sizes)": "np.repeat(starts, self.sizes)",
             "self._rows, self._starts = None, starts": "self._rows = None",
             "self.model.views(theta[at]), NONE": "self.model.views(theta[at * 0]), NONE",
-            "self._own(statistics))": "NONE)",
+            "self._buffers_of(statistics))": "NONE)",
             "tau[at] if isinstance": "tau[at * 0] if isinstance",
             "(self.model.views(w),": "(self.model.views(theta[at]),",
             "[torch.from_numpy(owners).to(like.device), 0]": "[0, 0] + 0 * self._row_at",
