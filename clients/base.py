@@ -11,6 +11,7 @@ import numpy as np
 from flwr.client import NumPyClient
 from torch import Tensor
 
+from clients.compressing import codec_of, compressed
 from clients.evaluating import Rest, fine_tuned, measured, named
 from clients.keeping import Keeper, Kept, State
 from clients.learning.objective import Objective
@@ -35,6 +36,7 @@ from fl_strategies.core.randomness import stream
 from fl_strategies.core.records import CATCH_UP
 from fl_strategies.core.schedules import check, require
 from fl_strategies.core.spelling import hinted, misspelt
+from fl_strategies.messages.codes import CHANGES, CODEC
 from fl_strategies.messages.description import DESCRIBE, DESCRIPTION
 from fl_strategies.messages.wire import checksum
 from fl_strategies.solvers.local import LocalTraining, default_training
@@ -56,6 +58,8 @@ class Begun(NamedTuple):
     state: State
     catch_up: Tensor | float
     """As of :class:`.Received`."""
+    theta: Tensor
+    """The model [d] as received."""
 
 
 @hinted
@@ -197,7 +201,7 @@ class FederatedClient(NumPyClient):
                 " fraction_evaluate to 0"
             )
         theta = self.test.model.load(parameters)
-        kept = self.keeper.peeked(config, theta)
+        kept = self.keeper(config).peeked(config, theta)
         rest = Rest(parameters, kept.arrays)
         result = measured(self.test, rest, theta)
         state = self._state(kept, theta, config)
@@ -244,11 +248,11 @@ class FederatedClient(NumPyClient):
 
     def begun(self, received: Received, config: Config) -> Begun:
         """Return the start of a request; load the client's own arrays into the model."""
-        kept = self.keeper.settled(config, received.theta)
+        kept = self.keeper(config).settled(config, received.theta)
         self.problem.model.load_kept(kept.arrays)
         data = config.get(CATCH_UP)
         catch_up = self.problem.model.read(data) if data else 0.0
-        return Begun(kept, self._state(kept, received.theta, config), catch_up)
+        return Begun(kept, self._state(kept, received.theta, config), catch_up, received.theta)
 
     def steps_made(
         self,
@@ -272,12 +276,21 @@ class FederatedClient(NumPyClient):
     def finished(self, begun: Begun, steps: Sequence[Step], config: Config) -> Reply:
         """Keep the result of a request's ``steps``; return what :meth:`fit` returns."""
         model, nonce = self.problem.model, begun.kept.nonce
-        self.keeper.save(config, Kept(steps[-1].state, nonce, model.kept_arrays()))
-        metrics = metrics_of(self.algorithm, model, steps, config)
+        last = steps[-1]
+        vectors = [last.extra_vectors[name] for name in self.extra_vectors]
+        metrics, left_out = metrics_of(self.algorithm, model, steps, config), None
+        if codec := codec_of(config):
+            start = 0.0 if config.get(CHANGES) else begun.theta
+            rng = self.streams(round_of(config), config)[2](CODEC)
+            changes, before = [last.upload - start, *vectors], begun.kept.left_out
+            arrays, left_out = compressed(codec, model, changes, before, rng)
+            metrics[CODEC] = str(codec)
+        else:
+            arrays = model.all_arrays(last.upload, vectors)
+        kept = Kept(last.state, nonce, model.kept_arrays(), left_out)
+        self.keeper(config).save(config, kept)
         if nonce:
             metrics["state-nonce"] = nonce
-        last = steps[-1]
-        arrays = model.all_arrays(last.upload, [last.extra_vectors[n] for n in self.extra_vectors])
         if config.get("checksums"):
             metrics["checksums"] = " ".join(checksum(array) for array in arrays)
         samples = len(self.problem)
@@ -312,10 +325,9 @@ class FederatedClient(NumPyClient):
             return kept.state
         return self.first_state(theta, config)
 
-    @property
-    def keeper(self) -> Keeper:
-        """Reads and writes the client's state."""
-        model = self.problem.model
+    def keeper(self, config: Config) -> Keeper:
+        """Return what reads and writes the client's state, by a request."""
+        model, codec = self.problem.model, codec_of(config)
         return Keeper(
             self.store,
             self.client_id,
@@ -323,6 +335,7 @@ class FederatedClient(NumPyClient):
             self.state_type,
             model.signature,
             model.kept,
+            compresses=codec is not None and codec.feedback,
         )
 
 

@@ -25,6 +25,7 @@ Look: TypeAlias = Callable[[Store, Owner, int | None], tuple[int, Fields | None]
 
 UNSHARED = "unshared/"
 """Prefix, among a state's fields, of the names of the model's arrays that the client keeps."""
+LEFT_OUT = "left-out"
 
 
 class Kept(NamedTuple):
@@ -36,6 +37,8 @@ class Kept(NamedTuple):
     """The name of this state, drawn when the state began."""
     arrays: Mapping[str, npt.NDArray[Any]] | None = None
     """The model's arrays that the client keeps; None for a new client."""
+    left_out: npt.NDArray[Any] | None = None
+    """What compression left out of all uploads so far, [vectors, d]; None for a new client."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Keeper:
     state_type: type[NamedTuple] | None
     signature: str
     kept: tuple[str, ...] = ()
+    compresses: bool = False
+    """Whether :attr:`Kept.left_out` is part of the state."""
 
     def settled(self, config: Config, like: Tensor) -> Kept:
         """Return what is kept of the acknowledged round, and drop what is kept of other rounds.
@@ -77,26 +82,29 @@ class Keeper:
             return
         fields = {} if kept.state is None else to_fields(kept.state)
         fields |= {UNSHARED + name: array for name, array in (kept.arrays or {}).items()}
+        if kept.left_out is not None:
+            fields[LEFT_OUT] = kept.left_out
         fields["nonce"] = np.frombuffer(kept.nonce.encode(), np.uint8)
         self._store.save(self.owner(config), round_of(config), fields)
 
     @property
     def keeps(self) -> bool:
         """Whether the client keeps anything."""
-        return self.state_type is not None or bool(self.kept)
+        return self.state_type is not None or bool(self.kept) or self.compresses
 
     def _read(self, fields: Fields | None, like: Tensor) -> Kept:
         if fields is None:
             return Kept(nonce=fresh_nonce())
         state = from_fields(self.state_type, fields, like) if self.state_type else None
         arrays = {name: fields[UNSHARED + name] for name in self.kept}
-        return Kept(state, fields["nonce"].tobytes().decode(), arrays)
+        return Kept(state, fields["nonce"].tobytes().decode(), arrays, fields.get(LEFT_OUT))
 
     def _found(self, config: Config, look: Look) -> Fields | None:
         try:
             fields = look(self._store, self.owner(config), config.get("acked-round"))[1]
             of_state = self.state_type._fields if self.state_type else ()
             names = {*of_state, *(UNSHARED + name for name in self.kept), "nonce"}
+            names |= {LEFT_OUT} if self.compresses else set()
             if fields is not None and (missing := names - fields.keys()):
                 raise DamagedState(f"the state lacks {sorted(missing)}")
             return fields

@@ -19,7 +19,7 @@ from fl_strategies.core.hyperparameters import Hyperparameter
 from fl_strategies.core.schedules import check, one_of, shown
 from fl_strategies.core.settings_text import format_params, parse_params
 from fl_strategies.core.spelling import listed, unknown, unknown_of
-from fl_strategies.parts import PARTS, STAGES, Part, parse_part
+from fl_strategies.parts import PARTS, STAGES, Compression, Part, parse_part
 from fl_strategies.server.options import Options
 from fl_strategies.solvers.local import idle
 from fl_strategies.solvers.own_steps import not_for_fine_tuning
@@ -61,6 +61,13 @@ class Unused(ValueError):
         self.names = names
 
 
+def keeps_state(algorithm: str, compression: str) -> bool:
+    """Return whether clients of the algorithm keep a state if they compress so."""
+    codec = parse_part(compression, "compression") if compression else None
+    keeps_errors = isinstance(codec, Compression) and codec.feedback
+    return keeps_errors or CLIENTS[algorithm].state_type is not None
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """The keys of the run-config (kebab-case there), with their meanings.
@@ -72,6 +79,7 @@ class RunConfig:
     algorithm: str = key("fedadmm", "one of `fl_strategies.STRATEGIES`")
     params: str = key("", "hyperparameters of the algorithm: `rho=0.01 eta=1:1.0;60:0.5`")
     selection: str = key("", f"part: one of {_parts('selection')}")
+    compression: str = key("", f"part: one of {_parts('compression')}, `topk share=0.01`")
     combine: str = key("", f"part: one of {_parts('combine')}, `trimmed-mean share=0.2`")
     regularizer: str = key("", f"part: one of {_parts('regularizer')}, `l1 weight=0.01`")
     server_step: str = key("", f"part: one of {_parts('server_step')}, `adam lr=0.1`")
@@ -223,7 +231,7 @@ class RunConfig:
     @property
     def stateful(self) -> bool:
         """Whether clients of the algorithm keep a state."""
-        return CLIENTS[self.algorithm].state_type is not None
+        return keeps_state(self.algorithm, self.compression)
 
     @property
     def parts(self) -> dict[str, Part]:

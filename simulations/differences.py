@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from clients import CLIENTS
 from fl_strategies.core.settings_text import parse_params
-from simulations.config import RunConfig, hyperparameter_defaults
+from simulations.config import RunConfig, hyperparameter_defaults, keeps_state
 from simulations.defaults import ANY
 
 NO_SETTINGS = (
@@ -44,7 +43,7 @@ def _effective(settings: Mapping[str, Any]) -> dict[str, Any]:
     params = parse_params(effective.pop("params"))
     for name in NO_SETTINGS:
         del effective[name]
-    if CLIENTS[effective["algorithm"]].state_type is None:
+    if not keeps_state(effective["algorithm"], effective["compression"]):
         del effective["state_dir"]
     effective |= hyperparameter_defaults(effective["algorithm"]) | params
     # flags and words for them are one

@@ -6,13 +6,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clients import CLIENTS
 from fl_strategies import STRATEGIES
 from fl_strategies.core.schedules import shown
 from fl_strategies.core.settings_text import format_params, parse_params
 from fl_strategies.core.spelling import listed, unknown
 from fl_strategies.parts import PARTS, parse_part
-from simulations.config import RunConfig, Unused, hyperparameters_of
+from simulations.config import RunConfig, Unused, hyperparameters_of, keeps_state
 
 
 def parse_rule(name: str) -> tuple[str, dict[str, str]]:
@@ -91,7 +90,7 @@ def configs_for(
     known = {rule: hyperparameters_of(algorithm) for rule, (algorithm, _) in parsed_rules.items()}
     used = {name for _, parts in parsed_rules.values() for name in parts.values()}
     values = given_to(known, items=params, read=parse_params, option="param", parts=used)
-    keeps = any(CLIENTS[algorithm].state_type is not None for algorithm, _ in parsed_rules.values())
+    keeps = any(keeps_state(a, parts.get("compression", "")) for a, parts in parsed_rules.values())
     if not keeps and (states := common.get("state-dir")):
         raise ValueError(f"state-dir is {shown(states)}, and no clients here keep a state")
 

@@ -36,6 +36,7 @@ from fl_strategies.core.log import log
 from fl_strategies.core.reasons import by_reason, named, of_exception
 from fl_strategies.core.records import BadReply
 from fl_strategies.core.schedules import plain
+from fl_strategies.messages.codes import CODEC
 from fl_strategies.messages.encoding import encoded, stacked
 from fl_strategies.messages.folding import Folder, Terms
 from fl_strategies.messages.hosting import Report, fold_of, pack_reply, unpack_request
@@ -234,6 +235,8 @@ def _like(names: Sequence[str], received: Arrays, result: Fitted | Exception) ->
     if isinstance(result, Exception):
         raise result
     arrays = [np.asarray(array) for array in result[0]]
+    if CODEC in result[2]:  # codes, which are of one size
+        return arrays, result[1], result[2]
     if len(arrays) != len(received):
         raise ValueError(f"fit returned {len(arrays)} arrays, {len(received)} were received")
     for name, array, before in zip(names, arrays, received, strict=True):

@@ -139,6 +139,7 @@ class SummingStrategy(CloudStrategy):
     """A strategy whose cloud servers keep the sums of all their devices' last models."""
 
     accumulates_changes = True
+    compresses = False
     paper_rule: ClassVar[Mapping[str, Any]] = {
         "gamma": 1.0,
         "zeta": 0.9,

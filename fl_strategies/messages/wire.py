@@ -88,24 +88,30 @@ def _header(start: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     return read(file, max_header_size=MAX_HEADER)
 
 
+def decoded(
+    record: Mapping[str, Array | npt.NDArray[Any]],
+) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays of ``record``; those of a hosted client are decoded already."""
+    arrays = {}
+    for name, sent in record.items():
+        try:
+            arrays[name] = sent if isinstance(sent, np.ndarray) else decode(sent)
+        except BadReply as error:
+            raise BadReply(f"array {name!r}: {error}") from None
+    return arrays
+
+
 def decode_model(
     record: Mapping[str, Array | npt.NDArray[Any]], layout: Layout
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays of ``record``; raise :class:`BadReply` unless they fit ``layout``.
-
-    A hosted client's arrays, slices of its host's, are decoded already.
-    """
+    """Return the arrays of ``record``; raise :class:`BadReply` unless they fit ``layout``."""
     if record.keys() != layout.shapes.keys():
         missing = sorted(layout.shapes.keys() - record.keys())[:FEW]
         extra = sorted(record.keys() - layout.shapes.keys())[:FEW]
         raise BadReply(f"array names differ: missing {missing}, unexpected {extra}")
-    arrays = {}
+    arrays = decoded({name: record[name] for name in layout.shapes})
     for name, shape in layout.shapes.items():
-        sent = record[name]
-        try:
-            array = sent if isinstance(sent, np.ndarray) else decode(sent)
-        except BadReply as error:
-            raise BadReply(f"array {name!r}: {error}") from None
+        array = arrays[name]
         if array.shape != shape:
             raise BadReply(f"array {name!r} has shape {array.shape}, the model's has {shape}")
         if array.dtype != layout.dtypes[name]:
@@ -113,7 +119,6 @@ def decode_model(
                 f"array {name!r} has type {array.dtype.str}, the model's has"
                 f" {layout.dtypes[name].str}"
             )
-        arrays[name] = array
     if not finite(arrays.values()):
         name, array = next((n, a.ravel()) for n, a in arrays.items() if not finite([a]))
         where = int(np.flatnonzero(~np.isfinite(array))[0])

@@ -11,6 +11,7 @@ from fl_strategies.core.settings_text import parse_params
 from fl_strategies.core.spelling import unknown
 from fl_strategies.parts.adaptive import Adagrad, Adam, Yogi
 from fl_strategies.parts.combine import Combine
+from fl_strategies.parts.compression import QSGD, BFloat16, Compression, TopK
 from fl_strategies.parts.fedexp import FedExP
 from fl_strategies.parts.geometric_median import GeometricMedian
 from fl_strategies.parts.krum import Krum, MultiKrum
@@ -22,16 +23,26 @@ from fl_strategies.parts.selection import BySize, Probabilities, Selection, Unif
 from fl_strategies.parts.server_step import ServerStep
 
 _SELECTION = (Uniform, BySize, Probabilities)
+_COMPRESSION = (TopK, BFloat16, QSGD)
 _COMBINE = (Median, TrimmedMean, GeometricMedian, Krum, MultiKrum)
 _REGULARIZER = (L1, L2, Box)
 _STEP = (Momentum, Adam, Yogi, Adagrad, FedExP)
-_ALL: tuple[type[Part], ...] = (*_SELECTION, *_COMBINE, *_REGULARIZER, *_STEP)
+_ALL: tuple[type[Part], ...] = (*_SELECTION, *_COMPRESSION, *_COMBINE, *_REGULARIZER, *_STEP)
 PARTS = {part.name: part for part in _ALL}
 """Every part by its name."""
-STAGES: tuple[type[Part], ...] = (Selection, Combine, Regularizer, ServerStep)
+STAGES: tuple[type[Part], ...] = (Selection, Compression, Combine, Regularizer, ServerStep)
 """The base of each stage's parts, in the order of a round."""
 
-__all__ = ["PARTS", "STAGES", "Combine", "Part", "Regularizer", "Selection", "ServerStep"]
+__all__ = [
+    "PARTS",
+    "STAGES",
+    "Combine",
+    "Compression",
+    "Part",
+    "Regularizer",
+    "Selection",
+    "ServerStep",
+]
 __all__ += ["parse_part", *(part.__name__ for part in PARTS.values())]
 
 

@@ -80,6 +80,8 @@ class Algorithm(Options):
     overrides one of :data:`GETS_UPLOADS` says it anew."""
     accumulates_changes: ClassVar[bool] = False
     """Whether uploads are changes that the server and the client both add to their states."""
+    compresses: ClassVar[bool] = True
+    """Whether all uploads of a client are models, or all are changes, so that codes fit them."""
     weight: ClassVar[Callable[..., float]] = staticmethod(equal)
     """The weight of an upload in the rule. Its keyword arguments are hyperparameters."""
     folds: ClassVar[bool] = False
@@ -124,7 +126,8 @@ class Algorithm(Options):
     def can_fold(self) -> bool:
         """Whether hosts may send means: the rule and the parts need no upload by itself."""
         counts = isinstance(self.selection, Selection) and self.selection.counts
-        return self.folds and self.combine is None and not counts
+        each = self.combine is not None or self.compression is not None or counts
+        return self.folds and not each
 
     @property
     def sends_distances(self) -> bool:

@@ -15,6 +15,7 @@ from fl_strategies.core.schedules import shown
 from fl_strategies.core.spelling import listed, meant, unknown
 from fl_strategies.messages.wire import MAX_SAMPLES
 from fl_strategies.parts.combine import Combine
+from fl_strategies.parts.compression import Compression
 from fl_strategies.parts.regularizer import Regularizer
 from fl_strategies.parts.selection import Selection
 from fl_strategies.parts.server_step import ServerStep
@@ -253,6 +254,13 @@ class Options(Declared):
         ),
         about="Which clients are asked in a round: `selection=BySize()`, or a function that"
         " returns clients of `round.connected`.",
+    )
+    compression: Compression | None = option(
+        default=None,
+        type_name="codec of `fl_strategies.parts`",
+        accepts=lambda part: isinstance(part, Compression),
+        about="How clients code what they upload: `compression=TopK(share=0.01)`. Clients keep what"
+        " the codes leave out, and need a store for it, but for `QSGD`.",
     )
     combine: Combine | None = option(
         default=None,

@@ -18,14 +18,17 @@ import numpy as np
 from flwr.app import Message, MetricRecord
 
 from fl_strategies.core.clipping import norm
+from fl_strategies.core.layout import Arrays
 from fl_strategies.core.ledger import Ledger
 from fl_strategies.core.log import log
 from fl_strategies.core.metric_names import in_evaluation, in_training
 from fl_strategies.core.records import BadReply, Reply, Round, Upload
 from fl_strategies.messages.bounds import NormBound
+from fl_strategies.messages.codes import CODEC, decompressed
 from fl_strategies.messages.folding import DISTANCE, ROUNDING, Fold, decode_fold
 from fl_strategies.messages.identity import Identity
-from fl_strategies.messages.wire import Content, decode_model, opened, upload_of
+from fl_strategies.messages.wire import Content, decode_model, decoded, opened, upload_of
+from fl_strategies.parts.compression import Compression
 from fl_strategies.server.algorithm import Algorithm, State
 from fl_strategies.server.asked import Asked
 from fl_strategies.server.composition import Caller, check_clipped, check_intact
@@ -220,15 +223,25 @@ class Phase:
             return self._folded(reply, fold)
         if len(content.array_records) != 1:
             raise BadReply(f"{len(content.array_records)} ArrayRecords, expected one")
-        arrays = decode_model(next(iter(content.array_records.values())), self.wire)
-        reply = replace(reply, arrays=arrays)
+        sent = next(iter(content.array_records.values()))
+        codec = algorithm.compression if CODEC in reply.words else None
+        arrays = decoded(sent) if codec else decode_model(sent, self.wire)
         intact = self.caller.intact(algorithm.mean_of, self.wire)
-        check_intact(reply, self.identity.strategy, intact, self.wire)
+        check_intact(replace(reply, arrays=arrays), self.identity.strategy, intact, self.wire)
+        if codec:
+            arrays = decode_model(self._decompressed(codec, reply, arrays), self.wire)
+        reply = replace(reply, arrays=arrays)
         check_clipped(reply, self.caller, self.asked.bound, self.asked.round)
         upload = upload_of(reply, self.layout, algorithm.extra_vectors)
         if algorithm.clipping_norm is not None:
             upload = self._bound(algorithm.clipping_norm).check(upload)
         return reply, upload
+
+    def _decompressed(self, codec: Compression, reply: Reply, codes: Arrays) -> Arrays:
+        if reply.words[CODEC] != str(codec):
+            raise BadReply(f"its codec is {reply.words[CODEC]!r}, the one asked for {str(codec)!r}")
+        start = {} if self.algorithm.accumulates_changes else self.asked.model
+        return decompressed(codes, self.layout, self.algorithm.extra_vectors, codec.decode, start)
 
     def _bound(self, bound: float) -> NormBound:
         reference = partial(self.algorithm.reference, self.state, self.asked.round)

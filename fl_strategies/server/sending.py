@@ -28,6 +28,7 @@ from fl_strategies.server.asked import Asked, Request
 from fl_strategies.server.composition import Caller
 from fl_strategies.server.model import Model
 from fl_strategies.server.nodes import ANY_HOST, Nodes
+from fl_strategies.server.stages import requested
 
 OF_LAYOUT = ("layout", "frozen", "checksums")
 """Names in a request that depend on the model's layout."""
@@ -110,6 +111,7 @@ class Sender:
             "server-round": round.number,
             "seed": round.seed,
             "algorithm": algorithm.runs or algorithm.algorithm,
+            **requested(algorithm),
         }
         if layout is not None:
             alike["layout"] = layout.signature

@@ -19,6 +19,8 @@ from fl_strategies.core.layout import Arrays, BufferMean, Layout, few
 from fl_strategies.core.records import NOTHING, Round, Upload
 from fl_strategies.core.schedules import shown as shortly
 from fl_strategies.core.vectors import Vector, weighted_mean
+from fl_strategies.messages.codes import CHANGES, CODEC
+from fl_strategies.parts import STAGES
 from fl_strategies.parts.part import Part
 from fl_strategies.parts.selection import Selection
 from fl_strategies.server.composition import Averages
@@ -42,7 +44,7 @@ class Stepped(NamedTuple):
 
 def parts_of(algorithm: Algorithm) -> list[Part]:
     """Return the parts around the algorithm, in the order of a round."""
-    given = (algorithm.selection, algorithm.combine, algorithm.regularizer, algorithm.server_step)
+    given = (getattr(algorithm, stage.stage) for stage in STAGES)
     return [part for part in given if isinstance(part, Part)]
 
 
@@ -81,6 +83,8 @@ def mean_of(algorithm: Algorithm) -> Averages:
     step = algorithm.server_step
     if algorithm.combine is not None or _counts(algorithm):
         return ""
+    if algorithm.compression is not None:
+        return ""  # nobody can clip codes, add noise to them or add them up under masks
     if step is None or not algorithm.mean_of:
         return algorithm.mean_of
     # a step scales the noise that a wrapper adds; masks hide distances
@@ -107,6 +111,12 @@ def selected(algorithm: Algorithm, state: Any, round: Round, samples: Mapping[in
 
 def _counts(algorithm: Algorithm) -> bool:
     return isinstance(algorithm.selection, Selection) and algorithm.selection.counts
+
+
+def requested(algorithm: Algorithm) -> dict[str, Any]:
+    """Return what every client is told of the parts."""
+    codec = algorithm.compression
+    return {} if codec is None else {CODEC: str(codec), CHANGES: algorithm.accumulates_changes}
 
 
 # ---- combine ------------------------------------------------------------------------------------

@@ -207,6 +207,7 @@ def undisturbed(config: RunConfig, folder: Path) -> str:
         return reply if counts else None
 
     again = replace(config, output=str(folder), state_dir="", resume=False, checkpoint_every=0)
+    again = replace(again, lost_rounds=0)  # however many are lost in a row
     grid = InProcessGrid(
         client_app.app, config.clients, run_config=again.to_run_config(), fault=lose
     )

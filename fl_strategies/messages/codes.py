@@ -1,0 +1,58 @@
+"""Uploads as codes (``fl_strategies.parts.compression``), decoded without trust."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fl_strategies.core.layout import Arrays, Layout
+from fl_strategies.core.records import BadReply
+
+CODEC = "compression"
+"""The name, in a request and in its reply, of the codec."""
+CHANGES = "uploads-changes"
+"""The name, in a request, of whether the uploaded vector is a change itself."""
+Decode = Callable[[npt.NDArray[Any], int, np.dtype[Any]], npt.NDArray[Any]]
+"""``decode(code, d, dtype)`` returns the vector [d] of a code, or raises ``ValueError``."""
+
+
+def decompressed(
+    record: Mapping[str, npt.NDArray[Any]],
+    layout: Layout,
+    extra_vectors: Sequence[str],
+    decode: Decode,
+    start: Arrays,
+) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays of an upload as they were before compression, ``start`` being its theta.
+
+    Of the trained arrays of the model, and of each of the ``extra_vectors``, the first one in
+    ``record`` is the code and the others are empty. The model's code is of a change from ``start``;
+    with an empty ``start`` the upload is a change itself. Raises :class:`BadReply` for a broken
+    code.
+    """
+    arrays = dict(record)
+    size = sum(int(np.prod(layout.shapes[name])) for name in layout.trainable)
+    for prefix in ("", *(f"{name}/" for name in extra_vectors)):
+        names = [prefix + name for name in layout.trainable]
+        codes = [arrays.get(name) for name in names]
+        code = codes[0]
+        rest = [codes[1:], [arrays.get(copy) for copy in layout.copies] if not prefix else []]
+        if code is None or code.dtype != np.uint8 or code.ndim != 1:
+            raise BadReply(f"array {names[0]!r} is not a code")
+        if any(array is None or array.size for some in rest for array in some):
+            raise BadReply(f"arrays besides the code {names[0]!r} are not empty")
+        try:
+            change = decode(np.ascontiguousarray(code), size, layout.dtype)
+        except ValueError as error:
+            raise BadReply(f"the code {names[0]!r} is broken: {error}") from None
+        place = 0
+        for key, name in zip(names, layout.trainable, strict=True):
+            shape = layout.shapes[name]
+            piece = change[place : (place := place + int(np.prod(shape)))].reshape(shape)
+            arrays[key] = piece + start[name] if not prefix and start else piece
+            arrays[key] = arrays[key].astype(layout.dtypes[name], copy=False)
+    arrays |= {copy: arrays[first] for copy, first in layout.copies.items()}
+    return arrays

@@ -1,0 +1,149 @@
+"""Compression: clients send short codes of what changed, and remember what the codes leave out.
+
+    p = change + e        sent = C(p)        e <- p - C(p)                      (1)
+
+change  w - theta of an uploaded model w [d], with theta as received; an upload that is a change is
+        itself, and so is each vector that travels in addition to it
+e       error feedback [d], at first 0: the client keeps it as state, in the version of the round
+        that the server acknowledged last, so that sum(sent and used) + e = sum(change)
+C       the codec: top-k and bfloat16 are contractions, ||C(p) - p||^2 <= delta ||p||^2 with
+        delta < 1, and have feedback; QSGD is unbiased, E C(p) = p, can expand, and has none (e = 0)
+
+The server uses theta + C(p), or C(p). Buffers travel as they are. Clients that send no codes, such
+as foreign ones, are taken at their word.
+
+    TopK(share)   the k = ceil(share d) largest numbers                 k (4 + b) bytes
+    BFloat16()    each number as the nearest bfloat16                   2 d bytes
+    QSGD(levels)  sign(p_j) ||p|| l_j / levels                    (2)   b + ceil(d q / 8) bytes
+
+b    bytes of a number of the model
+l_j  levels |p_j| / ||p||, rounded up with the probability of its fraction, else down
+q    bits of a number, ceil(log2(2 levels + 1))
+
+References: Karimireddy, Rebjock, Stich, Jaggi, "Error Feedback Fixes SignSGD and other Gradient
+Compression Schemes", ICML 2019, Algorithm 2; Alistarh, Grubic, Li, Tomioka, Vojnovic, "QSGD",
+NeurIPS 2017, eq. 3.1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from fl_strategies.core.hyperparameters import number
+from fl_strategies.parts.part import Need, Part
+
+Code = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[Any]
+SAME_KIND = Need(
+    lambda rule: rule.compresses,
+    "a new client of {rule} uploads its whole model, and later its changes, which one memory of"
+    " errors does not fit",
+    "FedADMM or FedDyn, whose uploads are all changes",
+)
+
+
+class Compression(Part):
+    """Base of the codecs."""
+
+    stage = "compression"
+    needs = (SAME_KIND,)
+    feedback: ClassVar[bool] = True
+    """Whether the client keeps what the codes leave out."""
+
+    def encode(self, p: Numbers, rng: np.random.Generator) -> Code:
+        """Return the code of ``p`` [d]."""
+        raise NotImplementedError
+
+    def decode(self, code: Code, size: int, dtype: np.dtype[Any]) -> Numbers:
+        """Return C(p) [size]; raise ``ValueError`` for a code that :meth:`encode` cannot make."""
+        raise NotImplementedError
+
+
+class TopK(Compression):
+    """The largest numbers alone; see the module's docstring."""
+
+    name = "topk"
+    about = "sends the largest numbers of a change, and keeps the rest for later"
+    paper = "Karimireddy et al., ICML 2019"
+    share: float = number(default=0.01, about="Share of the numbers sent.", above=0.0, high=1.0)
+
+    def encode(self, p: Numbers, rng: np.random.Generator) -> Code:
+        k = self.count(p.size)
+        largest = np.argpartition(-np.abs(p), k - 1)[:k] if k < p.size else np.arange(k)
+        places = np.sort(largest).astype(np.uint32)
+        return np.concatenate([places.view(np.uint8), p[places].view(np.uint8)])
+
+    def decode(self, code: Code, size: int, dtype: np.dtype[Any]) -> Numbers:
+        k = self.count(size)
+        _check_size(code, k * (4 + dtype.itemsize))
+        places, p = code[: 4 * k].view(np.uint32), np.zeros(size, dtype)
+        if k and (int(places[-1]) >= size or not (places[1:] > places[:-1]).all()):
+            raise ValueError(f"its places do not ascend below {size}")
+        p[places] = code[4 * k :].view(dtype)
+        return p
+
+    def count(self, size: int) -> int:
+        """Return k."""
+        return min(size, math.ceil(self.share * size))
+
+
+class BFloat16(Compression):
+    """The nearest bfloat16 of each number; see the module's docstring."""
+
+    name = "bfloat16"
+    about = "sends two bytes a number, and keeps the rounding errors for later"
+    paper = "Karimireddy et al., ICML 2019"
+
+    def encode(self, p: Numbers, rng: np.random.Generator) -> Code:
+        bits = p.astype(np.float32).view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).view(np.uint8)
+
+    def decode(self, code: Code, size: int, dtype: np.dtype[Any]) -> Numbers:
+        _check_size(code, 2 * size)
+        numbers = (code.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        with np.errstate(invalid="ignore"):  # a received one may be no number
+            return numbers.astype(dtype)
+
+
+class QSGD(Compression):
+    """Random rounding to a few levels; see the module's docstring."""
+
+    name = "qsgd"
+    about = "sends a few bits a number, right in the mean"
+    paper = "Alistarh et al., NeurIPS 2017"
+    feedback = False
+    levels: int = number(default=127, about="Of (2).", low=1, high=2**15 - 1, integer=True)
+
+    def encode(self, p: Numbers, rng: np.random.Generator) -> Code:
+        norm = np.linalg.norm(p).astype(p.dtype)
+        scaled = self.levels * (p / norm) if norm else p
+        level = np.floor(scaled + rng.random(p.size)).astype(np.int32) + self.levels
+        level = np.clip(level, 0, 2 * self.levels).astype(">u2")
+        bits = np.unpackbits(level.view(np.uint8).reshape(-1, 2), axis=1)[:, 16 - self.bits :]
+        return np.concatenate([norm.reshape(1).view(np.uint8), np.packbits(bits)])
+
+    def decode(self, code: Code, size: int, dtype: np.dtype[Any]) -> Numbers:
+        _check_size(code, dtype.itemsize + -(-size * self.bits // 8))
+        norm = code[: dtype.itemsize].view(dtype)[0]
+        bits = np.unpackbits(code[dtype.itemsize :], count=size * self.bits).reshape(size, -1)
+        padded = np.zeros((size, 16), np.uint8)
+        padded[:, 16 - self.bits :] = bits
+        level = np.packbits(padded, axis=1).view(">u2").ravel().astype(np.int32)
+        if level.max(initial=0) > 2 * self.levels or not 0 <= norm < math.inf:
+            raise ValueError(f"it has a level above {self.levels}, or the norm {norm}")
+        p: Numbers = norm * ((level - self.levels) / self.levels)
+        return p.astype(dtype)
+
+    @property
+    def bits(self) -> int:
+        """Return q."""
+        return math.ceil(math.log2(2 * self.levels + 1))
+
+
+def _check_size(code: Code, expected: int) -> None:
+    if code.size != expected:
+        raise ValueError(f"it has {code.size} bytes, and a code of this model {expected}")
