@@ -154,6 +154,7 @@ def setup(app: Sphinx) -> None:
     app.add_directive("algorithm", directives.Algorithm)
     app.add_directive("app-diff", directives.AppDiff)
     app.add_directive("board", directives.Board)
+    app.add_directive("combinations", directives.Combinations)
     app.add_directive("hyperparameters", directives.Hyperparameters)
     app.add_directive("options", directives.EveryStrategy)
     app.add_directive("paragraphs", directives.Paragraphs)

@@ -8,13 +8,14 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from docutils.nodes import Node
 from sphinx.util.docutils import SphinxDirective
 
 from fl_strategies import STRATEGIES, FederatedStrategy, apps
 from fl_strategies.core.hyperparameters import Hyperparameter
-from fl_strategies.parts import PARTS
+from fl_strategies.parts import PARTS, Part
 from fl_strategies.server.options import Options
 
 PACKAGES = ("fl_strategies", "clients")
@@ -159,6 +160,45 @@ def parts(stage: str) -> list[str]:
         if part.declarations:
             lines += ["", f"`{part.__name__}`:", "", *declared(part.declarations)]
     return lines
+
+
+class Combinations(FromCode):
+    """``{combinations}``: which part goes around which algorithm."""
+
+    required_arguments = 0
+
+    def lines(self) -> list[str]:
+        return combinations()
+
+
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "fedadmm": [{}, {"eta": "fraction"}],
+    "fedpd": [{}, {"p": 0.5}],
+}
+"""Hyperparameters on which depends what goes around an algorithm."""
+
+
+def combinations() -> list[str]:
+    """Return the table algorithm x part, from what each declares, and the reasons, in MyST."""
+    alike: dict[tuple[object, ...], list[type[Part]]] = {}
+    for part in PARTS.values():
+        alike.setdefault((part.stage, *part.needs), []).append(part)
+    heads = [", ".join(part.__name__ for part in group) for group in alike.values()]
+    lines = [f"| algorithm | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    reasons: list[str] = []
+    for name, strategy in STRATEGIES.items():
+        for options in VARIANTS.get(name, [{}]):
+            local = {"lr": 0.1} if strategy.uses_local else {}
+            rule = strategy(local=local, **options)
+            cells = []
+            for parts, *_ in alike.values():
+                why = parts.refusal(rule, "the algorithm")
+                if why and why not in reasons:
+                    reasons.append(why)
+                cells.append(f"refused ({reasons.index(why) + 1})" if why else "works")
+            shown = " ".join([f"`{name}`", *(f"`{n}={value!r}`" for n, value in options.items())])
+            lines.append(f"| {shown} | {' | '.join(cells)} |")
+    return [*lines, "", *(f"{n}. {marked(why)}." for n, why in enumerate(reasons, start=1))]
 
 
 def declared(found: Mapping[str, Hyperparameter]) -> list[str]:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from laws import TABLE, local, train
+from problems import make_client_app, quadratics
 
-from fl_strategies import Options
+from clients import Hosted
+from clients.node.in_process import InProcessGrid
+from fl_strategies import STRATEGIES, Options
 from fl_strategies.parts import PARTS, STAGES, Adam, Momentum, Part, parse_part
 from simulations.config import RunConfig
 from simulations.lab.compare import main
@@ -111,3 +118,70 @@ def test_compare_runs_rules_with_parts(tmp_path: Path) -> None:
     table: list[dict[str, Any]] = json.loads((tmp_path / "table.json").read_text())
     assert [row["algorithm"] for row in table] == ["fedavg", "fedavg+momentum"]
     assert table[1]["settings"].endswith(", momentum")
+
+
+# ---- algorithm x part -----------------------------------------------------------------------
+
+
+def parameters(part: type[Part]) -> dict[str, Any]:
+    """Return hyperparameters for a round of four clients."""
+    return {"attackers": 0} if "attackers" in part.declarations else {}
+
+
+def sized() -> InProcessGrid:
+    """Return four clients on one host, which says how many samples they have."""
+    app = make_client_app(quadratics(4), hosts=lambda context: Hosted([*range(4)], [7, 9, 11, 13]))
+    return InProcessGrid(app, 4, hosts=1)
+
+
+@every_part
+def test_a_part_runs_a_round_around_every_algorithm_or_says_why_not(part: type[Part]) -> None:
+    for row in TABLE:
+        rule = row.strategy(local=local())
+        given = {part.stage: part(**parameters(part))}
+        if part.refusal(rule, row.name):
+            with pytest.raises(ValueError, match=f"^{part.stage}=.* does not go with .*; use "):
+                row.strategy(local=local(), **given)
+            continue
+        strategy = row.strategy(local=local(), **given)
+        found = train(strategy, sized(), 1)
+        assert np.isfinite(found).all(), row.name
+        assert strategy.result.skipped == [], row.name
+
+
+def test_the_sites_table_says_what_strategies_do() -> None:
+    lines = imported_directives().combinations()
+    heads = [cell.strip() for cell in lines[0].strip("|").split("|")][1:]
+    assert ", ".join(heads) == ", ".join(
+        ", ".join(names) for names in ([part.__name__ for part in group] for group in alike())
+    )
+    by_class = {part.__name__: part for part in PARTS.values()}
+    for line in lines[2 : lines.index("")]:
+        name, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        algorithm, *options = re.findall(r"`([^`]+)`", name)
+        given = {n: eval(v) for n, _, v in (option.partition("=") for option in options)}
+        training = {"lr": 0.1} if STRATEGIES[algorithm].uses_local else {}
+        for head, cell in zip(heads, cells, strict=True):
+            part = by_class[head.split(", ")[0]]
+            stage: dict[str, Any] = {part.stage: part()}
+            if cell == "works":
+                STRATEGIES[algorithm](local=training, **given, **stage)
+            else:
+                assert re.fullmatch(r"refused \(\d\)", cell)
+                with pytest.raises(ValueError, match="does not go with"):
+                    STRATEGIES[algorithm](local=training, **given, **stage)
+
+
+def alike() -> list[list[type[Part]]]:
+    found: dict[Any, list[type[Part]]] = {}
+    for part in PARTS.values():
+        found.setdefault((part.stage, part.needs), []).append(part)
+    return [*found.values()]
+
+
+def imported_directives() -> Any:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
+    try:
+        return importlib.import_module("directives")
+    finally:
+        sys.path.pop(0)
