@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord
@@ -9,11 +12,14 @@ from flwr.app import Array, ArrayRecord
 from simulations.lab.attacks import (
     ATTACKERS,
     ATTACKS,
+    CLIENTS,
     PARTS,
     accuracy,
     packed,
     unpack_into,
 )
+
+SECURITY = Path(__file__).parents[1] / "SECURITY.md"
 
 
 def test_attackers_upload_what_the_names_say() -> None:
@@ -40,3 +46,12 @@ def test_a_records_arrays_are_replaced_by_a_vectors() -> None:
 def test_large_uploads_destroy_a_mean_and_not_a_median(part: str, survives: bool) -> None:
     found = accuracy(PARTS[part], ATTACKS["large"], seed=1, rounds=3)
     assert (found > 0.5) is survives
+
+
+def test_the_table_has_every_attack_and_part() -> None:
+    text = SECURITY.read_text()
+    assert f"{ATTACKERS} of {CLIENTS} clients" in text
+    (head,) = re.findall(r"^\| attack \|(.*)\|$", text, re.MULTILINE)
+    assert [name.strip() for name in head.split("|")] == [*PARTS]
+    for attack in ATTACKS:
+        assert len(re.findall(rf"^\| {attack} \|", text, re.MULTILINE)) == 1
