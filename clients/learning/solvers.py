@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from clients.learning.objective import Move, Objective
 from clients.learning.optimizers import SPS, DeltaSGD
 from clients.learning.passes import Inputs
+from clients.learning.sam import sharpness_aware
 from fl_strategies.core.oracle import Solved
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.solvers.local import TORCH, LocalTraining, build, torch_solver
@@ -109,7 +110,8 @@ def solve(
     needs_loss = training.solver not in GRADIENT_ONLY
     bent = _bend(problem, subproblem, start, needs_loss)
     plain = isinstance(optimizer, Descent) and optimizer.plain and problem.descends
-    plain = plain and not (half and subproblem.bends)
+    plain = plain and not training.sam and not (half and subproblem.bends)
+    gradient = sharpness_aware(problem, training.sam) if training.sam else problem.gradient
     follow = _follower(model.vector, subproblem, training.rate)
 
     def step(x: Inputs, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +122,7 @@ def solve(
             first = []
 
             def closure() -> Tensor:
-                loss, outputs = problem.gradient(x, y)
+                loss, outputs = gradient(x, y)
                 first.append((loss, outputs))
                 return bent(loss)
 

@@ -42,6 +42,8 @@ TAKES: dict[str, tuple[str, ...]] = {
 """The settings that each solver of ``TORCH`` takes, of those that are handed to the optimizer."""
 
 FULL_BATCH = ("gd", "lbfgs")
+WITHOUT_SAM = ("lbfgs", *OURS)
+"""Solvers whose step sizes need the gradient at w."""
 DECOUPLED = ("AdamW", "Muon", "Adafactor")
 """Classes of ``torch.optim`` with decoupled weight decay, which is no term of f_i."""
 
@@ -94,6 +96,10 @@ class LocalTraining:
     box : float >= 0 (default 0: no bound)
         Each step ends with the projection onto [-box, box]^d. With ``sgd`` and an extrapolation
         this is FedBCD's ASPG (accelerated stochastic projected gradient).
+    sam : float >= 0 (default 0)
+        Radius of sharpness-aware minimisation: each gradient of f_i is taken at w + sam g / ||g||,
+        g being the one at w (``clients.learning.sam``). It doubles the work of a step. Not for
+        "lbfgs", "delta-sgd" and "sps", whose step sizes need the gradient at w.
     residual : float >= 0, optional
         Stop after the first epoch at whose end the squared norm of the subproblem's full gradient
         is at most this. The metric ``residual`` then reports the norm. With 0 it is measured
@@ -126,6 +132,7 @@ class LocalTraining:
     weight_decay: float = 0.0
     extrapolation: float = 0.0
     box: float = 0.0
+    sam: float = 0.0
     residual: float | None = None
     fine_tune: str = "off"
     fine_tune_lr: float | None = None
@@ -139,6 +146,7 @@ class LocalTraining:
         check("weight_decay", self.weight_decay, low=0.0)
         check("extrapolation", self.extrapolation, low=0.0)
         check("box", self.box, low=0.0)
+        check("sam", self.sam, low=0.0)
         if self.fine_tune_lr is not None:
             check("fine_tune_lr", self.fine_tune_lr, low=0.0)
         one_of("fine_tune", self.fine_tune, FINE_TUNE)
@@ -154,6 +162,8 @@ class LocalTraining:
             raise ValueError(f"random_steps needs steps >= 1, got {self.steps}")
         if self.nesterov and not self.momentum:
             raise ValueError(f"nesterov needs a momentum > 0, got {self.momentum}")
+        if self.sam and self.solver in WITHOUT_SAM:
+            raise ValueError(f"sam must be 0 with the solver {self.solver!r}, got {self.sam}")
         self._check_solver()
 
     @property
