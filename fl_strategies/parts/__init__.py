@@ -11,13 +11,14 @@ from fl_strategies.core.settings_text import parse_params
 from fl_strategies.core.spelling import unknown
 from fl_strategies.parts.adaptive import Adagrad, Adam, Yogi
 from fl_strategies.parts.combine import Combine
-from fl_strategies.parts.compression import QSGD, BFloat16, Compression, TopK
+from fl_strategies.parts.compression import BFloat16, Compression, TopK
 from fl_strategies.parts.fedexp import FedExP
 from fl_strategies.parts.geometric_median import GeometricMedian
 from fl_strategies.parts.krum import Krum, MultiKrum
 from fl_strategies.parts.median import Median, TrimmedMean
 from fl_strategies.parts.momentum import Momentum
 from fl_strategies.parts.part import Part
+from fl_strategies.parts.qsgd import QSGD
 from fl_strategies.parts.regularizer import L1, L2, Box, Regularizer
 from fl_strategies.parts.selection import BySize, Probabilities, Selection, Uniform
 from fl_strategies.parts.server_step import ServerStep

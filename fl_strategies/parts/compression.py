@@ -14,15 +14,12 @@ as foreign ones, are taken at their word.
 
     TopK(share)   the k = ceil(share d) largest numbers                 k (4 + b) bytes
     BFloat16()    each number as the nearest bfloat16                   2 d bytes
-    QSGD(levels)  sign(p_j) ||p|| l_j / levels                    (2)   b + ceil(d q / 8) bytes
+    QSGD(levels)  see ``fl_strategies.parts.qsgd``
 
-b    bytes of a number of the model
-l_j  levels |p_j| / ||p||, rounded up with the probability of its fraction, else down
-q    bits of a number, ceil(log2(2 levels + 1))
+b  bytes of a number of the model
 
-References: Karimireddy, Rebjock, Stich, Jaggi, "Error Feedback Fixes SignSGD and other Gradient
-Compression Schemes", ICML 2019, Algorithm 2; Alistarh, Grubic, Li, Tomioka, Vojnovic, "QSGD",
-NeurIPS 2017, eq. 3.1.
+Reference: Karimireddy, Rebjock, Stich, Jaggi, "Error Feedback Fixes SignSGD and other Gradient
+Compression Schemes", ICML 2019, Algorithm 2.
 """
 
 from __future__ import annotations
@@ -79,7 +76,7 @@ class TopK(Compression):
 
     def decode(self, code: Code, size: int, dtype: np.dtype[Any]) -> Numbers:
         k = self.count(size)
-        _check_size(code, k * (4 + dtype.itemsize))
+        check_size(code, k * (4 + dtype.itemsize))
         places, p = code[: 4 * k].view(np.uint32), np.zeros(size, dtype)
         if k and (int(places[-1]) >= size or not (places[1:] > places[:-1]).all()):
             raise ValueError(f"its places do not ascend below {size}")
@@ -103,47 +100,13 @@ class BFloat16(Compression):
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).view(np.uint8)
 
     def decode(self, code: Code, size: int, dtype: np.dtype[Any]) -> Numbers:
-        _check_size(code, 2 * size)
+        check_size(code, 2 * size)
         numbers = (code.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
         with np.errstate(invalid="ignore"):  # a received one may be no number
             return numbers.astype(dtype)
 
 
-class QSGD(Compression):
-    """Random rounding to a few levels; see the module's docstring."""
-
-    name = "qsgd"
-    about = "sends a few bits a number, right in the mean"
-    paper = "Alistarh et al., NeurIPS 2017"
-    feedback = False
-    levels: int = number(default=127, about="Of (2).", low=1, high=2**15 - 1, integer=True)
-
-    def encode(self, p: Numbers, rng: np.random.Generator) -> Code:
-        norm = np.linalg.norm(p).astype(p.dtype)
-        scaled = self.levels * (p / norm) if norm else p
-        level = np.floor(scaled + rng.random(p.size)).astype(np.int32) + self.levels
-        level = np.clip(level, 0, 2 * self.levels).astype(">u2")
-        bits = np.unpackbits(level.view(np.uint8).reshape(-1, 2), axis=1)[:, 16 - self.bits :]
-        return np.concatenate([norm.reshape(1).view(np.uint8), np.packbits(bits)])
-
-    def decode(self, code: Code, size: int, dtype: np.dtype[Any]) -> Numbers:
-        _check_size(code, dtype.itemsize + -(-size * self.bits // 8))
-        norm = code[: dtype.itemsize].view(dtype)[0]
-        bits = np.unpackbits(code[dtype.itemsize :], count=size * self.bits).reshape(size, -1)
-        padded = np.zeros((size, 16), np.uint8)
-        padded[:, 16 - self.bits :] = bits
-        level = np.packbits(padded, axis=1).view(">u2").ravel().astype(np.int32)
-        if level.max(initial=0) > 2 * self.levels or not 0 <= norm < math.inf:
-            raise ValueError(f"it has a level above {self.levels}, or the norm {norm}")
-        p: Numbers = norm * ((level - self.levels) / self.levels)
-        return p.astype(dtype)
-
-    @property
-    def bits(self) -> int:
-        """Return q."""
-        return math.ceil(math.log2(2 * self.levels + 1))
-
-
-def _check_size(code: Code, expected: int) -> None:
+def check_size(code: Code, expected: int) -> None:
+    """Raise ``ValueError`` unless the code has ``expected`` bytes."""
     if code.size != expected:
         raise ValueError(f"it has {code.size} bytes, and a code of this model {expected}")

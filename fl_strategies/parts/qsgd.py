@@ -1,0 +1,59 @@
+"""QSGD: random rounding of a change to a few levels, right in the mean.
+
+    C(p)_j = sign(p_j) ||p|| l_j / levels             b + ceil(d q / 8) bytes   (1)
+
+l_j  levels |p_j| / ||p||, rounded up with the probability of its fraction, else down
+b    bytes of a number of the model
+q    bits of a number, ceil(log2(2 levels + 1))
+
+C is unbiased, E C(p) = p, and can expand: so it has no error feedback
+(``fl_strategies.parts.compression``).
+
+Reference: Alistarh, Grubic, Li, Tomioka, Vojnovic, "QSGD: Communication-Efficient SGD via Gradient
+Quantization and Encoding", NeurIPS 2017, eq. 3.1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from fl_strategies.core.hyperparameters import number
+from fl_strategies.parts.compression import Code, Compression, Numbers, check_size
+
+
+class QSGD(Compression):
+    """Random rounding to a few levels; see the module's docstring."""
+
+    name = "qsgd"
+    about = "sends a few bits a number, right in the mean"
+    paper = "Alistarh et al., NeurIPS 2017"
+    feedback = False
+    levels: int = number(default=127, about="Of (1).", low=1, high=2**15 - 1, integer=True)
+
+    def encode(self, p: Numbers, rng: np.random.Generator) -> Code:
+        norm = np.linalg.norm(p).astype(p.dtype)
+        scaled = self.levels * (p / norm) if norm else p
+        level = np.floor(scaled + rng.random(p.size)).astype(np.int32) + self.levels
+        level = np.clip(level, 0, 2 * self.levels).astype(">u2")
+        bits = np.unpackbits(level.view(np.uint8).reshape(-1, 2), axis=1)[:, 16 - self.bits :]
+        return np.concatenate([norm.reshape(1).view(np.uint8), np.packbits(bits)])
+
+    def decode(self, code: Code, size: int, dtype: np.dtype[Any]) -> Numbers:
+        check_size(code, dtype.itemsize + -(-size * self.bits // 8))
+        norm = code[: dtype.itemsize].view(dtype)[0]
+        bits = np.unpackbits(code[dtype.itemsize :], count=size * self.bits).reshape(size, -1)
+        padded = np.zeros((size, 16), np.uint8)
+        padded[:, 16 - self.bits :] = bits
+        level = np.packbits(padded, axis=1).view(">u2").ravel().astype(np.int32)
+        if level.max(initial=0) > 2 * self.levels or not 0 <= norm < math.inf:
+            raise ValueError(f"it has a level above {self.levels}, or the norm {norm}")
+        p: Numbers = norm * ((level - self.levels) / self.levels)
+        return p.astype(dtype)
+
+    @property
+    def bits(self) -> int:
+        """Return q."""
+        return math.ceil(math.log2(2 * self.levels + 1))
