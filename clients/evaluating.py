@@ -41,7 +41,7 @@ def measured(test: Objective, rest: Rest, w: Tensor) -> Metrics:
 def named(models: Mapping[str, Metrics]) -> dict[str, float]:
     """Return ``own-loss``, ``own-accuracy`` and so on of models by their names.
 
-    There is no accuracy where it is NaN.
+    Accuracies that are NaN are dropped.
     """
     losses = {f"{name}-loss": metrics.loss for name, metrics in models.items()}
     accuracies = {f"{name}-accuracy": metrics.accuracy for name, metrics in models.items()}

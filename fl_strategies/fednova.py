@@ -36,7 +36,7 @@ from fl_strategies.core.oracle import Oracle, Step
 from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.stacks import choose, is_nought, repeated
 from fl_strategies.core.subproblem import Subproblem
-from fl_strategies.core.vectors import Vector, weighted_sum
+from fl_strategies.core.vectors import Number, Vector, weighted_sum
 from fl_strategies.server.algorithm import Card, Next, State
 from fl_strategies.server.strategy import FederatedStrategy
 from fl_strategies.solvers.own_steps import PLAIN, check_plain_steps
@@ -46,8 +46,8 @@ STEPS = {name: values for name, values in PLAIN.items() if name not in ("momentu
 
 
 def normalizer(
-    steps: Any, *, momentum: float = 0.0, nesterov: bool = False, pull: float = 0.0
-) -> Any:
+    steps: Number, *, momentum: float = 0.0, nesterov: bool = False, pull: Number = 0.0
+) -> Number:
     """Return a of (2) after ``steps`` steps; ``pull`` is lr mu."""
     first = 2 if nesterov else 1
     ones = momentum == 1.0

@@ -40,10 +40,10 @@ Reference: Li, He, Song, "Model-Contrastive Federated Learning", CVPR 2021, Algo
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fl_strategies.core.hyperparameters import Schedule, number
-from fl_strategies.core.vectors import Vector
+from fl_strategies.core.vectors import Number, Vector
 from fl_strategies.fedavg import Averaging
 from fl_strategies.server.algorithm import Card
 
@@ -61,7 +61,7 @@ def unit(z: Vector) -> Vector:
     return z / (square + (square == 0.0)) ** 0.5
 
 
-def direction(z_global: Vector, z_previous: Vector, *, tau: Any) -> Vector:
+def direction(z_global: Vector, z_previous: Vector, *, tau: Number) -> Vector:
     """Return q [n, p] of features [n, p], by (5)."""
     if getattr(tau, "ndim", 0):  # a column, for the features [clients, n, p] of a stack
         tau = tau[..., None]

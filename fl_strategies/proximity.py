@@ -43,7 +43,7 @@ from fl_strategies.core.oracle import Solved, Step
 from fl_strategies.core.randomness import draw, stream
 from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.stacks import clip, for_each, square_norm
-from fl_strategies.core.vectors import Vector
+from fl_strategies.core.vectors import Number, Vector
 from fl_strategies.server.algorithm import Next
 from fl_strategies.server.strategy import FederatedStrategy
 
@@ -57,11 +57,11 @@ class State(NamedTuple):
     """What a client keeps: its model x, lambda and gamma, and for (d), (e) v, u and a clock."""
 
     x: Vector
-    lam: Any
-    gamma: Any
-    v: Any = 0.0
-    u: Any = 0.0
-    clock: Any = 0
+    lam: Number
+    gamma: Number
+    v: Number = 0.0
+    u: Number = 0.0
+    clock: Number = 0
 
 
 class Dual(NamedTuple):
@@ -78,8 +78,8 @@ class Dual(NamedTuple):
 class Turn(NamedTuple):
     """The dual steps of all clients before a client's own, and those after it in the same round."""
 
-    clock: Any = 0
-    after: Any = 0
+    clock: Number = 0
+    after: Number = 0
 
 
 FIRST = Turn()
@@ -92,7 +92,7 @@ def first_state(z: Vector, dual: Dual) -> State:
     return State(x=z, lam=_clip(none, dual), gamma=gamma)
 
 
-def idle_steps(state: State, dual: Dual, steps: Any) -> State:
+def idle_steps(state: State, dual: Dual, steps: Number) -> State:
     """Return the state after ``steps`` dual steps of other clients, by (e) summed up."""
     m, n = dual.dual_momentum, clip(steps, 0, math.inf)
     moved = m * (1 - m**n) / (1 - m)  # m + m^2 + ... + m^n
@@ -136,7 +136,7 @@ def uploaded(state: State, solved: Solved) -> Step:
     return Step(state.x, state, {"lambda": state.lam, "gamma": state.gamma}, solved)
 
 
-def _clip(lam: Any, dual: Dual) -> Any:
+def _clip(lam: Number, dual: Dual) -> Number:
     return clip(lam, dual.lambda_min, dual.lambda_max)
 
 
@@ -225,8 +225,8 @@ class ProximityStrategy(FederatedStrategy):
         ):
             raise ValueError(
                 f"dual_momentum must be 0 if alpha or alpha_gamma is a schedule, got"
-                f" {self.dual_momentum}: a client takes the steps (e) of rounds whose values it was"
-                " not told"
+                f" {self.dual_momentum}: a client takes the steps (e) of rounds whose values it"
+                " did not receive"
             )
 
     @property

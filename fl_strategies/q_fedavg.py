@@ -28,14 +28,14 @@ Algorithm 2.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fl_strategies import fedavg
 from fl_strategies.core.hyperparameters import Schedule, number
 from fl_strategies.core.oracle import Oracle, Step
 from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.schedules import at, values
-from fl_strategies.core.vectors import Vector
+from fl_strategies.core.vectors import Number, Vector
 from fl_strategies.server.algorithm import Card, Next, State
 from fl_strategies.server.strategy import FederatedStrategy
 
@@ -51,7 +51,7 @@ def client_rule(theta: Vector, oracle: Oracle, *, rate: float) -> Step:
     return fedavg.client_rule(theta, oracle)._replace(scalars={LOSS: loss, RATE: rate})
 
 
-def fairness_weight(loss: Any, q: float) -> Any:
+def fairness_weight(loss: Number, q: float) -> Number:
     """Return F^q."""
     return (loss + EPSILON) ** q
 
@@ -60,8 +60,8 @@ class Local(NamedTuple):
     """w_i or its host's mean, F_i, lr, and ||theta - w_i||^2 where ``w`` is not w_i."""
 
     w: Vector
-    loss: Any
-    lr: Any
+    loss: Number
+    lr: Number
     distance2: float | None = None
 
 
@@ -110,7 +110,7 @@ class QFedAvg(FederatedStrategy):
 
     @property
     def scalar_bounds(self) -> Mapping[str, tuple[float, float]]:
-        # F^q of an absurd loss is no number
+        # F^q of an absurd loss is not finite
         steepest = max(1.0, *values(self.q))
         largest = 10.0 ** min(12.0, 100.0 / steepest)
         return {LOSS: (0.0, largest), RATE: (1e-12, 1e12)}

@@ -27,8 +27,8 @@ then on: four clients of quadratics with eigenvalues in [0.4, 2.5], which start 
 off. So ``lost_state`` is "warn" by default; "refuse" treats such a client as one that left.
 
 (2) holds for plain gradient steps of one rate: momentum, an adaptive solver, extrapolation or a
-box would give a c_i+ that is no mean of gradients (momentum 0.9 one up to ten times too large), and
-are refused with option II. Weight decay is plain: it is a term of f_i. Rates may change between
+box would give a c_i+ that is not a mean of gradients (momentum 0.9 one up to ten times too large),
+and are refused with option II. Weight decay is plain: it is a term of f_i. Rates may change between
 rounds. Option I costs one more gradient on all samples, and works with any solver.
 
 Reference: Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled

@@ -127,7 +127,9 @@ def test_a_damaged_history_is_named_with_its_line(tmp_path: Path) -> None:
     run(tmp_path, algorithm="fedavg")
     history = tmp_path / "run/history.jsonl"
     history.write_text(history.read_text().replace('"round": 2', '"rovnd": 2'))
-    with pytest.raises(ValueError, match=r"history\.jsonl is damaged in line 2: it is no object"):
+    with pytest.raises(
+        ValueError, match=r"history\.jsonl is damaged in line 2: it is not an object"
+    ):
         fairness({"mine": tmp_path / "run"}, tmp_path)
 
 

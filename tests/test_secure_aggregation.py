@@ -150,7 +150,7 @@ def test_buffers_and_weights_that_cannot_be_are_refused_under_masks() -> None:
 
 def test_masks_where_none_are_expected_and_none_where_some_are_end_the_run() -> None:
     strategy = FedAvg(weights="uniform", min_available_nodes=4, **QUIET)
-    with pytest.raises(ValueError, match=r"^the round ran under secure aggregation, of which"):
+    with pytest.raises(ValueError, match=r"^the round ran under secure aggregation, which"):
         masked_run(strategy, 1, known=False)
     with pytest.raises(ValueError, match=r"^replies came without masks: run the rounds by"):
         serve(as_legacy(strategy, to_record(START), secure=workflow()), grid(quadratics(4)), 1)

@@ -71,7 +71,7 @@ def peek(store: Store, owner: Owner, acked_round: int | None) -> tuple[int, Fiel
     """Return the round and fields of the acknowledged version, and change nothing.
 
     ``acked_round`` comes from the server: -1 for none; with ``None``, if the server does not send
-    it, the newest version counts. The round is -1 and the fields are ``None`` for a newcomer and
+    it, the newest version counts. The round is -1 and the fields are ``None`` for a new client and
     for a client that lost the acknowledged state.
     """
     rounds = store.rounds(owner)

@@ -49,9 +49,9 @@ class Done(NamedTuple):
 class Workers:
     """``count`` processes that hold a copy of the ClientApp.
 
-    They end with this process, and when this object is gone. Of a ClientApp that is given as an
+    They end with this process, and when this object is deleted. Of a ClientApp that is passed as an
     object, arrays and tensors on the CPU lie in a file that all workers map into their memory; each
-    writes into its own copy. One that is given as ``"module:name"`` is imported by each.
+    writes into its own copy. One that is passed as ``"module:name"`` is imported by each.
     """
 
     def __init__(self, client_app: ClientApp | str, count: int) -> None:

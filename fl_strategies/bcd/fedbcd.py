@@ -60,7 +60,7 @@ from fl_strategies.core.hyperparameters import Scalar
 from fl_strategies.core.oracle import Oracle, Solved, Step
 from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.subproblem import Subproblem
-from fl_strategies.core.vectors import Vector
+from fl_strategies.core.vectors import Number, Vector
 from fl_strategies.server.algorithm import Card, Next
 
 
@@ -84,7 +84,7 @@ def first_state(z: Vector) -> State:
     return State(x=z, previous=z, recorded=0.0)
 
 
-def work(solved: Solved, by_steps: bool) -> Any:
+def work(solved: Solved, by_steps: bool) -> Number:
     """Return K, the work of a solve: its mini-batch steps, or its epochs."""
     return solved.steps if by_steps else solved.epochs
 

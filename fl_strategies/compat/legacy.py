@@ -297,8 +297,8 @@ class _LegacyStrategy(Strategy):
         masked = all(result.parameters is results[0].parameters for result in results)
         if masked and self.secure is None:
             raise ValueError(
-                "the round ran under secure aggregation, of which clients and strategy were not"
-                " told: give as_legacy the workflow as `secure`"
+                "the round ran under secure aggregation, which clients and strategy do not know:"
+                " give as_legacy the workflow as `secure`"
             )
         if self.secure is not None and not masked:
             raise ValueError(

@@ -50,7 +50,7 @@ class Network:
 
 
 def node_of(cid: str) -> int:
-    """Return the node's id as a number: ``cid``, or 64 bits of its hash if it is no number."""
+    """Return the node's id as a number: ``cid``, or 64 bits of its hash if it is not a number."""
     if cid.isascii() and cid.isdecimal() and int(cid) < 2**64:
         return int(cid)
     return int.from_bytes(hashlib.sha256(cid.encode()).digest()[:8], "big")

@@ -205,7 +205,7 @@ class FolderLock:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the objects of a file of JSON lines, each with its ``round``.
 
-    Raises :class:`DamagedFile`, with the line, for a line that is no such object. An incomplete
+    Raises :class:`DamagedFile`, with the line, for a line that is not such an object. An incomplete
     last line, which a killed process may leave, is skipped.
     """
     rows = []
@@ -213,7 +213,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
             if not isinstance(row, dict) or type(row.get("round")) is not int:
-                raise ValueError("it is no object with a round")
+                raise ValueError("it is not an object with a round")
         except (ValueError, RecursionError) as error:
             raise DamagedFile(f"{path} is damaged in line {number}: {error}") from None
         rows.append(row)

@@ -1,4 +1,4 @@
-"""Of two packages named ``clients`` one hides the other; who wants a name of the latter is told so.
+"""Of two packages named ``clients`` one hides the other; errors for the latter's names say so.
 
 Python's own message names the package that was found, not the one that was meant.
 """

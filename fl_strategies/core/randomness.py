@@ -1,7 +1,7 @@
 """Random streams that depend on a seed and on their purpose, and on nothing else.
 
 A stream for (seed, purpose, round, client) is the same in every process and at every time. So
-results do not depend on how clients are spread over workers, nor on the order of their work.
+results do not depend on how clients are spread over workers or on the order of their work.
 """
 
 from __future__ import annotations

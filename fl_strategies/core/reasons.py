@@ -60,7 +60,7 @@ class _Frame(NamedTuple):
 
     @property
     def is_users(self) -> bool:
-        """Whether the line is neither this package's nor an installed package's nor Python's."""
+        """Whether the line is the user's: not of this package, an installed package or Python."""
         path = self.path
         installed = "site-packages" in path or "dist-packages" in path
         return not installed and not path.startswith(_NOT_USERS)

@@ -8,9 +8,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 from fl_strategies.core.layout import Arrays, Layout
-from fl_strategies.core.vectors import Vector, weighted_mean
+from fl_strategies.core.vectors import Number, Vector, weighted_mean
 
-Mean: TypeAlias = Callable[[Iterable[tuple[Vector, Any]]], Vector]
+Mean: TypeAlias = Callable[[Iterable[tuple[Vector, Number]]], Vector]
 """Returns one vector [d] for pairs of a vector [d] and its weight."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})

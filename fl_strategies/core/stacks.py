@@ -13,18 +13,18 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fl_strategies.core.vectors import Vector
+from fl_strategies.core.vectors import Number, Vector
 
 T = TypeVar("T")
 
 
-def square_norm(v: Vector) -> Any:
+def square_norm(v: Vector) -> Number:
     """Return ||v||^2: a number in double precision, or a column for a stack."""
     total = (v**2).sum(-1)
     return total[..., None] if total.ndim else float(total)
 
 
-def norm(v: Vector) -> Any:
+def norm(v: Vector) -> Number:
     """Return ||v|| in double precision, a 0-d array of the kind of ``v``; a column for a stack."""
     stack = v.ndim > 1
     if isinstance(v, np.ndarray):
@@ -34,14 +34,14 @@ def norm(v: Vector) -> Any:
     return torch.linalg.vector_norm(v, dim=-1, keepdim=stack, dtype=torch.float64)
 
 
-def clip(number: Any, low: Any, high: Any) -> Any:
+def clip(number: Number, low: Number, high: Number) -> Number:
     """Return ``number`` clipped to [low, high]; for a vector or column, bounds may be columns."""
     if hasattr(number, "clip"):
         return number.clip(min=low).clip(max=high)
     return min(max(number, low), high)
 
 
-def for_each(number: float, v: Vector) -> Any:
+def for_each(number: float, v: Vector) -> Number:
     """Return ``number``; if ``v`` is a stack, return a column with ``number`` for each client."""
     if v.ndim == 1:
         return number
@@ -49,7 +49,7 @@ def for_each(number: float, v: Vector) -> Any:
     return number + (column.double() if hasattr(column, "double") else column.astype(np.float64))
 
 
-def is_nought(number: Any) -> bool:
+def is_nought(number: Number) -> bool:
     """Return whether ``number`` is a plain 0, which holds for all clients, and not a column."""
     return not getattr(number, "ndim", 0) and number == 0
 
@@ -71,7 +71,7 @@ def choose(which: Any, yes: Any, no: Any) -> Any:
     return no.where(~which, yes) if hasattr(no, "where") else which.double() * (yes - no) + no
 
 
-def repeated(times: Any, step: Callable[..., T], *start: Any) -> T:
+def repeated(times: Number, step: Callable[..., T], *start: Any) -> T:
     """Return ``step(*step(*start))`` and so on, with ``step`` applied ``times`` times.
 
     ``step`` takes and returns a tuple. ``times`` is a whole number >= 0, or a column of them: then

@@ -14,9 +14,9 @@ clients: rules are written elementwise and never write into their arguments
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from fl_strategies.core.vectors import Vector
+from fl_strategies.core.vectors import Number, Vector
 
 
 class Subproblem(NamedTuple):
@@ -26,7 +26,7 @@ class Subproblem(NamedTuple):
     """
 
     slope: Vector | float = 0.0
-    pull: Any = 0.0
+    pull: Number = 0.0
     centre: Vector | float = 0.0
 
     @property

@@ -19,6 +19,8 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 Vector: TypeAlias = Any
 """``numpy.ndarray`` or ``torch.Tensor``, ``[d]`` or ``[clients, d]``."""
+Number: TypeAlias = Any
+"""A number of one client; of a stack one for all clients, or a column ``[clients, 1]``."""
 
 BLOCK = 1 << 16
 """Numbers in a block: two blocks of float64 fit into a core's cache of 1 MB."""
@@ -62,14 +64,14 @@ class Pieces(NDArrayOperatorsMixin):
         return getattr(ufunc, method)(*plain, **options)
 
 
-def weighted_sum(weighted: Iterable[tuple[Vector, Any]]) -> tuple[Vector, Any]:
+def weighted_sum(weighted: Iterable[tuple[Vector, Number]]) -> tuple[Vector, Number]:
     """Return sum_i weight_i v_i and sum_i weight_i over ``(v_i, weight_i)``, in their order.
 
     NumPy vectors are summed in float64. Without any vector both sums are 0.
     """
     pairs = iter(weighted)
     total: Vector = 0.0
-    weights: Any = 0.0
+    weights: Number = 0.0
     while some := list(islice(pairs, AT_ONCE)):
         weights = sum((weight for _, weight in some), weights)
         if _long(some):
@@ -80,7 +82,7 @@ def weighted_sum(weighted: Iterable[tuple[Vector, Any]]) -> tuple[Vector, Any]:
     return total, weights
 
 
-def weighted_mean(weighted: Iterable[tuple[Vector, Any]]) -> Vector:
+def weighted_mean(weighted: Iterable[tuple[Vector, Number]]) -> Vector:
     """Return sum_i weight_i v_i / sum_i weight_i over ``(v_i, weight_i)``.
 
     Equal weights of up to :data:`AT_ONCE` long vectors count as 1 each, which is faster. Raises
@@ -100,7 +102,7 @@ def weighted_mean(weighted: Iterable[tuple[Vector, Any]]) -> Vector:
     return total / weights
 
 
-def _long(pairs: Sequence[tuple[Vector, Any]]) -> bool:
+def _long(pairs: Sequence[tuple[Vector, Number]]) -> bool:
     """Whether these are NumPy vectors, long enough to fill blocks, with numbers for weights."""
     return all(
         isinstance(v, np.ndarray | Pieces) and v.ndim == 1 and np.ndim(w) == 0 for v, w in pairs
@@ -108,7 +110,7 @@ def _long(pairs: Sequence[tuple[Vector, Any]]) -> bool:
 
 
 def _in_blocks(
-    pairs: Sequence[tuple[Vector, float]], before: Any = 0.0, divisor: float = 1.0
+    pairs: Sequence[tuple[Vector, float]], before: Vector = 0.0, divisor: float = 1.0
 ) -> npt.NDArray[np.float64]:
     """Return the sum of ``before`` and the weighted vectors, divided by ``divisor``."""
     total = np.empty(len(pairs[0][0]))

@@ -45,7 +45,7 @@ FULL_BATCH = ("gd", "lbfgs")
 WITHOUT_SAM = ("lbfgs", *OURS)
 """Solvers whose step sizes need the gradient at w."""
 DECOUPLED = ("AdamW", "Muon", "Adafactor")
-"""Classes of ``torch.optim`` with decoupled weight decay, which is no term of f_i."""
+"""Classes of ``torch.optim`` with decoupled weight decay, which is not a term of f_i."""
 
 RATES: dict[str, float] = {name: record().lr for name, record in OURS.items()}
 """Default learning rates; all other solvers have ``RATE``."""
@@ -168,7 +168,7 @@ class LocalTraining:
 
     @property
     def rate(self) -> float:
-        """The learning rate: ``lr``, or the solver's default if none is given."""
+        """The learning rate: ``lr``, or the solver's default if it is not set."""
         if self.lr is not None:
             return self.lr
         return RATES.get(self.solver, RATE) if isinstance(self.solver, str) else RATE

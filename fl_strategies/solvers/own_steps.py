@@ -65,8 +65,8 @@ def check_only_fine_tuning(algorithm: str, settings: Mapping[str, Any]) -> None:
     ``settings`` are spelt as in requests.
     """
     if unused := not_for_fine_tuning(settings):
-        given = ", ".join(f"{name} = {settings[name]!r}" for name in unused)
-        raise ValueError(f"{algorithm} has no use for {given}: its hyperparameters set its steps")
+        texts = ", ".join(f"{name} = {settings[name]!r}" for name in unused)
+        raise ValueError(f"{algorithm} has no use for {texts}: its hyperparameters set its steps")
 
 
 def tuned_at(rate: Schedule, local: Mapping[str, Any] | None) -> dict[str, Any]:
