@@ -32,13 +32,13 @@ class Members(Troubled):
                 forget(self, client)
 
     def state_of(self, client: int, acked: int) -> Fields:
-        """Return the fields of the state that the server booked."""
+        """Return the fields of the state that the server recorded."""
         fields = fields_of(self.contexts[NODES[client]], acked)
         assert fields is not None
         return fields
 
     def u(self, strategy: FederatedStrategy) -> dict[int, np.ndarray]:
-        """Return w + y/rho of each client that was ever booked."""
+        """Return w + y/rho of each client that was ever recorded."""
         found = {c: self.state_of(c, acked) for c, acked in strategy.ledger.acked.items()}
         return {c: f["w"] + f["y"] / f["rho"] for c, f in found.items()}
 

@@ -2,7 +2,7 @@
 
 Mistakes these laws are written against: an absent client's step over m, by another penalty than the
 round's, or taken by present ones as well; V - V_r with r the last round asked in place of used; a
-round's V dropped while it is some client's last, or kept for good; a lost reply booked.
+round's V dropped while it is some client's last, or kept for good; a lost reply recorded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """FedDyn: its invariant, what it has in common with FedADMM, its optimum.
 
 Mistakes these laws are written against: h or the pull of another sign, h over |S| for m, a dual
-step by another penalty than the pull, h of the round before in (4), a lost reply booked.
+step by another penalty than the pull, h of the round before in (4), a lost reply recorded.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def test_newcomers_begin_at_the_origin_where_theorem_1_has_them() -> None:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_lost_state_is_warned_of_wherever_changes_are_booked(name: str) -> None:
+def test_a_lost_state_is_warned_of_wherever_changes_accumulate(name: str) -> None:
     expected = {"fedadmm", "feddyn", "a-fedpd", "scaffold", "fedbcd", "fedbcd-async"}
     one = STRATEGIES[name]()
     assert one.accumulates_changes is (name in expected)

@@ -214,7 +214,7 @@ class InProcessGrid(Grid):
         works = [message for message in messages if message.metadata.message_type != "query"]
         works = [message for message in works if message.metadata.dst_node_id in self.contexts]
         replies: dict[int, Message] = {}
-        for request, reply, context in self._workers.answers(works, self._awake):
+        for request, reply, context in self._workers.replies_to(works, self._awake):
             self._states.keep(context)
             replies[id(request)] = reply
         for message in messages:

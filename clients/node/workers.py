@@ -67,7 +67,7 @@ class Workers:
         for number in range(len(self._workers), self.count):
             self._workers.append(_Worker(number, self._app))
 
-    def answers(
+    def replies_to(
         self, requests: Sequence[Message], context_of: Callable[[Message], Context]
     ) -> Iterator[Done]:
         """Yield each request as it is answered; a node works on one at a time.
@@ -89,7 +89,7 @@ class Workers:
                     try:
                         done = self._read(worker)
                     except (EOFError, OSError):
-                        done = worker.died()
+                        done = worker.lost_task()
                         waiting.extendleft(request for request, _ in reversed(worker.tasks))
                         at_work -= {_node(request) for request, _ in worker.tasks}
                         self._workers[place] = _Worker(worker.number, self._app)
@@ -182,7 +182,7 @@ class _Worker:
             self.connection.send((new, self._has))
             self.connection.send_bytes(data.getbuffer())
 
-    def died(self) -> Done | None:
+    def lost_task(self) -> Done | None:
         """Return an error for what the worker was working on; the rest stays in ``tasks``."""
         self.connection.close()
         code = self.process.wait()

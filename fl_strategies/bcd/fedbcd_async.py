@@ -44,7 +44,7 @@ import numpy as np
 
 from fl_strategies.bcd.fedbcd import ServerState as SumState
 from fl_strategies.bcd.fedbcd import Sum, SummingStrategy, mean, server_rule
-from fl_strategies.bcd.phases import Phase, Phases, together
+from fl_strategies.bcd.phases import Phase, Phases, as_one_phase
 from fl_strategies.core.hyperparameters import choice, flag, number
 from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.vectors import Vector
@@ -205,7 +205,7 @@ class FedBCDAsync(SummingStrategy):
             new = [p for p in phases.open.values() if p.end is None]
             messages = [message for phase in new for message in phase.asked.messages]
             replies = grid.send_and_receive(messages, timeout=timeout)
-            phases.answered(replies, self._numbers, self._end)
+            phases.take_replies(replies, self._numbers, self._end)
         else:
             phases.push(grid)
         while (ready := self.first_done(self.state, number, phases)) is None:
@@ -213,7 +213,7 @@ class FedBCDAsync(SummingStrategy):
         alone = sorted(phases.ends.keys() - set(ready)) if self.rigorous else []
         ends = {n: phases.ends[n] for n in ready + alone}
         closed = dict(zip(ends, phases.close(ends), strict=True))
-        asked, replies = together([*closed.values()], nobody)
+        asked, replies = as_one_phase([*closed.values()], nobody)
         at_work = {n: phase.unfinished for n, phase in phases.open.items()}
         # work whose clients are not connected stays unfinished
         waiting = {n: work for n, work in self.state.unfinished.items() if n not in closed}

@@ -82,7 +82,7 @@ class Phases:
 
     # ---- by the virtual clock -----------------------------------------------------------------
 
-    def answered(
+    def take_replies(
         self,
         replies: Iterable[Message],
         read: Callable[[Asked, int, Content], Mapping[str, Any]],
@@ -96,7 +96,7 @@ class Phases:
         new = {n: phase for n, phase in self.open.items() if phase.end is None}
         for reply in replies:
             node = reply.metadata.src_node_id
-            asked = [phase for phase in new.values() if is_of(reply, phase.asked)]
+            asked = [phase for phase in new.values() if is_reply_to(reply, phase.asked)]
             asked = asked or [phase for phase in new.values() if node in phase.asked.by_node]
             for phase in (asked or list(new.values()))[:1]:  # a stray reply goes to any
                 phase.replies.append(reply)
@@ -124,7 +124,7 @@ class Phases:
         """Take in the replies that have come, end the phases that are complete or out of time."""
         replies = list(grid.pull_messages(list(self.underway)))
         for reply in replies:
-            self._arrived(reply)
+            self._take_reply(reply)
         now = time.monotonic()
         underway = {late.cloud for late in self.underway.values()}
         for n, phase in self.open.items():
@@ -135,7 +135,7 @@ class Phases:
         if not replies:
             time.sleep(PAUSE)
 
-    def _arrived(self, reply: Message) -> None:
+    def _take_reply(self, reply: Message) -> None:
         about = reply.metadata
         by_node = (k for k, late in self.underway.items() if late.request.node == about.src_node_id)
         # Flower's replies name the message, its own error replies, which come from no node, too
@@ -149,7 +149,7 @@ class Phases:
             phase.asked = _with_late(phase.asked, late)
 
 
-def together(phases: Sequence[Phase], nobody: Asked) -> tuple[Asked, list[Message]]:
+def as_one_phase(phases: Sequence[Phase], nobody: Asked) -> tuple[Asked, list[Message]]:
     """Return what was asked in ``phases``, as one phase, and the replies.
 
     ``nobody`` is the phase without them.
@@ -171,7 +171,7 @@ def together(phases: Sequence[Phase], nobody: Asked) -> tuple[Asked, list[Messag
     return asked, [reply for phase in phases for reply in phase.replies]
 
 
-def is_of(reply: Message, asked: Asked) -> bool:
+def is_reply_to(reply: Message, asked: Asked) -> bool:
     """Return whether ``reply`` answers one of the requests ``asked``, or says that it cannot."""
     try:
         sender(reply, asked)

@@ -37,7 +37,7 @@ class Ledger:
     acked: dict[int, int] = field(default_factory=dict)
     nonces: dict[int, str] = field(default_factory=dict)
 
-    def ask(self, client: int) -> dict[str, Any]:
+    def request_fields(self, client: int) -> dict[str, Any]:
         """Return the ledger's part of a request to ``client``."""
         request: dict[str, Any] = {}
         if self.acknowledge:
@@ -63,7 +63,7 @@ class Ledger:
         LOGGER.log(level, "client %s lost its state and is treated as new", brief(client))
         return upload
 
-    def settle(self, used: Sequence[Upload]) -> None:
+    def record_used(self, used: Sequence[Upload]) -> None:
         """Record the uploads of a successful round."""
         self.acked = self.acked | {upload.client: upload.round for upload in used}
         self.nonces = self.nonces | {u.client: u.nonce for u in used if u.nonce}

@@ -28,7 +28,7 @@ from fl_strategies.core.layout import Arrays, BufferMean, Layout
 from fl_strategies.core.records import BadReply
 from fl_strategies.messages.bounds import NormBound
 from fl_strategies.messages.identity import Identity
-from fl_strategies.messages.wire import Content, decode_model, opened, upload_of
+from fl_strategies.messages.wire import Content, decode_model, open_reply, upload_of
 
 ROUNDING = 1e-9
 """The share of the bound by which rounding may put a mean of vectors beyond the bound."""
@@ -115,7 +115,7 @@ class Folder:
         """
         content = Content({"metrics": numbers}, {"config": words}, {})
         bounds = {name: (low, high) for name, (low, high) in (self.terms.bounds or {}).items()}
-        reply = opened(
+        reply = open_reply(
             client,
             0,
             content,

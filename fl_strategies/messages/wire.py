@@ -178,7 +178,7 @@ def check_sizes(
             raise BadReply(f"{entries} entries of {kind}, at most {MAX_NUMBERS} are taken")
 
 
-def opened(
+def open_reply(
     client: int,
     server_round: int,
     content: Content,

@@ -27,7 +27,7 @@ from fl_strategies.messages.bounds import NormBound
 from fl_strategies.messages.codes import CODEC, decompressed
 from fl_strategies.messages.folding import DISTANCE, ROUNDING, Fold, decode_fold
 from fl_strategies.messages.identity import Identity
-from fl_strategies.messages.wire import Content, decode_model, decoded, opened, upload_of
+from fl_strategies.messages.wire import Content, decode_model, decoded, open_reply, upload_of
 from fl_strategies.parts.compression import Compression
 from fl_strategies.server.algorithm import Algorithm, State
 from fl_strategies.server.asked import Asked
@@ -117,7 +117,7 @@ class Reader:
         """
         assert asked.wire is not None
         read = partial(
-            opened,
+            open_reply,
             server_round=asked.round.number,
             weighted_by=self.algorithm.weighted_by_key,
             arrays=len(asked.wire.shapes),
@@ -209,7 +209,7 @@ class Phase:
         if fold is not None and algorithm.sends_distances:
             most = math.inf if algorithm.clipping_norm is None else algorithm.clipping_norm
             bounds[DISTANCE] = 0.0, (most * (1.0 + ROUNDING)) ** 2
-        reply = opened(
+        reply = open_reply(
             client,
             number,
             content,

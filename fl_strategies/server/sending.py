@@ -124,7 +124,7 @@ class Sender:
     def _own(self, state: State, round: Round, client: int) -> dict[str, Scalar]:
         """Return what ``client`` is told besides or instead of that."""
         own = self.algorithm.client_config(state, round, client)
-        return _at(own, round.number) | self.ledger.ask(client)
+        return _at(own, round.number) | self.ledger.request_fields(client)
 
     def _add_catch_up(
         self, state: State, asked: Asked, configs: Mapping[int, dict[str, Any]]

@@ -256,7 +256,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         )
         metrics, number = read.metrics, asked.round.number
         if outcome.model is not None:
-            self.ledger.settle(read.uploads)
+            self.ledger.record_used(read.uploads)
             metrics.update(self._shares(read))
         else:
             metrics[SKIPPED] = 1
