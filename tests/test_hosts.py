@@ -115,6 +115,23 @@ def test_a_failing_client_takes_no_other_with_it(
     assert one.ledger.acked == {0: 5, 1: 1, 2: 5, 3: 5, 4: 1, 5: 5}
 
 
+class Renamed(AnyAlgorithmClient):
+    """Client 1's arrays have names of their own."""
+
+    @property
+    def array_names(self) -> list[str]:
+        names = super().array_names
+        return [f"mine.{name}" for name in names] if self.client_id == 1 else names
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_client_whose_arrays_have_other_names_takes_no_other_with_it(shape: str) -> None:
+    one = admm(shape, fraction_train=1.0)
+    train(one, federation(shape, client=Renamed), 2)
+    assert one.run.faults.keys() == {1}
+    assert one.ledger.acked == dict.fromkeys([0, 2, 3, 4, 5], 2)
+
+
 @pytest.mark.parametrize(("most", "lost"), [(1, {1}), (2, {0, 1}), (1000, {0, 1, 2})])
 def test_a_slow_client_costs_a_round_the_clients_of_its_message(most: int, lost: set[int]) -> None:
     """From round 2 on, client 1 takes longer than the round."""
