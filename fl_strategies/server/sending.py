@@ -129,7 +129,7 @@ class Sender:
     def _add_catch_up(
         self, state: State, asked: Asked, configs: Mapping[int, dict[str, Any]]
     ) -> None:
-        """Tell each client what it missed: the same bytes to all that were last used together."""
+        """Add each catch-up vector: the same bytes for all clients that were last used together."""
         layout = asked.round.layout
         assert layout is not None
         known: dict[int, bytes] = {}
