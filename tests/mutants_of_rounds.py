@@ -248,7 +248,7 @@ ROUNDS = [
             "rng.integers(1, training.epochs, endpoint=True)": "rng.integers(1, training.epochs)",
             "if residual <= training.residual:": "if False:",
             "centre - slope / pull": "centre + slope / pull",
-            "plain and not (half and subproblem.bends)": "plain",
+            " and not (half and subproblem.bends)": "",
             "vector.lerp_(centre, rate * pull)": "vector.lerp_(centre, rate)",
             "vector.add_(slope, alpha=-rate)": "vector.add_(slope, alpha=rate)",
             "losses.dot(losses.new_tensor(sizes)) / sum(sizes)": "losses.mean()",
