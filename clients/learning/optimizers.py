@@ -113,7 +113,8 @@ class DeltaSGD(Optimizer):
         generators = Generators.of([p for group in groups for p in group])
         with torch.enable_grad():
             loss = closure()
-        x, g = [joined(group) for group in groups], [gradient(group) for group in groups]
+        x = [joined(group).clone() for group in groups]
+        g = [gradient(group).clone() for group in groups]
         # a group's vectors are in the state of its first parameter
         states = [self.state[group[0]] for group in groups]
         g_before = [state.get("g") for state in states]
@@ -213,12 +214,13 @@ class SPS(Optimizer):
 
 
 def joined(parameters: Sequence[Tensor]) -> Tensor:
-    """Return a new vector of all numbers of ``parameters``."""
-    return torch.cat([p.detach().reshape(-1) for p in parameters])
+    """Return the vector of all numbers of ``parameters``; it may be a view of a single one."""
+    pieces = [p.detach().reshape(-1) for p in parameters]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def gradient(parameters: Sequence[Tensor]) -> Tensor:
-    """Return a new vector of their gradients, 0 for a parameter that the loss does not reach."""
+    """Return :func:`joined` of their gradients, 0 for a parameter that the loss does not reach."""
     return joined([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
 
 
