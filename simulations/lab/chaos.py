@@ -49,7 +49,7 @@ from simulations.lab.superlink import ROOT, running, with_home
 
 RESTART_SECONDS = 5.0
 """``RestartSec`` of SuperLink and SuperNodes."""
-QUIET_SECONDS = (10.0, 50.0)
+QUIET_SECONDS = (30.0, 90.0)
 """Between two kills, drawn at random."""
 GRACE_SECONDS = 1200.0
 """How long after the last kill a run may take to its end."""
