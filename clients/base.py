@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from logging import WARNING
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
@@ -26,16 +25,16 @@ from clients.request import (
     check_frozen,
     generator,
     round_of,
+    warn_of_misspelt,
     weight_in_secret,
 )
 from fl_strategies import STRATEGIES
 from fl_strategies.core.hyperparameters import check_request
-from fl_strategies.core.log import log
 from fl_strategies.core.oracle import Oracle, Step
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.records import CATCH_UP
 from fl_strategies.core.schedules import check, require
-from fl_strategies.core.spelling import hinted, misspelt
+from fl_strategies.core.spelling import hinted
 from fl_strategies.messages.codes import CHANGES, CODEC
 from fl_strategies.messages.description import DESCRIBE, DESCRIPTION
 from fl_strategies.messages.wire import checksum
@@ -43,8 +42,6 @@ from fl_strategies.solvers.local import LocalTraining, default_training
 
 MAX_STEPS = 1_000_000
 """The most local steps that a client takes for one request, unless it is given another bound."""
-TOLD = {d.sent for s in STRATEGIES.values() for d in s.declarations.values()}
-"""The hyperparameters that any strategy tells its clients."""
 
 Reply: TypeAlias = tuple[Arrays, int, dict[str, Any]]
 """What ``fit`` returns: arrays, number of samples, metrics."""
@@ -232,7 +229,7 @@ class FederatedClient(NumPyClient):
             )
         check_frozen(self.problem.model.layout, str(config.get("frozen", "")))
         if "run-id" not in config:  # our strategies tell their user themselves
-            _say_misspelt(frozenset(config))
+            warn_of_misspelt(frozenset(config))
         if (strategy := STRATEGIES.get(self.algorithm)) is not None:
             check_request(strategy.declarations, config)
         if not (work := len(self.rounds(config)) * self.most_steps(config)) <= self.max_steps:
@@ -349,10 +346,3 @@ def _check_kinds(problem: object, test: object, store: object, training: object)
     require(store is None or keeps, "store", wanted, store)
     trains = training is None or isinstance(training, LocalTraining)
     require(trains, "training", "LocalTraining(...)", training)
-
-
-@functools.cache
-def _say_misspelt(names: frozenset[str]) -> None:
-    """Warn of a request's names that are almost known; those of one kind of request once."""
-    if near := misspelt(names, default_training().settings.keys() | TOLD):
-        log(WARNING, "requests have %s", near)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
+from logging import WARNING
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from fl_strategies import STRATEGIES
 from fl_strategies.core.layout import Layout
+from fl_strategies.core.log import log
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.schedules import check
+from fl_strategies.core.spelling import misspelt
+from fl_strategies.solvers.local import default_training
+
+TOLD = {d.sent for s in STRATEGIES.values() for d in s.declarations.values()}
+"""The hyperparameters that any strategy tells its clients."""
 
 Config: TypeAlias = Mapping[str, Any]
 Arrays: TypeAlias = list[npt.NDArray[Any]]
@@ -94,3 +103,10 @@ def check_frozen(layout: Layout, digests: str) -> None:
         f"the client's frozen arrays {differ[:3]} are not the server's, and {len(differ)} of"
         f" {len(frozen)} differ: they do not travel, so all must have the same"
     )
+
+
+@functools.cache
+def warn_of_misspelt(names: frozenset[str]) -> None:
+    """Warn of a request's names that are almost known; those of one kind of request once."""
+    if near := misspelt(names, default_training().settings.keys() | TOLD):
+        log(WARNING, "requests have %s", near)
