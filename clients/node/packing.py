@@ -27,7 +27,7 @@ def app_of(client_app: ClientApp | str) -> ClientApp:
     if isinstance(client_app, str) and ":" in client_app:
         module, _, name = client_app.partition(":")
         client_app = getattr(importlib.import_module(module), name)
-    wanted = 'a ClientApp (clients.client_app(client_fn) makes one), or "module:name" of one'
+    wanted = "a ClientApp: clients.client_app(client_fn) makes one"
     require(isinstance(client_app, ClientApp), "client_app", wanted, client_app)
     return client_app  # type: ignore[return-value]
 
