@@ -27,7 +27,7 @@ from clients.node.in_process import InProcessGrid
 from simulations import client_app as flower_app
 from simulations import experiment, population, problems
 from simulations.config import RunConfig
-from simulations.lab import compare
+from simulations.lab import compare, runs
 from simulations.lab.runs import run_one
 from simulations.lab.superlink import flwr_run, gpu_share
 
@@ -52,7 +52,7 @@ def test_ray_gives_two_workers_on_two_gpus_one_each(tmp_path: Path) -> None:
     with (
         EmulatedGPU(),
         mock.patch.object(torch.cuda, "device_count", return_value=2),
-        mock.patch.object(compare, "flwr_run", side_effect=lambda *a, **k: asked.update(k)),
+        mock.patch.object(runs, "flwr_run", side_effect=lambda *a, **k: asked.update(k)),
     ):
         (config,) = compare.configs_for(["fedavg"], [], {"device": "cuda"}, tmp_path)
         run_one(config, engine="ray", workers=2)
@@ -89,7 +89,7 @@ with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as fold
 
 
 def test_without_a_gpu_none_is_asked_for(tmp_path: Path) -> None:
-    with mock.patch.object(compare, "flwr_run") as started:
+    with mock.patch.object(runs, "flwr_run") as started:
         (config,) = compare.configs_for(["fedavg"], [], {}, tmp_path)
         run_one(config, engine="ray", workers=2)
     assert started.call_args.kwargs["gpus"] == 0.0
