@@ -62,7 +62,7 @@ def draw_curves(
     ``rows`` are those of ``simulations.tables.curve``. A panel is left out if it has no data, or if
     it would repeat the panel of rounds. The n-th reports of the seeds are averaged, in both
     directions, while all seeds have one. Each panel shows the range of the curves after their
-    first quarter. The figure is written to ``path`` (PNG), and as vectors (SVG) beside it.
+    first quarter. The figure is written to ``path`` (PNG), and as vectors (SVG) next to it.
     """
     from matplotlib.figure import Figure
 
@@ -89,7 +89,7 @@ def draw_curves(
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the figure to ``path`` (PNG), and as vectors (SVG) beside it, reproducibly."""
+    """Write the figure to ``path`` (PNG), and as vectors (SVG) next to it, reproducibly."""
     from matplotlib import rc_context
 
     with naming(path):

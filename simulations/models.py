@@ -209,7 +209,7 @@ def _mlp3(shape: Shape, classes: int) -> nn.Module:
 
 
 class _Block(nn.Module):
-    """Two 3x3 convolutions beside a shortcut that drops pixels and adds channels of zeros."""
+    """Two 3x3 convolutions next to a shortcut that drops pixels and adds channels of zeros."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()

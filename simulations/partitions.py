@@ -132,7 +132,7 @@ def describe(parts: Sequence[Rows], labels: NDArray[Any]) -> Rows:
 def draw(parts: Sequence[Rows], labels: NDArray[Any], path: str | Path) -> None:
     """Draw the table of :func:`describe`: one row per client, one colour per class.
 
-    Written to ``path`` (PNG), and as vectors (SVG) beside it; existing files are replaced.
+    Written to ``path`` (PNG), and as vectors (SVG) next to it; existing files are replaced.
     """
     from matplotlib import colormaps  # here: most runs draw nothing
     from matplotlib.figure import Figure

@@ -208,7 +208,7 @@ def of_a_round(ray: Path, in_process: Path, compute: float) -> list[tuple[str, f
     server = 1000 * statistics.fmean(row["seconds"] * (1 - row["busy-share-max"]) for row in alone)
     return [
         ("steps, half of the plain loop's", compute),
-        ("the busier worker beside them: data, checks, encoding", busy - compute),
+        ("the busier worker besides: data, checks, encoding", busy - compute),
         ("server: requests and replies, as in-process", server),
         ("Flower and Ray: polls, messages; the server's sums", whole - busy - server),
     ]

@@ -1,4 +1,4 @@
-"""What the server half costs beside Flower's own: aggregation, and meeting many nodes."""
+"""What the server half costs next to Flower's own: aggregation, and meeting many nodes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def shown(times: Sequence[float]) -> str:
 
 def aggregation(folder: Path, clients: int = 10) -> list[list[str]]:
     """FedAvg's aggregation of 10 replies of d float32 numbers in six arrays, ours with all checks,
-    beside Flower's own FedAvg, by turns: ms, median and range; the ratio is that of the medians."""
+    and Flower's own FedAvg, by turns: ms, median and range; the ratio is that of the medians."""
     rows = [["d", "Flower's FedAvg", "ours", "ours / Flower's"]]
     rng = np.random.default_rng(0)
     become_server()

@@ -72,7 +72,7 @@ def _section(judged: Judged, command: str) -> str:
     title = f"### {setting.where}\n"
     if setting.impossible:
         return f"{title}\n*Not possible here:* {setting.impossible}.\n"
-    less = f"{setting.ours} less it, in pairs"
+    less = f"difference of {setting.ours} to it (paired by seed)"
     heads = ["rule", "published", "ours", "95 % interval", less, "lr", "seeds", "core-hours"]
     heads = heads if setting.ours else [head for head in heads if head != less]
     rows = []
@@ -89,7 +89,8 @@ def _section(judged: Judged, command: str) -> str:
     if judged.difference is not None and not _any_missed(judged):
         gap = judged.difference
         mean, low, high = (_plain(setting, number) for number in (gap.mean, gap.low, gap.high))
-        verdict += f" {setting.ours} less {judged.best}, in pairs: {mean} [{low}, {high}]."
+        of = f"{setting.ours} to {judged.best} (paired by seed)"
+        verdict += f" Difference of {of}: {mean} [{low}, {high}]."
     text = f"{title}\n{grid(heads, rows)}\n{verdict} `{command} --only {setting.name}`\n"
     notes = [f"{row.rule} ended early with {cause}" for row in judged.rows for cause in row.ended]
     if tried := [f"{row.rule} {', '.join(row.tried)}" for row in judged.rows if row.tried]:
@@ -163,7 +164,7 @@ def side_by_side(board: Sequence[Judged]) -> str:
     """Return one table of settings with the same rules: a column each, mean ± half the interval.
 
     The learning rate, and what else was tuned, is in brackets. The last line is the difference of
-    the paper's rule to the best baseline of the setting, in pairs, with the verdict.
+    the paper's rule to the best baseline of the setting, paired by seed, with the verdict.
     """
     columns = [{row.rule: row for row in judged.rows} for judged in board]
     rows = [

@@ -2,7 +2,7 @@
 
 It holds the table, which a click on a column sorts; the curves and the partition as vectors; the
 settings in which the runs differ and those that all share; and the command. ``compare`` writes it
-beside the tables and figures from which it is made.
+next to the tables and figures from which it is made.
 """
 
 from __future__ import annotations

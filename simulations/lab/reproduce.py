@@ -3,7 +3,7 @@
     python -m simulations.lab.reproduce STUDY --output DIR [--jobs 2] [--only TEXT] [--rules A,B]
 
 A study is a list of settings of the board (``simulations.lab.published``). Their numbers stand
-beside the published ones, with intervals over seeds and a verdict. A run that is finished under
+next to the published ones, with intervals over seeds and a verdict. A run that is finished under
 DIR, with the same settings, is not made again, so that an interrupted command can be repeated.
 After every run ``DIR/board.md`` and ``DIR/board.json`` are written anew; each setting gets a
 figure. A run ends at its number of rounds, at its target, or when all its clients diverge.

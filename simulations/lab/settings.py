@@ -25,7 +25,7 @@ def small(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Rule(NamedTuple):
-    """An algorithm with hyperparameters, and what its run-config sets beside the setting's."""
+    """An algorithm with hyperparameters, and what its run-config sets besides the setting's."""
 
     algorithm: str
     params: Mapping[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The verdict on a setting: what was found, with which certainty, beside what is published.
+"""The verdict on a setting: what was found, with which certainty, next to what is published.
 
 interval        the 95 % t interval of the mean over seeds
 prediction      the 95 % t interval in which one more run would lie
