@@ -277,7 +277,7 @@ def test_a_study_continues_from_its_folders(
         ("--tune fedavgg.lr=0.1,1", "no algorithm 'fedavgg' (did you mean 'fedavg'?)"),
         ("--tune lr", "an option is given as name=value, got 'lr='"),
         ("--param weights=uniform --tune weights=uniform,samples", "either a value of weights or"),
-        ("--workers 2", "--workers is for --engine ray; in-process has --jobs"),
+        ("--workers 2 --jobs 2", "either --jobs, which does several runs at a time, or --workers"),
         ("--tune lr=-1,1", "lr must be > 0, got -1"),
         ("--algorithms fedavg,", "--algorithms has an empty name, got 'fedavg,'"),
         ("--param rho", "an option is given as name=value, got 'rho'"),
@@ -296,6 +296,19 @@ def test_bad_arguments_are_refused_before_anything_runs(
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
     assert started == []
+
+
+@pytest.mark.xdist_group("engine")
+def test_workers_train_the_same_models_and_leave_to_hosts_what_hosts_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "--algorithms fedavg --engine in-process --quiet"
+    (alone,) = compare(tmp_path / "1", f"{line} --workers 1")
+    (shared,) = compare(tmp_path / "2", f"{line} --workers 2 --stack 2")
+    assert shared["model_sha256"] == alone["model_sha256"]
+    text = "--workers: each client is a node, without stack, which hosts do\n"
+    assert capsys.readouterr().out.count(text) == 1
+    assert json.loads((tmp_path / "2/fedavg/config.json").read_text())["stack"] == "off"
 
 
 def test_fewer_than_one_job_is_refused_by_a_study(

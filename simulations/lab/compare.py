@@ -64,7 +64,8 @@ class Comparison:
     trials : trials of each algorithm; 0: as many as the largest grid has points
     tuner : one of ``TUNERS``
     share : share in (0, 1) of each client's training samples that is held out for this choice
-    engine : ``"in-process"``, or ``"ray"`` with its own ``workers`` processes
+    engine : ``"in-process"`` or ``"ray"``
+    workers : processes of a run in which clients train; 0: as many as ``ENGINES`` says
     verbose : leave Flower's log as it is, and show the rounds of the trials
     quiet : show only rounds with lost clients
     command : the command that the report names
@@ -86,7 +87,7 @@ class Comparison:
         tuner: str = "grid",
         share: float = 0.2,
         engine: str = "in-process",
-        workers: int = 2,
+        workers: int = 0,
         verbose: bool = False,
         quiet: bool = False,
         command: str = "",
@@ -229,7 +230,9 @@ def main(
         default="in-process",
         help="one process (default), or Flower's simulation on Ray",
     )
-    parser.add_argument("--workers", type=int, help="worker processes of Ray (2)")
+    parser.add_argument(
+        "--workers", type=int, help="processes in which a run's clients train (Ray 2, in-process 1)"
+    )
     parser.add_argument(
         "--jobs", type=int, default=1, help="in-process: runs at a time, one thread each (1)"
     )
@@ -304,8 +307,13 @@ def main(
             parser.error(f"either a value of {name} or --tune {name}")
     if args.jobs > 1 and args.engine == "ray":
         parser.error("--jobs is for --engine in-process; Ray has --workers")
-    if args.workers is not None and args.engine != "ray":
-        parser.error("--workers is for --engine ray; in-process has --jobs")
+    if args.jobs > 1 and args.workers is not None:
+        parser.error("either --jobs, which does several runs at a time, or --workers, for one run")
+    if args.engine == "in-process" and (args.workers or 1) > 1:
+        on = [name for name in ("stack", "fold") if settings.get(name, "off") != "off"]
+        if on:
+            print(f"--workers: each client is a node, without {' and '.join(on)}, which hosts do")
+            settings |= dict.fromkeys(on, "off")
     names = args.algorithms.split(",")
     if "" in names:
         parser.error(f"--algorithms has an empty name, got {args.algorithms!r}")
@@ -320,7 +328,7 @@ def main(
             tuner=args.tuner or "grid",
             share=0.2 if args.tune_share is None else args.tune_share,
             engine=args.engine,
-            workers=2 if args.workers is None else args.workers,
+            workers=args.workers or 0,
             verbose=args.verbose,
             quiet=args.quiet,
             command=parser.typed(arguments),

@@ -35,7 +35,8 @@ from simulations.lab.flower_server import run_under_flower
 from simulations.lab.superlink import flwr_run, gpu_share, print_progress
 from simulations.population import state_folder
 
-ENGINES = ("in-process", "ray")
+ENGINES = {"in-process": 1, "ray": 2}
+"""The engines, each with its number of worker processes unless another is given."""
 STATES = "state"
 """The folder of clients' states in a run's folder, on Ray."""
 
@@ -63,15 +64,16 @@ def run_one(
     *,
     server: str = "",
     engine: str = "in-process",
-    workers: int = 2,
+    workers: int = 0,
     verbose: bool = False,
     quiet: bool = False,
 ) -> None:
     """Run one on ``engine``, or under Flower's ``server`` if one is named.
 
-    That it diverges is a result. ``verbose`` leaves Flower's log as it is; ``quiet`` shows only
-    rounds with lost clients.
+    ``workers`` are processes, 0: as many as ``ENGINES`` says. That the run diverges is a result.
+    ``verbose`` leaves Flower's log as it is; ``quiet`` shows only rounds with lost clients.
     """
+    workers = workers or ENGINES[engine]
     if not verbose:
         mute_below(logging.WARNING)
     if not config.resume:
@@ -80,7 +82,7 @@ def run_one(
         if server:
             run_under_flower(config, server, quiet=quiet)
         elif engine == "in-process":
-            run_in_process(config, quiet=quiet)
+            run_in_process(config, workers=workers, quiet=quiet)
         else:
             flwr_run(
                 config.to_run_config(),
