@@ -18,7 +18,7 @@ from clients.node.in_process import InProcessGrid
 from fl_strategies import FedAvg, FederatedStrategy
 from fl_strategies.core.layout import BufferMean
 from fl_strategies.messages.wire import MAX_SAMPLES
-from fl_strategies.server import round as round_module
+from fl_strategies.server import stages
 
 CLIENTS, HOSTILE, SAMPLES, ROUNDS = 4, 2, 8, 2
 
@@ -125,7 +125,7 @@ def test_a_merged_variance_below_zero_makes_the_round_void(
         def value(self) -> dict[str, np.ndarray]:
             return {name: -array for name, array in super().value().items()}
 
-    monkeypatch.setattr(round_module, "BufferMean", Wrong)
+    monkeypatch.setattr(stages, "BufferMean", Wrong)
     arrays, _ = run(strategy_of(ROWS["fedavg"]), (1.0, SAMPLES))
     for one, other in zip(arrays, normalised().module.state_dict().values(), strict=True):
         np.testing.assert_array_equal(one, other)
