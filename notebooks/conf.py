@@ -90,7 +90,8 @@ notebooks/pages/fedadmm-needs
 :hidden:
 :caption: Tutorials
 :glob:
-notebooks/[0-9]*
+notebooks/[0-9]-*
+notebooks/[0-9][0-9]-*
 ```
 
 ```{{toctree}}

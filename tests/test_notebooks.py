@@ -19,7 +19,9 @@ import pytest
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted(
+    (ROOT / "notebooks").glob("*.ipynb"), key=lambda path: int(path.stem.partition("-")[0])
+)
 NO_WIDGETS = "ignore:IProgress not found"
 """tqdm misses ipywidgets, which nothing here needs."""
 
