@@ -63,6 +63,10 @@ class Averaging(FederatedStrategy):
         about="Whether p_i is the number of samples, or 1.",
     )
 
+    @property
+    def equal_weights(self) -> bool:
+        return self.weights == "uniform"
+
     def aggregate(self, state: State, round: Round, uploads: Sequence[Upload]) -> Next:
         return server_rule(uploads, weights=self.weights, mean=round.mean), state, {}
 

@@ -176,6 +176,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "fedpd": [{}, {"p": 0.5}],
 }
 """Hyperparameters on which depends what goes around an algorithm."""
+UNIFORM: dict[str, Any] = {"weights": "uniform"}
 
 
 def combinations() -> list[str]:
@@ -187,7 +188,8 @@ def combinations() -> list[str]:
     lines = [f"| algorithm | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
     reasons: list[str] = []
     for name, strategy in STRATEGIES.items():
-        for options in VARIANTS.get(name, [{}]):
+        by_samples = strategy.hyperparameters().get("weights") == "samples"
+        for options in [{}, UNIFORM] if by_samples else VARIANTS.get(name, [{}]):
             local = {"lr": 0.1} if strategy.uses_local else {}
             rule = strategy(local=local, **options)
             cells = []

@@ -80,6 +80,9 @@ class RunConfig:
     params: str = key("", "hyperparameters of the algorithm: `rho=0.01 eta=1:1.0;60:0.5`")
     selection: str = key("", f"part: one of {_parts('selection')}")
     compression: str = key("", f"part: one of {_parts('compression')}, `topk share=0.01`")
+    privacy: str = key(
+        "", f"part: one of {_parts('privacy')}, `gaussian clip=1 noise=1 delta=1e-5`"
+    )
     combine: str = key("", f"part: one of {_parts('combine')}, `trimmed-mean share=0.2`")
     regularizer: str = key("", f"part: one of {_parts('regularizer')}, `l1 weight=0.01`")
     server_step: str = key("", f"part: one of {_parts('server_step')}, `adam lr=0.1`")

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from logging import INFO, WARNING
+from math import inf
 from pathlib import Path
 from statistics import fmean
 
@@ -60,6 +61,8 @@ class Summary:
     """How many clients reported that they trained on which device."""
     missing: float = 0.0
     """Share of the training requests without a reply or with an error."""
+    epsilon: float | None = None
+    """Epsilon of all rounds, if the run was private and it is finite."""
     given_up: str = ""
     """Why the run ended early, if no reply was usable any more (it diverged)."""
 
@@ -172,6 +175,7 @@ class Progress:
             server_device=self.server_device,
             client_devices=self.client_devices,
             missing=missing / asked if asked else 0.0,
+            epsilon=finite(self.rows[-1].get("epsilon", inf)) if self.rows else None,
             given_up=self.given_up,
         )
 

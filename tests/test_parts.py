@@ -29,7 +29,8 @@ every_part = pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
 @every_part
 def test_a_part_is_a_small_file_with_its_equations_and_source(part: type[Part]) -> None:
     module = sys.modules[part.__module__]
-    assert len(inspect.getsource(module).splitlines()) <= 120, module.__name__
+    longest = 150 if part.stage == "privacy" else 120
+    assert len(inspect.getsource(module).splitlines()) <= longest, module.__name__
     assert "(1)" in (module.__doc__ or "")
     assert "Reference: " in (module.__doc__ or "")
     assert part.about
@@ -137,13 +138,15 @@ def sized() -> InProcessGrid:
 @every_part
 def test_a_part_runs_a_round_around_every_algorithm_or_says_why_not(part: type[Part]) -> None:
     for row in TABLE:
-        rule = row.strategy(local=local())
+        uniform = part.stage == "privacy" and "weights" in row.others
+        options: dict[str, Any] = {"weights": "uniform"} if uniform else {}
+        rule = row.strategy(local=local(), **options)
         given = {part.stage: part(**parameters(part))}
         if part.refusal(rule, row.name):
             with pytest.raises(ValueError, match=f"^{part.stage}=.* does not go with .*; use "):
-                row.strategy(local=local(), **given)
+                row.strategy(local=local(), **given, **options)
             continue
-        strategy = row.strategy(local=local(), **given)
+        strategy = row.strategy(local=local(), **given, **options)
         found = train(strategy, sized(), 1)
         assert np.isfinite(found).all(), row.name
         assert strategy.result.skipped == [], row.name

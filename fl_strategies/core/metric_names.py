@@ -45,6 +45,7 @@ SERVER = frozenset(
         "seconds",
         "gradient-norm2",
         "server-rate",
+        "epsilon",
         *(f"{phase}{name}" for name in ("samples", *COUNTS) for phase in ("", "eval-")),
         *(f"{share}{end}" for share in SHARES for end in ("", "-smallest", "-largest")),
     }

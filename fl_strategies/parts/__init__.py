@@ -18,6 +18,7 @@ from fl_strategies.parts.krum import Krum, MultiKrum
 from fl_strategies.parts.median import Median, TrimmedMean
 from fl_strategies.parts.momentum import Momentum
 from fl_strategies.parts.part import Part
+from fl_strategies.parts.privacy import Gaussian
 from fl_strategies.parts.qsgd import QSGD
 from fl_strategies.parts.regularizer import L1, L2, Box, Regularizer
 from fl_strategies.parts.selection import BySize, Probabilities, Selection, Uniform
@@ -28,10 +29,16 @@ _COMPRESSION = (TopK, BFloat16, QSGD)
 _COMBINE = (Median, TrimmedMean, GeometricMedian, Krum, MultiKrum)
 _REGULARIZER = (L1, L2, Box)
 _STEP = (Momentum, Adam, Yogi, Adagrad, FedExP)
-_ALL: tuple[type[Part], ...] = (*_SELECTION, *_COMPRESSION, *_COMBINE, *_REGULARIZER, *_STEP)
+_ALL: tuple[type[Part], ...] = (
+    *(*_SELECTION, *_COMPRESSION, Gaussian, *_COMBINE),
+    *(*_REGULARIZER, *_STEP),
+)
 PARTS = {part.name: part for part in _ALL}
 """Every part by its name."""
-STAGES: tuple[type[Part], ...] = (Selection, Compression, Combine, Regularizer, ServerStep)
+STAGES: tuple[type[Part], ...] = (
+    *(Selection, Compression, Gaussian, Combine),
+    *(Regularizer, ServerStep),
+)
 """The base of each stage's parts, in the order of a round."""
 
 __all__ = [

@@ -123,10 +123,15 @@ class Algorithm(Options):
         return type(self).select is not Algorithm.select
 
     @property
+    def equal_weights(self) -> bool:
+        """Whether each upload has the same weight in the rule."""
+        return type(self).weight is equal
+
+    @property
     def can_fold(self) -> bool:
         """Whether hosts may send means: the rule and the parts need no upload by itself."""
         counts = isinstance(self.selection, Selection) and self.selection.counts
-        each = self.combine is not None or self.compression is not None or counts
+        each = (self.combine, self.compression, self.privacy) != (None, None, None) or counts
         return self.folds and not each
 
     @property

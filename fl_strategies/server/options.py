@@ -16,6 +16,7 @@ from fl_strategies.core.spelling import listed, meant, unknown
 from fl_strategies.messages.wire import MAX_SAMPLES
 from fl_strategies.parts.combine import Combine
 from fl_strategies.parts.compression import Compression
+from fl_strategies.parts.privacy import Gaussian
 from fl_strategies.parts.regularizer import Regularizer
 from fl_strategies.parts.selection import Selection
 from fl_strategies.parts.server_step import ServerStep
@@ -261,6 +262,13 @@ class Options(Declared):
         accepts=lambda part: isinstance(part, Compression),
         about="How clients code what they upload: `compression=TopK(share=0.01)`. Clients keep what"
         " the codes leave out, and need a store for it, but for `QSGD`.",
+    )
+    privacy: Gaussian | None = option(
+        default=None,
+        type_name="privacy part of `fl_strategies.parts`",
+        accepts=lambda part: isinstance(part, Gaussian),
+        about="Differential privacy of clients: `privacy=Gaussian(clip=1.0, noise=1.0)`, with"
+        " `epsilon` in each round's metrics. It needs dp-accounting.",
     )
     combine: Combine | None = option(
         default=None,

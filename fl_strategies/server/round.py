@@ -56,7 +56,7 @@ def next_model(
         fault = f"{len(uploads)} usable replies, at least {needed} needed"
     if not fault:
         with np.errstate(over="ignore", invalid="ignore"):  # an overflow is found just below
-            around = with_mean(algorithm, round, uploads)
+            around = with_mean(algorithm, parts, round, uploads)
             aggregated, after, info = algorithm.aggregate(state, around, uploads)
             theta, kept, numbers = stepped(algorithm, parts, round, aggregated, uploads)
             model = round.layout.unpack(np.asarray(theta), merged(algorithm, round, uploads))
@@ -91,6 +91,8 @@ def shares(
         }
         for client, row in rows.items()
     }
+    if not rows:
+        return {}, {}
     by_size = sorted(shared.values(), key=lambda row: row["samples"])
     ends = (("smallest", by_size[0]), ("largest", by_size[-1]))
     return shared, {

@@ -2,6 +2,7 @@
 
     select -> send -> [clients] -> read -> combine -> aggregate -> regularize -> step
 
+Privacy stands at two of them: it selects, and it combines.
 A part's state stands, by its stage, next to the algorithm's state: ``{"server-step": State(...)}``.
 """
 
@@ -22,6 +23,7 @@ from fl_strategies.core.vectors import Vector, weighted_mean
 from fl_strategies.messages.codes import CHANGES, CODEC
 from fl_strategies.parts import STAGES
 from fl_strategies.parts.part import Part
+from fl_strategies.parts.privacy import Gaussian
 from fl_strategies.parts.selection import Selection
 from fl_strategies.server.composition import Averages
 from fl_strategies.server.model import Model
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 States = Mapping[str, Any]
 STEP = "server-step"
 """The name of the server step's state."""
+PRIVACY = "privacy"
+"""The name of the privacy part's state."""
 
 
 class Stepped(NamedTuple):
@@ -70,6 +74,40 @@ def check_parts(algorithm: Algorithm) -> None:
             f"selection={algorithm.selection!r} does not go with combine={combine!r}, for which"
             " each upload counts alike; use Uniform or Probabilities"
         )
+    if algorithm.privacy is not None and (why := _not_private(algorithm)):
+        raise ValueError(f"privacy={algorithm.privacy!r} does not go with {why}")
+
+
+def _not_private(algorithm: Algorithm) -> str:
+    """Return which other part or option breaks the guarantee, and why; "" if none does."""
+    codec, step = algorithm.compression, algorithm.server_step
+    if algorithm.selection is not None:
+        return f"selection={shortly(algorithm.selection)}: epsilon counts on the part's `sampling`"
+    if algorithm.combine is not None:
+        return f"combine={algorithm.combine!r}: the noise is that of a sum; use one of the two"
+    if codec is not None and codec.feedback:
+        return (
+            f"compression={codec!r}: what is clipped off would be neither used nor sent later; use"
+            " QSGD, which remembers nothing"
+        )
+    if step is not None and step.needs_distances:
+        return f"server_step={step!r}, which reads uploads without noise; use Momentum or Adam"
+    if algorithm.min_replies > 1:
+        return (
+            f"min_replies={algorithm.min_replies}: a skipped round would tell how many took part;"
+            " leave it out"
+        )
+    return ""
+
+
+def check_layout(algorithm: Algorithm, layout: Layout) -> None:
+    """Raise ``ValueError`` for a model that the parts do not go with."""
+    if algorithm.privacy is not None and layout.untrained:
+        raise ValueError(
+            f"privacy={algorithm.privacy!r} does not go with buffers {few(layout.untrained)}, which"
+            " would be averaged without noise: use a model without, with GroupNorm instead of"
+            " BatchNorm"
+        )
 
 
 def described(algorithm: Algorithm) -> str:
@@ -83,6 +121,8 @@ def mean_of(algorithm: Algorithm) -> Averages:
     step = algorithm.server_step
     if algorithm.combine is not None or _counts(algorithm):
         return ""
+    if algorithm.privacy is not None:
+        return ""  # clipping and noise once, and the server has to see what it clips
     if algorithm.compression is not None:
         return ""  # nobody can clip codes, add noise to them or add them up under masks
     if step is None or not algorithm.mean_of:
@@ -94,8 +134,12 @@ def mean_of(algorithm: Algorithm) -> Averages:
 # ---- select -------------------------------------------------------------------------------------
 
 
-def selected(algorithm: Algorithm, state: Any, round: Round, samples: Mapping[int, int]) -> Round:
+def selected(
+    algorithm: Algorithm, state: Any, states: States, round: Round, samples: Mapping[int, int]
+) -> Round:
     """Return the round with the clients that are asked; ``samples`` as they are known."""
+    if algorithm.privacy is not None:
+        return _selected_privately(algorithm, algorithm.privacy, states, round)
     part = algorithm.selection
     if part is None:
         return replace(round, asked=tuple(algorithm.select(state, round)))
@@ -107,6 +151,28 @@ def selected(algorithm: Algorithm, state: Any, round: Round, samples: Mapping[in
         raise ValueError(f"selection returned {few(strangers)}, which are not connected clients")
     draws = Counter(drawn)
     return replace(round, asked=tuple(sorted(draws)), draws=draws if _counts(algorithm) else {})
+
+
+def _selected_privately(
+    algorithm: Algorithm, part: Gaussian, states: States, round: Round
+) -> Round:
+    """Return the round with its sample; raise ``ValueError`` if it exceeds ``max_epsilon``."""
+    before, share = states[PRIVACY], algorithm.fraction_train
+    asked = part.select(before, round, share, algorithm.asked_of(len(round.connected)))
+    round = replace(round, asked=tuple(sorted(asked)))
+    if part.max_epsilon is None:
+        return round
+    if (epsilon := part.epsilon(part.after(before, round, share))) > part.max_epsilon:
+        raise ValueError(
+            f"with round {round.number} epsilon would be {epsilon:.3g}, and max_epsilon is"
+            f" {part.max_epsilon:g}: ask fewer clients, or take a larger noise"
+        )
+    return round
+
+
+def is_spent(algorithm: Algorithm, states: States) -> bool:
+    """Return whether the run ends, because another round would exceed ``max_epsilon``."""
+    return algorithm.privacy is not None and algorithm.privacy.is_spent(states[PRIVACY])
 
 
 def _counts(algorithm: Algorithm) -> bool:
@@ -122,13 +188,21 @@ def requested(algorithm: Algorithm) -> dict[str, Any]:
 # ---- combine ------------------------------------------------------------------------------------
 
 
-def least_replies(algorithm: Algorithm) -> int:
-    """Return the fewest uploads that the parts can do with."""
-    return 1 if algorithm.combine is None else algorithm.combine.least
+def min_replies(algorithm: Algorithm) -> int:
+    """Return the fewest uploads of a round that is not skipped, with the parts."""
+    if algorithm.privacy is not None:
+        return 0
+    least = 1 if algorithm.combine is None else algorithm.combine.least
+    return max(algorithm.min_replies, least)
 
 
-def with_mean(algorithm: Algorithm, round: Round, uploads: Sequence[Upload]) -> Round:
+def with_mean(
+    algorithm: Algorithm, states: States, round: Round, uploads: Sequence[Upload]
+) -> Round:
     """Return the round with the ``mean`` of the ``uploads`` that the parts make it."""
+    if (part := algorithm.privacy) is not None:
+        state, share = states[PRIVACY], algorithm.fraction_train
+        return replace(round, mean=lambda ws: part.mean(state, round, (w for w, _ in ws), share))
     if algorithm.combine is not None:
         return replace(round, mean=algorithm.combine.mean)
     if not _counts(algorithm):
@@ -166,8 +240,13 @@ def weights_of(algorithm: Algorithm, round: Round, uploads: Sequence[Upload]) ->
 
 def begin(algorithm: Algorithm, states: States, theta: Vector) -> States:
     """Return the parts' states at the beginning of a ``start`` with the model ``theta`` [d]."""
-    step = algorithm.server_step
-    return {} if step is None else {STEP: step.begin(states.get(STEP), theta)}
+    step, privacy = algorithm.server_step, algorithm.privacy
+    begun: dict[str, Any] = {}
+    if privacy is not None:
+        begun[PRIVACY] = privacy.begin(states.get(PRIVACY))
+    if step is not None:
+        begun[STEP] = step.begin(states.get(STEP), theta)
+    return begun
 
 
 def stepped(
@@ -182,16 +261,27 @@ def stepped(
         rate = algorithm.proximal_rate(round.number)
         assert rate is not None
         aggregated = algorithm.regularizer.prox(aggregated, rate)
+    states, spent = _counted(algorithm, states, round)
     part = algorithm.server_step
     if part is None:
-        return Stepped(aggregated, {**states})
+        return Stepped(aggregated, {**states}, spent)
     theta = round.theta
     delta = aggregated - theta
     state = states[STEP] if STEP in states else part.begin(None, theta)
     step, state, info = part.step(
         state, theta, delta, round.number, lambda: _spread(algorithm, round, uploads)
     )
-    return Stepped(aggregated + (step - delta), {**states, STEP: state}, info)
+    return Stepped(aggregated + (step - delta), {**states, STEP: state}, {**spent, **info})
+
+
+def _counted(
+    algorithm: Algorithm, states: States, round: Round
+) -> tuple[States, Mapping[str, float]]:
+    """Return the states after what the round costs of privacy, and epsilon so far."""
+    if (part := algorithm.privacy) is None:
+        return states, NOTHING
+    after = part.after(states[PRIVACY], round, algorithm.fraction_train)
+    return {**states, PRIVACY: after}, {"epsilon": part.epsilon(after)}
 
 
 def shown(algorithm: Algorithm, states: States, arrays: ArrayRecord, layout: Layout) -> ArrayRecord:

@@ -94,7 +94,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         self.lost_state = self.lost_state or ("warn" if self.accumulates_changes else "reset")
         kept_rounds = self.checkpoints.kept_rounds if self.checkpoints else None
         stages.check_parts(self)
-        self.min_replies = max(self.min_replies, stages.least_replies(self))
+        self.min_replies = stages.min_replies(self)
         self.state: State = None
         self.parts: stages.States = {}
         self.ledger = Ledger(self.lost_state, self.acknowledge, kept_rounds)
@@ -186,7 +186,8 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
             if (skipped := run.result.skipped) and skipped == [*run.numbers]:
                 log(WARNING, "every round was skipped (%d): the model is as it was", len(skipped))
             if stopped:
-                log(INFO, "a callback ended the run after round %d", run.number)
+                by = "max_epsilon" if stages.is_spent(self, self.parts) else "a callback"
+                log(INFO, "%s ended the run after round %d", by, run.number)
         finally:
             if self.checkpoints:
                 self.checkpoints.release()
@@ -205,6 +206,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         ask = functools.partial(described, self.nodes, grid, self.clients_needed)
         layout = settled(self, decoded(arrays), run.roles, ask)
         check_trained(self.caller, layout, arrays)
+        stages.check_layout(self, layout)
         self.model = Model.of(arrays, layout)
         round = self.make_round(run.number)
         self.state = self.begin(self._first(self.state), round, run.num_rounds)
@@ -225,7 +227,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         check_hosts(type(self).__name__, self.caller, self.nodes.hosts)
         self.state = self.on_connect(self.state, self.nodes.known)
         round = self.make_round(self.run.number, nodes)
-        round = stages.selected(self, self.state, round, self.nodes.samples)
+        round = stages.selected(self, self.state, self.parts, round, self.nodes.samples)
         self.check_enough(len(round.asked), "asked")
         return self.send(round, self.opened_model, config, nodes)
 
@@ -432,12 +434,13 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
             self.result.evaluate_metrics_serverapp[self.run.number] = metrics
 
     def close_round(self, arrays: ArrayRecord) -> bool:
-        """End the current round: callbacks, checkpoint; return whether a callback ends the run.
+        """End the current round: callbacks, checkpoint; return whether the run ends.
 
         An exception of a callback is raised after all callbacks have seen the round and the
         checkpoint is written: a resumed run continues after this round.
         """
         stopped, errors = self.run.tell(self.shown(arrays), self.callbacks)
+        stopped |= stages.is_spent(self, self.parts)
         last = stopped or errors or self.run.number == self.run.last
         if self.checkpoints and (last or self.run.number % self.checkpoints.every == 0):
             found = self.run.checkpoint(
