@@ -131,13 +131,13 @@ def test_an_app_that_workers_cannot_import_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "import os\nfrom test_workers import of_a_page\napp = of_a_page()\n"
-    (tmp_path / "my_app.py").write_text(text)
+    (tmp_path / "app_of_workers.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    grid = InProcessGrid("my_app:app", 4, workers=2)
+    grid = InProcessGrid("app_of_workers:app", 4, workers=2)
     assert len(run(grid).train_metrics_clientapp) == 3
-    (tmp_path / "my_app.py").unlink()
-    grid = InProcessGrid("my_app:app", 4, workers=2)
-    with pytest.raises(RuntimeError, match=r"a worker process cannot start: .*my_app"):
+    (tmp_path / "app_of_workers.py").unlink()
+    grid = InProcessGrid("app_of_workers:app", 4, workers=2)
+    with pytest.raises(RuntimeError, match=r"a worker process cannot start: .*app_of_workers"):
         run(grid)
 
 
