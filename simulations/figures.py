@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -92,10 +93,14 @@ def save(figure: Figure, path: Path) -> None:
     """Write the figure to ``path`` (PNG), and as vectors (SVG) next to it, reproducibly."""
     from matplotlib import rc_context
 
-    with naming(path):
-        figure.savefig(path, dpi=120)
-    with rc_context({"svg.hashsalt": "fl_strategies"}), naming(vectors := path.with_suffix(".svg")):
-        figure.savefig(vectors, metadata={"Date": None})
+    with warnings.catch_warnings():
+        # matplotlib warns of the second that a busy machine takes to place a legend
+        warnings.filterwarnings("ignore", "Creating legend with loc")
+        with naming(path):
+            figure.savefig(path, dpi=120)
+        vectors = path.with_suffix(".svg")
+        with rc_context({"svg.hashsalt": "fl_strategies"}), naming(vectors):
+            figure.savefig(vectors, metadata={"Date": None})
 
 
 def panels_by_line(count: int) -> list[int]:

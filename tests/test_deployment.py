@@ -169,7 +169,7 @@ def test_killed_restarted_and_replaced_clients_are_named_and_leave_the_state_as_
     assert lost[2] in (0, 1)
     assert lost[3:] == [0, 0]
     said = "\n".join(log)
-    assert re.search(r"reply of client 0 left out: error \d+: ClientApp stopped responding", said)
+    assert re.search(r"reply of client 0 left out: .*ClientApp stopped responding", said)
     assert "reply of client 1 left out: none came: " in said
     assert f"client 2 is now node {ids[3]} and no longer node {ids[2]}" in said
 

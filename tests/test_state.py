@@ -302,6 +302,8 @@ def test_a_tensor_state_on_the_way_in_is_of_the_models_type(reopen: Callable[[],
     client = admm(reopen())
     fit(client, 1, -1)
     request = {"acked-round": 1}
-    state = admm(reopen()).keeper(request).peeked(request, client.problem.model.vector.float()).state
+    state = (
+        admm(reopen()).keeper(request).peeked(request, client.problem.model.vector.float()).state
+    )
     assert state.w.dtype == state.y.dtype == torch.float32
     assert isinstance(state.rho, float)
