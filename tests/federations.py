@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, Message, MessageType
+from flwr.app import ArrayRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
 from flwr.common import Code, Status, parameters_to_ndarrays
 from flwr.server import History, Server, ServerConfig, SimpleClientManager
 from flwr.server.compat.app import start_grid
@@ -117,6 +118,40 @@ class Strangers(NumPyClient):
         w = np.concatenate([head.ravel(), tail])
         w = w - 0.5 * (w - self.target)
         return [w[:4].reshape(2, 2), w[4:]], 7, {}
+
+
+def descending(
+    clients: int, *, steps: int = 3, rate: float = 0.1, samples: int | None = None
+) -> ClientApp:
+    """Return clients of Flower's own, which take steps of gradient descent.
+
+    They say that they have so many ``samples``; by default those that they have.
+    """
+    app, problems = ClientApp(), quadratics(clients)
+
+    @app.train()
+    def fit(message: Message, context: Context) -> Message:
+        q = problems[CLIENT_OF[context.node_id]]
+        w = to_vector(message.content["arrays"])
+        for _ in range(steps):
+            w = w - rate * q.gradient(w)
+        metrics = MetricRecord({"num-examples": q.n if samples is None else samples})
+        content = RecordDict({"arrays": to_record(w), "metrics": metrics})
+        return Message(content, reply_to=message)
+
+    return app
+
+
+def same_as_flowers(
+    theirs: Any, ours: FederatedStrategy, clients: int, rounds: int, **options: Any
+) -> None:
+    """Assert that Flower's strategy and ours give one model with :func:`descending` clients."""
+    app = descending(clients, **options)
+    expected, model = (
+        to_vector(s.start(InProcessGrid(app, clients), to_record(START), rounds).arrays)
+        for s in (theirs, ours)
+    )
+    np.testing.assert_allclose(model, expected, rtol=1e-12)
 
 
 def drop(share: float, *, after: int = 0) -> Fault:

@@ -272,7 +272,7 @@ def test_a_broken_code_costs_its_client_alone(kind: str) -> None:
 
 
 def test_a_client_that_sends_no_codes_is_used_as_it_is() -> None:
-    """A foreign client, beside ours; it sends what it was asked for by Flower's FedAvg."""
+    """A foreign client among ours; it sends what it was asked for by Flower's FedAvg."""
 
     def foreign(request: Message, reply: Message) -> Message:
         trained = request.metadata.message_type == "train"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from federations import serve
+from federations import descending, same_as_flowers, serve
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.server.workflow import SecAggPlusWorkflow
@@ -18,7 +18,6 @@ from flwr.serverapp import strategy as flower
 from hosted import federation, shared
 from laws import START, TABLE, Row, another, every_algorithm, local, train
 from problems import (
-    CLIENT_OF,
     Quadratic,
     grid,
     make_client_app,
@@ -65,23 +64,6 @@ def going(step: ServerStep) -> Any:
 # ---- the equations ------------------------------------------------------------------------------
 
 
-def descending() -> ClientApp:
-    """Return clients of Flower's own, which take steps of gradient descent."""
-    app, problems = ClientApp(), quadratics(3)
-
-    @app.train()
-    def fit(message: Message, context: Context) -> Message:
-        q = problems[CLIENT_OF[context.node_id]]
-        w = to_vector(message.content["arrays"])
-        for _ in range(3):
-            w = w - 0.1 * q.gradient(w)
-        metrics = MetricRecord({"num-examples": q.n})
-        content = RecordDict({"arrays": to_record(w), "metrics": metrics})
-        return Message(content, reply_to=message)
-
-    return app
-
-
 THEIRS: dict[str, tuple[Any, ServerStep]] = {
     "momentum": (
         flower.FedAvgM(fraction_evaluate=0.0, server_learning_rate=0.7, server_momentum=0.6),
@@ -105,11 +87,7 @@ THEIRS: dict[str, tuple[Any, ServerStep]] = {
 @pytest.mark.parametrize("name", THEIRS)
 def test_fedavg_with_a_step_is_flowers_strategy_of_its_own(name: str) -> None:
     theirs, step = THEIRS[name]
-    expected, found = (
-        to_vector(s.start(InProcessGrid(descending(), 3), to_record(START), 20).arrays)
-        for s in (theirs, FedAvg(fraction_evaluate=0.0, server_step=step))
-    )
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    same_as_flowers(theirs, FedAvg(fraction_evaluate=0.0, server_step=step), 3, 20)
 
 
 @every_algorithm
@@ -171,7 +149,7 @@ def test_fedexp_goes_by_its_equations_and_shows_the_mean_of_two_iterates() -> No
         rates.append(e)
         theta, before = theta + e * delta, theta
         one = FedAvg(fraction_evaluate=0.0, server_step=FedExP(eps=eps))
-        result = one.start(InProcessGrid(descending(), 3), to_record(START), rounds)
+        result = one.start(InProcessGrid(descending(3), 3), to_record(START), rounds)
         np.testing.assert_allclose(to_vector(result.arrays), (theta + before) / 2, rtol=1e-12)
         found = [m["server-rate"] for m in result.train_metrics_clientapp.values()]
         np.testing.assert_allclose(found, rates, rtol=1e-12)
