@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from clients.learning.arrays import to_host
 from clients.learning.model import FlatModel
 from clients.request import Config
 from fl_strategies.messages.codes import CODEC
@@ -44,21 +43,19 @@ def compressed(
     ``changes`` are vectors [d], ``memory`` [len(changes), d] what was left out before (None: 0).
     Of the trained arrays of each vector the first one is the code, and the others are empty.
     """
-    empty = np.zeros(0, np.uint8)
+    trained, first = model.layout.trainable, model.layout.trainable[0]
+    coded = dict.fromkeys([*trained, *model.layout.copies], np.zeros(0, np.uint8))
+    rest = iter(model.all_arrays(changes[0], changes[1:]))
     arrays: Arrays = []
     left_out = []
-    for number, change in enumerate(changes):
-        pieces = to_host(model.views(change))
-        p = np.concatenate([piece.ravel() for piece in pieces])
+    for number in range(len(changes)):
+        names = trained if number else model.names
+        vector = dict(zip(names, rest, strict=False))
+        p = np.concatenate([vector[name].ravel() for name in trained])
         if memory is not None:
             p = p + memory[number]
         code = codec.encode(p, rng)
         left_out.append(p - codec.decode(code, p.size, p.dtype))
-        codes = dict.fromkeys([*model.layout.trainable, *model.layout.copies], empty)
-        codes[model.layout.trainable[0]] = code
-        if number == 0:
-            others = dict(zip(model.names, model.arrays(change), strict=True))
-            arrays += [codes.get(name, others[name]) for name in model.names]
-        else:
-            arrays += [codes[name] for name in model.layout.trainable]
+        vector |= coded | {first: code}
+        arrays += [vector[name] for name in names]
     return arrays, np.stack(left_out) if codec.feedback else None

@@ -35,24 +35,21 @@ def decompressed(
     """
     arrays = dict(record)
     size = sum(int(np.prod(layout.shapes[name])) for name in layout.trainable)
+    no_buffers = dict.fromkeys(layout.buffers, np.empty(0))
     for prefix in ("", *(f"{name}/" for name in extra_vectors)):
-        names = [prefix + name for name in layout.trainable]
-        codes = [arrays.get(name) for name in names]
-        code = codes[0]
-        rest = [codes[1:], [arrays.get(copy) for copy in layout.copies] if not prefix else []]
+        first, *others = (prefix + name for name in layout.trainable)
+        others += [] if prefix else layout.copies
+        code = arrays.get(first)
         if code is None or code.dtype != np.uint8 or code.ndim != 1:
-            raise BadReply(f"array {names[0]!r} is not a code")
-        if any(array is None or array.size for some in rest for array in some):
-            raise BadReply(f"arrays besides the code {names[0]!r} are not empty")
+            raise BadReply(f"array {first!r} is not a code")
+        if any(name not in arrays or arrays[name].size for name in others):
+            raise BadReply(f"arrays besides the code {first!r} are not empty")
         try:
             change = decode(np.ascontiguousarray(code), size, layout.dtype)
         except ValueError as error:
-            raise BadReply(f"the code {names[0]!r} is broken: {error}") from None
-        place = 0
-        for key, name in zip(names, layout.trainable, strict=True):
-            shape = layout.shapes[name]
-            piece = change[place : (place := place + int(np.prod(shape)))].reshape(shape)
-            arrays[key] = piece + start[name] if not prefix and start else piece
-            arrays[key] = arrays[key].astype(layout.dtypes[name], copy=False)
-    arrays |= {copy: arrays[first] for copy, first in layout.copies.items()}
-    return arrays
+            raise BadReply(f"the code {first!r} is broken: {error}") from None
+        pieces = layout.unpack(change, no_buffers)
+        if start and not prefix:
+            pieces |= {name: pieces[name] + start[name] for name in layout.trainable}
+        arrays |= {prefix + name: pieces[name] for name in layout.trainable}
+    return arrays | {copy: arrays[name] for copy, name in layout.copies.items()}
