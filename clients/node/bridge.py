@@ -10,7 +10,6 @@ from flwr.app import (
     ArrayRecord,
     ConfigRecord,
     Context,
-    Error,
     Message,
     MessageType,
     MetricRecord,
@@ -24,7 +23,6 @@ from flwr.clientapp.mod import (
     fixedclipping_mod,
 )
 from flwr.clientapp.typing import ClientAppCallable, Mod
-from flwr.common.constant import ErrorCode
 
 from clients.learning.replay import kept_generators
 from clients.node.host import Host, Hosted, Hosts
@@ -34,6 +32,7 @@ from clients.node.records import (
     check_names,
     described,
     divided,
+    error_reply,
     log_failure,
     make_client,
 )
@@ -172,7 +171,7 @@ class _BridgedApp(ClientApp):
             if kind != QUERY:  # training will fail for the same reason
                 log_failure(f"client {_named(context)}", reason)
             log(DEBUG, "client %s failed", _named(context), exc_info=error)
-            return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+            return error_reply(message, reason)
 
     def _host(self, context: Context) -> Host | None:
         """Return the host that answers for the node's clients; None if the node is one client."""

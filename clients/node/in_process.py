@@ -16,16 +16,15 @@ from logging import WARNING
 from typing import IO, Any
 
 import numpy as np
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common.constant import ErrorCode
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
 from flwr.serverapp import Grid
 
 from clients.node.host import HostContext
 from clients.node.packing import app_of
-from clients.node.records import become_server
+from clients.node.records import become_server, error_reply
 from clients.node.workers import Workers
 from fl_strategies.core.hyperparameters import Scalar
 from fl_strategies.core.log import log
@@ -199,8 +198,7 @@ class InProcessGrid(Grid):
         try:
             reply = self.client_app(_received(message), context)
         except Exception as error:
-            code, reason = ErrorCode.CLIENT_APP_RAISED_EXCEPTION, of_exception(error)
-            reply = Message(Error(code, reason), reply_to=message)
+            reply = error_reply(message, of_exception(error))
         finally:
             self._states.keep(context)
         return self._arrived(message, reply)
@@ -209,7 +207,7 @@ class InProcessGrid(Grid):
         return message, self.answer(message)
 
     def _by_workers(self, messages: list[Message]) -> Iterator[tuple[Message, Message | None]]:
-        """Yield each message and its reply; only queries are answered in this process."""
+        """Yield each message and its reply; introductions are answered in this process."""
         assert self._workers is not None
         works = [message for message in messages if message.metadata.message_type != "query"]
         works = [message for message in works if message.metadata.dst_node_id in self.contexts]

@@ -114,10 +114,11 @@ class PackedApp:
 
 
 def _has_numpy(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.dtype not in (torch.bfloat16,)
+    return tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16
 
 
 def unpacked(path: str, data: bytes) -> ClientApp:
+    """Return the ClientApp of a :class:`PackedApp`'s ``path`` and ``data``."""
     app, sizes = pickle.loads(data)
     if isinstance(app, str):
         return app_of(app)

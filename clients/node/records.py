@@ -8,8 +8,9 @@ from logging import ERROR
 from typing import Any, TypeAlias
 
 import numpy as np
-from flwr.app import Context
+from flwr.app import Context, Error, Message
 from flwr.client import NumPyClient
+from flwr.common.constant import ErrorCode
 from flwr.supercore.task_identity import TaskIdentity
 
 from fl_strategies.core.layout import few
@@ -82,6 +83,11 @@ def log_failure(whose: str, reason: str) -> None:
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         log(ERROR, "%s failed: %s%s", whose, reason, TRACEBACK)
+
+
+def error_reply(request: Message, reason: str) -> Message:
+    """Return Flower's error for an exception in the ClientApp, in place of a reply."""
+    return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=request)
 
 
 def become_server() -> None:

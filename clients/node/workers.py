@@ -25,12 +25,11 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 import torch
-from flwr.app import ArrayRecord, Context, Error, Message
+from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
-from flwr.common.constant import ErrorCode
 
 from clients.node.packing import Given, PackedApp, Shared, Task, unpacked
-from clients.node.records import become_server
+from clients.node.records import become_server, error_reply
 from fl_strategies.core.log import FLOWER, LOGGER, log
 from fl_strategies.core.reasons import of_exception
 
@@ -193,8 +192,7 @@ class _Worker:
         if not self.tasks:
             return None
         request, context = self.tasks.popleft()
-        error = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"the worker process died ({how})")
-        return Done(request, Message(error, reply_to=request), context)
+        return Done(request, error_reply(request, f"the worker process died ({how})"), context)
 
 
 def _stop(workers: list[_Worker]) -> None:
@@ -250,9 +248,7 @@ def work(file: int) -> None:
         try:
             reply = app(request, context)
         except Exception as error:
-            reply = Message(
-                Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, of_exception(error)), reply_to=request
-            )
+            reply = error_reply(request, of_exception(error))
         connection.send(_Answer(heard.taken(), reply, context.state))
 
 
