@@ -13,7 +13,9 @@ import numpy as np
 from fl_strategies.core.vectors import Vector
 
 ORDERS = [*range(2, 65), 128, 256, 512]
-"""The orders that are tried. Whole ones are quick, and lose less than 1 % of most epsilons."""
+"""The orders that are tried; whole ones are quick. Epsilon is an upper bound with any orders. With
+dp-accounting's own it is 3.144 for 3.146 (Poisson, noise 1, q = 0.02, 500 rounds), and 21.05 for
+23.00 (noise 0.5, q = 0.1, 30 rounds); delta is 1e-5."""
 
 
 def package() -> Any:

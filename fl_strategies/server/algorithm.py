@@ -128,11 +128,20 @@ class Algorithm(Options):
         return type(self).weight is equal
 
     @property
+    def counts_draws(self) -> bool:
+        """Whether a client that is drawn k times has weight k."""
+        return isinstance(self.selection, Selection) and self.selection.counts
+
+    @property
+    def needs_each_upload(self) -> bool:
+        """Whether a part needs each upload by itself, as its client sent it."""
+        parts = self.combine, self.compression, self.privacy
+        return parts != (None, None, None) or self.counts_draws
+
+    @property
     def can_fold(self) -> bool:
         """Whether hosts may send means: the rule and the parts need no upload by itself."""
-        counts = isinstance(self.selection, Selection) and self.selection.counts
-        each = (self.combine, self.compression, self.privacy) != (None, None, None) or counts
-        return self.folds and not each
+        return self.folds and not self.needs_each_upload
 
     @property
     def sends_distances(self) -> bool:

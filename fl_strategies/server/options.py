@@ -16,6 +16,7 @@ from fl_strategies.core.spelling import listed, meant, unknown
 from fl_strategies.messages.wire import MAX_SAMPLES
 from fl_strategies.parts.combine import Combine
 from fl_strategies.parts.compression import Compression
+from fl_strategies.parts.part import Part
 from fl_strategies.parts.privacy import Gaussian
 from fl_strategies.parts.regularizer import Regularizer
 from fl_strategies.parts.selection import Selection
@@ -46,6 +47,16 @@ def all_in(values: object, accepted: Callable[[Any], bool]) -> bool:
 def are_names(values: object) -> bool:
     """Whether ``values`` is an iterable of texts, and not one text."""
     return all_in(values, is_text)
+
+
+def part(kind: type[Part], called: str, about: str) -> Any:
+    """Declare the option that takes a part of this kind; by default there is none."""
+    return option(
+        default=None,
+        type_name=f"{called} of `fl_strategies.parts`",
+        accepts=lambda value: isinstance(value, kind),
+        about=about,
+    )
 
 
 class Options(Declared):
@@ -256,36 +267,31 @@ class Options(Declared):
         about="Which clients are asked in a round: `selection=BySize()`, or a function that"
         " returns clients of `round.connected`.",
     )
-    compression: Compression | None = option(
-        default=None,
-        type_name="codec of `fl_strategies.parts`",
-        accepts=lambda part: isinstance(part, Compression),
+    compression: Compression | None = part(
+        Compression,
+        "codec",
         about="How clients code what they upload: `compression=TopK(share=0.01)`. Clients keep what"
         " the codes leave out, and need a store for it, but for `QSGD`.",
     )
-    privacy: Gaussian | None = option(
-        default=None,
-        type_name="privacy part of `fl_strategies.parts`",
-        accepts=lambda part: isinstance(part, Gaussian),
+    privacy: Gaussian | None = part(
+        Gaussian,
+        "privacy part",
         about="Differential privacy of clients: `privacy=Gaussian(clip=1.0, noise=1.0)`, with"
         " `epsilon` in each round's metrics. It needs dp-accounting.",
     )
-    combine: Combine | None = option(
-        default=None,
-        type_name="combining part of `fl_strategies.parts`",
-        accepts=lambda part: isinstance(part, Combine),
+    combine: Combine | None = part(
+        Combine,
+        "combining part",
         about="What takes the place of the weighted mean of the uploads: `combine=Median()`.",
     )
-    regularizer: Regularizer | None = option(
-        default=None,
-        type_name="penalty of `fl_strategies.parts`",
-        accepts=lambda part: isinstance(part, Regularizer),
+    regularizer: Regularizer | None = part(
+        Regularizer,
+        "penalty",
         about="A penalty on the global model, by a proximal step: `regularizer=L1(weight=0.01)`.",
     )
-    server_step: ServerStep | None = option(
-        default=None,
-        type_name="server step of `fl_strategies.parts`",
-        accepts=lambda part: isinstance(part, ServerStep),
+    server_step: ServerStep | None = part(
+        ServerStep,
+        "server step",
         about="How far the global model moves towards what the rule aggregated:"
         " `server_step=Adam(lr=0.1)`; by default all the way.",
     )

@@ -68,8 +68,7 @@ def check_parts(algorithm: Algorithm) -> None:
             f"server_step={step!r} does not go with combine={combine!r}: its formula is that of the"
             " weighted mean, and an attacker's distance would enter it; use Momentum or Adam"
         )
-
-    if combine is not None and _counts(algorithm):
+    if combine is not None and algorithm.counts_draws:
         raise ValueError(
             f"selection={algorithm.selection!r} does not go with combine={combine!r}, for which"
             " each upload counts alike; use Uniform or Probabilities"
@@ -119,12 +118,8 @@ def described(algorithm: Algorithm) -> str:
 def mean_of(algorithm: Algorithm) -> Averages:
     """Return what the next model is the mean of, as ``Algorithm.mean_of``, with the parts."""
     step = algorithm.server_step
-    if algorithm.combine is not None or _counts(algorithm):
-        return ""
-    if algorithm.privacy is not None:
-        return ""  # clipping and noise once, and the server has to see what it clips
-    if algorithm.compression is not None:
-        return ""  # nobody can clip codes, add noise to them or add them up under masks
+    if algorithm.needs_each_upload:
+        return ""  # nobody else may clip uploads, add noise to them or add them up under masks
     if step is None or not algorithm.mean_of:
         return algorithm.mean_of
     # a step scales the noise that a wrapper adds; masks hide distances
@@ -150,7 +145,7 @@ def selected(
     if strangers := sorted({*drawn} - {*round.connected}):
         raise ValueError(f"selection returned {few(strangers)}, which are not connected clients")
     draws = Counter(drawn)
-    return replace(round, asked=tuple(sorted(draws)), draws=draws if _counts(algorithm) else {})
+    return replace(round, asked=tuple(sorted(draws)), draws=draws if algorithm.counts_draws else {})
 
 
 def _selected_privately(
@@ -173,10 +168,6 @@ def _selected_privately(
 def is_spent(algorithm: Algorithm, states: States) -> bool:
     """Return whether the run ends, because another round would exceed ``max_epsilon``."""
     return algorithm.privacy is not None and algorithm.privacy.is_spent(states[PRIVACY])
-
-
-def _counts(algorithm: Algorithm) -> bool:
-    return isinstance(algorithm.selection, Selection) and algorithm.selection.counts
 
 
 def requested(algorithm: Algorithm) -> dict[str, Any]:
@@ -205,7 +196,7 @@ def with_mean(
         return replace(round, mean=lambda ws: part.mean(state, round, (w for w, _ in ws), share))
     if algorithm.combine is not None:
         return replace(round, mean=algorithm.combine.mean)
-    if not _counts(algorithm):
+    if not algorithm.counts_draws:
         return round
     counts = weights_of(algorithm, round, uploads)
 
@@ -220,7 +211,9 @@ def merged(algorithm: Algorithm, round: Round, uploads: Sequence[Upload]) -> Arr
     if algorithm.combine is None:
         mean = BufferMean()
         for upload in uploads:
-            count = float(round.draws[upload.client]) if _counts(algorithm) else upload.num_examples
+            count = (
+                float(round.draws[upload.client]) if algorithm.counts_draws else upload.num_examples
+            )
             mean.add(upload.buffers, count)
         return mean.value()
     return algorithm.combine.buffers([u.vector for u in uploads], [u.buffers for u in uploads])
@@ -228,7 +221,7 @@ def merged(algorithm: Algorithm, round: Round, uploads: Sequence[Upload]) -> Arr
 
 def weights_of(algorithm: Algorithm, round: Round, uploads: Sequence[Upload]) -> list[float]:
     """Return the weight of each upload; a combining part has equal ones, some count draws."""
-    if _counts(algorithm):
+    if algorithm.counts_draws:
         return [float(round.draws[upload.client]) for upload in uploads]
     if algorithm.combine is not None:
         return [1.0] * len(uploads)
