@@ -229,8 +229,8 @@ class FlatModel:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Load the model; return its vector [d], and by name the ``extra_vectors``.
 
-        An extra vector has an array for each trained parameter. Raises ``ValueError``,
-                which names the ``algorithm``, for a wrong number of arrays.
+        An extra vector has an array for each trained parameter. Raises ``ValueError``, which names
+        the ``algorithm``, for a wrong number of arrays.
         """
         own, trained = len(self.names), self.layout.trainable
         expected = own + len(trained) * len(extra_vectors)
