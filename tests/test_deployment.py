@@ -26,6 +26,7 @@ from safetensors.numpy import load_file
 
 from clients import DirectoryStore, Owner
 from clients.node.in_process import InProcessGrid
+from fl_strategies.core.reasons import brief
 from simulations import client_app, experiment, problems
 from simulations.config import RunConfig
 from simulations.lab import benchmark
@@ -136,7 +137,7 @@ def test_killed_restarted_and_replaced_clients_are_named_and_leave_the_state_as_
             os.kill(until(lambda: pid_of(0)), signal.SIGKILL)
             until(lambda: pid_of(1))
             nodes[1].kill()
-            until(lambda: logged("Sent successfully") == 7)  # queries, round 1, and client 2's
+            until(lambda: logged("Sent successfully") == 10)  # two queries, round 1, client 2's
             nodes[2].kill()
             federation.supernode("spare", 2, 3)
         if "round 2/5:" in line:
@@ -169,9 +170,9 @@ def test_killed_restarted_and_replaced_clients_are_named_and_leave_the_state_as_
     assert lost[2] in (0, 1)
     assert lost[3:] == [0, 0]
     said = "\n".join(log)
-    assert re.search(r"reply of client 0 left out: .*ClientApp stopped responding", said)
+    assert re.search(r"reply of client 0 left out: ClientApp stopped responding", said)
     assert "reply of client 1 left out: none came: " in said
-    assert f"client 2 is now node {ids[3]} and no longer node {ids[2]}" in said
+    assert f"client 2 is now node {brief(ids[3])} and no longer node {brief(ids[2])}" in said
 
     # theta = mean of w_i + y_i/rho of the states that count
     acked = {client: max(n for n in used if client in used[n]) for client in everyone}
@@ -214,9 +215,7 @@ def test_supernodes_that_host_clients_give_the_in_process_model_to_the_bit(
 
 
 @pytest.mark.slow
-def test_many_clients_in_one_process_do_the_work_of_as_many_supernodes(
-    proc: None, tmp_path: Path
-) -> None:
+def test_many_clients_in_one_process_do_the_work_of_as_many_supernodes(tmp_path: Path) -> None:
     _, *rows = benchmark.load(tmp_path, clients=3, rounds=2)
     assert [row[:2] for row in rows] == [["1", "3 of 3"], ["2", "3 of 3"]]
     assert all(float(number) > 0 for row in rows for number in row[2:])
