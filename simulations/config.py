@@ -20,6 +20,7 @@ from fl_strategies.core.schedules import check, one_of, shown
 from fl_strategies.core.settings_text import format_params, parse_params
 from fl_strategies.core.spelling import listed, unknown, unknown_of
 from fl_strategies.parts import PARTS, STAGES, Compression, Part, parse_part
+from fl_strategies.server.enough import check_population
 from fl_strategies.server.options import Options
 from fl_strategies.solvers.local import idle
 from fl_strategies.solvers.own_steps import not_for_fine_tuning
@@ -230,7 +231,7 @@ class RunConfig:
             raise ValueError(f"state-dir must be an absolute path, got {shown(self.state_dir)}")
         self._check_used()
         LocalTraining().updated(self.local())
-        self.strategy().check_population(self.clients)
+        check_population(self.strategy(), self.clients)
 
     @property
     def stateful(self) -> bool:

@@ -50,6 +50,7 @@ from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.vectors import Vector
 from fl_strategies.messages.wire import decode
 from fl_strategies.server.algorithm import Card, Next
+from fl_strategies.server.enough import check_enough, clients_needed
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord, ConfigRecord
@@ -228,8 +229,8 @@ class FedBCDAsync(SummingStrategy):
 
     def _ask_clouds(self, grid: Grid, timeout: float, config: ConfigRecord) -> Asked:
         """Open a phase of each cloud server that has none; return one of nobody."""
-        nodes = self.nodes.wait(grid, self.clients_needed)
-        self.check_enough(len(nodes), "connected")
+        nodes = self.nodes.wait(grid, clients_needed(self))
+        check_enough(self, len(nodes), "connected")
         self.state = state = self.on_connect(self.state, self.nodes.known)
         busy = self.phases.busy
         free = {client: node for client, node in nodes.items() if client not in busy}

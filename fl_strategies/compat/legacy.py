@@ -57,9 +57,10 @@ from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.schedules import check
 from fl_strategies.messages.wire import decode
 from fl_strategies.server.composition import Caller
+from fl_strategies.server.loop import EvaluateFn, close_round
 from fl_strategies.server.replies import one_line
 from fl_strategies.server.stages import described, mean_of
-from fl_strategies.server.strategy import EvaluateFn, FederatedStrategy
+from fl_strategies.server.strategy import FederatedStrategy
 
 Failure: TypeAlias = tuple[ClientProxy, Any] | BaseException
 A_DAY = 86400
@@ -255,7 +256,7 @@ class _LegacyStrategy(Strategy):
 
     def _end(self) -> None:
         with quiet_log(self.strategy.quiet):
-            self._stopped = self.strategy.close_round(self._arrays)
+            self._stopped = close_round(self.strategy, self._arrays)
 
     def _take(self, parameters: Parameters) -> None:
         """Continue with the server's model: a wrapper may have added noise to the strategy's.

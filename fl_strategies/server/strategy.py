@@ -3,7 +3,7 @@
 An algorithm declares its hyperparameters and adds :meth:`FederatedStrategy.aggregate`, its server
 rule; the module ``algorithm`` holds the other hooks. A round is
 
-    select -> send -> [clients] -> read -> aggregate -> step
+    select -> send -> [clients] -> read -> combine -> aggregate -> step
 
 This package, ``fl_strategies.messages`` and the legacy adapter use Flower.
 """
@@ -13,11 +13,9 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from logging import INFO, WARNING
-from typing import TypeAlias
+from logging import WARNING
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
@@ -30,13 +28,10 @@ from fl_strategies.core.log import log
 from fl_strategies.core.metric_names import SKIPPED
 from fl_strategies.core.reasons import in_one_log
 from fl_strategies.core.records import Round
-from fl_strategies.core.schedules import require
 from fl_strategies.core.spelling import hinted
 from fl_strategies.server import stages
 from fl_strategies.server.algorithm import Algorithm, State
-from fl_strategies.server.arguments import check_configs, check_start
 from fl_strategies.server.asked import Asked
-from fl_strategies.server.checkpoints import Checkpoint
 from fl_strategies.server.composition import (
     Caller,
     check_hosts,
@@ -45,6 +40,8 @@ from fl_strategies.server.composition import (
     told_bound,
     unequal,
 )
+from fl_strategies.server.enough import check_enough, clients_needed
+from fl_strategies.server.loop import EvaluateFn, run_rounds
 from fl_strategies.server.model import Model, decoded
 from fl_strategies.server.nodes import Nodes
 from fl_strategies.server.options import Options
@@ -52,12 +49,10 @@ from fl_strategies.server.patience import Patience
 from fl_strategies.server.reading import Read, Reader
 from fl_strategies.server.round import next_model, shares
 from fl_strategies.server.run import Result, Run
-from fl_strategies.server.sending import OF_LAYOUT, Sender
+from fl_strategies.server.sending import Sender
 from fl_strategies.server.settling import Roles, described, settled
 from fl_strategies.solvers.local import check_local
 from fl_strategies.solvers.own_steps import check_only_fine_tuning
-
-EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its default
@@ -149,50 +144,10 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         arrays that cannot be trained, for a config that sets what the strategy itself sends, and
         for checkpoints of another run or in use.
         """
-        check_start(grid, initial_arrays, num_rounds, timeout, evaluate_fn)
-        run = self.run
-        if run.rounds_before and not resume:
-            log(INFO, "continues the run of an earlier start; make a new strategy for a new run")
-        self.caller = replace(self.caller, wrapped=False)
-        self.open(initial_arrays, num_rounds)
-        check_configs(
-            {"train_config": train_config, "evaluate_config": evaluate_config},
-            ours=[*OF_LAYOUT, *self.request(1, 0)],
-            declared=[d.sent for d in type(self).declarations.values() if d.sent],
+        configs = {"train_config": train_config, "evaluate_config": evaluate_config}
+        return run_rounds(
+            self, grid, initial_arrays, num_rounds, timeout, configs, evaluate_fn, resume=resume
         )
-        try:
-            last = run.take(self.checkpoints, resume=resume)
-            self.settle(grid)
-            stopped = self._resume(last) if last else False
-            run.num_rounds = self.communication_rounds(self.state, num_rounds)
-            arrays = run.result.arrays
-            run.result.arrays = self.shown(arrays)
-            log(INFO, run.beginning(self.algorithm))
-            if run.round == 0:
-                self._evaluate(arrays, evaluate_fn)
-            run.first = run.round + 1
-            while run.round < run.num_rounds and not stopped:
-                run.round += 1
-                self._load(arrays)
-                new = self.train_round(grid, timeout, train_config or ConfigRecord())
-                arrays = arrays if new is None else new
-                evaluated = self.configure_evaluate(
-                    run.round, arrays, evaluate_config or ConfigRecord(), grid
-                )
-                replies = grid.send_and_receive(evaluated, timeout=timeout)
-                self.aggregate_evaluate(run.round, replies)
-                self._evaluate(arrays, evaluate_fn)
-                stopped = self.close_round(arrays)
-            if (skipped := run.result.skipped) and skipped == [*run.numbers]:
-                log(WARNING, "every round was skipped (%d): the model is as it was", len(skipped))
-            if stopped:
-                by = "max_epsilon" if stages.is_spent(self, self.parts) else "a callback"
-                log(INFO, "%s ended the run after round %d", by, run.number)
-        finally:
-            if self.checkpoints:
-                self.checkpoints.release()
-            run.close()
-        return run.result
 
     def open(self, initial_arrays: ArrayRecord, num_rounds: int) -> None:
         """Begin a run with the initial model, and forget the result of the last run."""
@@ -203,7 +158,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
     def settle(self, grid: Grid) -> None:
         """Settle which arrays travel and which are trained; begin the algorithm's state."""
         arrays, run = self.result.arrays, self.run
-        ask = functools.partial(described, self.nodes, grid, self.clients_needed)
+        ask = functools.partial(described, self.nodes, grid, clients_needed(self))
         layout = settled(self, decoded(arrays), run.roles, ask)
         check_trained(self.caller, layout, arrays)
         stages.check_layout(self, layout)
@@ -219,16 +174,16 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         replies = grid.send_and_receive(asked.messages, timeout=timeout)
         return self.use(asked, replies)[0]
 
-    # ---- a round: select -> send -> [clients] -> read -> aggregate ----------------------------
+    # ---- a round ------------------------------------------------------------------------------
 
     def ask(self, config: ConfigRecord, grid: Grid) -> Asked:
         """Select the clients of the round, and return the requests to them."""
-        nodes = self.nodes.wait(grid, self.clients_needed)
+        nodes = self.nodes.wait(grid, clients_needed(self))
         check_hosts(type(self).__name__, self.caller, self.nodes.hosts)
         self.state = self.on_connect(self.state, self.nodes.known)
         round = self.make_round(self.run.number, nodes)
         round = stages.selected(self, self.state, self.parts, round, self.nodes.samples)
-        self.check_enough(len(round.asked), "asked")
+        check_enough(self, len(round.asked), "asked")
         return self.send(round, self.opened_model, config, nodes)
 
     def send(
@@ -282,38 +237,6 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
             log(WARNING, "round %d %s", read.round.number, warning)
         return ends
 
-    @property
-    def clients_needed(self) -> int:
-        """How many clients a round waits for.
-
-        The first one after a resumption waits for ``min_replies``, if the run has had so many: some
-        may be away, for as long as their nodes take to come back.
-        """
-        least, run, known = max(self.min_available_nodes, self.min_train_nodes), self.run, 0
-        if run.round == run.first > 1:
-            known = len(self.nodes.known)
-        enough = bisect_left(range(known + 1), self.min_replies, key=self.asked_of)
-        return max(least, enough) if enough <= known else least
-
-    def check_enough(self, clients: int, how: str) -> None:
-        """Raise ``ValueError`` if a call's first round has too few clients for ``min_replies``.
-
-        In later rounds clients may have left for a while: then the round is skipped.
-        """
-        if self.run.round == self.run.first:
-            self._check_replies(clients, how)
-
-    def check_population(self, clients: int) -> None:
-        """Raise ``ValueError`` if no run with so many clients, all connected, can succeed."""
-        self.check_clients(clients)
-        self._check_replies(self.asked_of(clients), f"that {self.algorithm} asks in a round")
-
-    def _check_replies(self, clients: int, how: str) -> None:
-        if clients < self.min_replies:
-            raise ValueError(
-                f"min_replies is {self.min_replies}, and the number of clients {how} is {clients}"
-            )
-
     # ---- what Flower's wrappers and servers call ----------------------------------------------
 
     def configure_train(
@@ -331,7 +254,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         if self.model is None:
             self.settle(grid)
         self.run.round = server_round
-        self._load(arrays)
+        self.load(arrays)
         self._asked = self.ask(config, grid)
         return self._asked.messages
 
@@ -397,7 +320,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
             return arrays
         return stages.shown(self, self.parts, arrays, self.model.layout)
 
-    def _load(self, arrays: ArrayRecord) -> None:
+    def load(self, arrays: ArrayRecord) -> None:
         """Make ``arrays`` the global model of the round."""
         self.model = Model.of(arrays, self.opened_model.layout)
 
@@ -423,57 +346,3 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         """Return the config for ``client`` in ``server_round``."""
         state, round = self._first(self.state), self.make_round(server_round)
         return self.sender.request(state, round, client, self.caller)
-
-    # ---- the end of a round, checkpoints ------------------------------------------------------
-
-    def _evaluate(self, arrays: ArrayRecord, evaluate_fn: EvaluateFn | None) -> None:
-        metrics = evaluate_fn(self.run.number, self.shown(arrays)) if evaluate_fn else None
-        if metrics is not None:
-            wanted = "a MetricRecord, or None"
-            require(isinstance(metrics, Mapping), "what evaluate_fn returns", wanted, metrics)
-            self.result.evaluate_metrics_serverapp[self.run.number] = metrics
-
-    def close_round(self, arrays: ArrayRecord) -> bool:
-        """End the current round: callbacks, checkpoint; return whether the run ends.
-
-        An exception of a callback is raised after all callbacks have seen the round and the
-        checkpoint is written: a resumed run continues after this round.
-        """
-        stopped, errors = self.run.tell(self.shown(arrays), self.callbacks)
-        stopped |= stages.is_spent(self, self.parts)
-        last = stopped or errors or self.run.number == self.run.last
-        if self.checkpoints and (last or self.run.number % self.checkpoints.every == 0):
-            found = self.run.checkpoint(
-                arrays,
-                self._named,
-                self._states,
-                self.ledger,
-                self.nodes.known,
-                stopped=stopped,
-            )
-            self.checkpoints.save(self.run.number, found)
-        if errors:
-            raise errors[0]
-        return stopped
-
-    @property
-    def _named(self) -> dict[str, Scalar]:
-        """What a checkpoint and the run that continues from it must have in common."""
-        model = self.opened_model.layout.signature
-        return {"algorithm": self.algorithm, "seed": self.seed, "model": model}
-
-    @property
-    def _states(self) -> dict[str, State]:
-        """The states that a checkpoint holds, by whose they are."""
-        return {"algorithm": self.state, **self.parts}
-
-    def _resume(self, last: Checkpoint) -> bool:
-        """Continue from the ``last`` checkpoint; return whether the run ended there."""
-        states = self.run.resume(last, self.checkpoints, self._named, self._states, self.ledger)
-        self.state, self.parts = states.pop("algorithm"), states
-        self.nodes.known |= self.run.known
-        rows = {number: self.run.metrics(number) for number in self.run.numbers}
-        for callback in self.callbacks:
-            if recall := getattr(callback, "recall", None):
-                recall(rows)
-        return self.run.stopped

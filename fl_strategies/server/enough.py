@@ -1,0 +1,44 @@
+"""Whether there are enough clients: how many a round waits for, and when no run can succeed."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fl_strategies.server.strategy import FederatedStrategy
+
+
+def clients_needed(strategy: FederatedStrategy) -> int:
+    """Return how many clients a round waits for.
+
+    The first one after a resumption waits for ``min_replies``, if the run has had so many: some
+    may be away, for as long as their nodes take to come back.
+    """
+    least = max(strategy.min_available_nodes, strategy.min_train_nodes)
+    run = strategy.run
+    known = len(strategy.nodes.known) if run.round == run.first > 1 else 0
+    enough = bisect_left(range(known + 1), strategy.min_replies, key=strategy.asked_of)
+    return max(least, enough) if enough <= known else least
+
+
+def check_enough(strategy: FederatedStrategy, clients: int, how: str) -> None:
+    """Raise ``ValueError`` if a call's first round has too few clients for ``min_replies``.
+
+    In later rounds clients may have left for a while: then the round is skipped.
+    """
+    if strategy.run.round == strategy.run.first:
+        _check_replies(strategy, clients, how)
+
+
+def check_population(strategy: FederatedStrategy, clients: int) -> None:
+    """Raise ``ValueError`` if no run with so many clients, all connected, can succeed."""
+    strategy.check_clients(clients)
+    how = f"that {strategy.algorithm} asks in a round"
+    _check_replies(strategy, strategy.asked_of(clients), how)
+
+
+def _check_replies(strategy: FederatedStrategy, clients: int, how: str) -> None:
+    least = strategy.min_replies
+    if clients < least:
+        raise ValueError(f"min_replies is {least}, and the number of clients {how} is {clients}")
