@@ -28,6 +28,8 @@ ON_REAL_DATA = f"on real data ({REAL})"
 ON_STAND_INS = f"on stand-ins, as there is no {REAL}"
 LEFT_OUT = f"left out, as they need real data and there is no {REAL}"
 """How a test's data are told at the end of a test run."""
+SAMPLE = {"fedavg", "scaffold", "fedadmm", "fedpd", "fedbcd-async"}
+"""The algorithms for which the quick tests run what takes long: one of each mechanism."""
 SHOWN_LINES = 30
 """Of each stream that a failed test printed or logged to."""
 
@@ -94,8 +96,13 @@ def note(request: pytest.FixtureRequest, what: str) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that read real data sets where there are some."""
+    """Mark the tests that read real data sets where there are some, and those that take long."""
     for item in items:
+        if item.get_closest_marker("sampled"):
+            params = item.callspec.params.values() if hasattr(item, "callspec") else ()
+            names = {str(getattr(value, "name", value)) for value in params}
+            if not names & SAMPLE:
+                item.add_marker("slow")
         fixtures = {"datasets_folder", "real_datasets"} & set(getattr(item, "fixturenames", ()))
         chosen = item.callspec.params if hasattr(item, "callspec") else {}
         if fixtures and chosen.get("datasets_folder") != "few":

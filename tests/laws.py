@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from conftest import SAMPLE
 from flwr.app import Message
 from limits import (
     RATE,
@@ -247,6 +248,17 @@ ROWS = [
 TABLE = [{row.name: row for row in ROWS}.get(name) or Row(name) for name in STRATEGIES]
 
 every_algorithm = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+
+
+def _id(value: Any) -> str:
+    return str(getattr(value, "name", value))
+
+
+def every_algorithm_and(name: str, quick: Any, slow: Any) -> pytest.MarkDecorator:
+    """Give each algorithm the ``quick`` value of a parameter, and a few the ``slow`` one too."""
+    few = [pytest.param(row, slow, marks=pytest.mark.slow) for row in TABLE if row.name in SAMPLE]
+    every = [pytest.param(row, quick, marks=pytest.mark.sampled) for row in TABLE]
+    return pytest.mark.parametrize(("row", name), [*every, *few], ids=_id)
 
 
 def local(**others: Any) -> dict[str, Any]:

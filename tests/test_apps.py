@@ -98,6 +98,7 @@ def module(name: str, app: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 SHORT = {"num-server-rounds": 2, "local-epochs": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(k, marks=[] if k == "problem" else pytest.mark.slow) for k in apps.KINDS],

@@ -219,6 +219,7 @@ def test_studies_leave_nothing_to_the_defaults_of_an_algorithm(
     assert runs() == as_they_are
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "study",
     ["fedpd-fig2", *(pytest.param(n, marks=pytest.mark.slow) for n in BOARD if n != "fedpd-fig2")],

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from federations import lose
 from flwr.app import ArrayRecord, MetricRecord
-from laws import START, Row, every_algorithm, local
+from laws import START, Row, every_algorithm_and, local
 from problems import to_record
 from resumed import FEDADMM, ROUNDS, federation, interrupted, outcome, run, strategy
 
@@ -46,14 +46,12 @@ def life(row: Row, folder: Path, rounds: int, countdown: Countdown) -> None:
     (folder / "outcome.json").write_text(json.dumps(found))
 
 
-@pytest.mark.parametrize(
-    ("times", "rounds"), [(2, 8), pytest.param(20, ROUNDS, marks=pytest.mark.slow)]
-)
-@every_algorithm
+@every_algorithm_and("times", 2, 20)
 def test_a_run_that_is_killed_many_times_ends_as_if_never_killed(
-    row: Row, times: int, rounds: int, tmp_path: Path
+    row: Row, times: int, tmp_path: Path
 ) -> None:
     """The kills come at random calls, every other one in the midst of writing a file."""
+    rounds = 8 if times == 2 else ROUNDS
     whole = tmp_path / "whole"
     whole.mkdir()
     events = {in_writes: Countdown(0, in_writes) for in_writes in (False, True)}

@@ -89,12 +89,14 @@ def huge(content: RecordDict, **scalars: float) -> RecordDict:
     return content
 
 
+@pytest.mark.sampled
 @every_algorithm
 def test_a_bound_that_nobody_reaches_changes_nothing(row: Row) -> None:
     before = world(made(row))
     assert_same(the_round(bounded(before, 1e6), {}), the_round(before, {}))
 
 
+@pytest.mark.sampled
 @every_algorithm
 def test_a_huge_upload_neither_voids_the_round_nor_moves_the_model_beyond_the_bound(
     row: Row,

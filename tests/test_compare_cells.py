@@ -39,6 +39,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+@pytest.mark.slow
 def test_a_finished_cell_is_not_run_again_and_a_changed_or_interrupted_one_is(
     tmp_path: Path, started: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -298,6 +299,7 @@ def test_bad_arguments_are_refused_before_anything_runs(
     assert started == []
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("engine")
 def test_workers_train_the_same_models_and_leave_to_hosts_what_hosts_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -325,6 +327,7 @@ def test_each_seed_keeps_its_clients_states_apart(tmp_path: Path) -> None:
     assert {path.name for path in states.iterdir()} == {"fedadmm-seed1", "fedadmm-seed2"}
 
 
+@pytest.mark.slow
 def test_compare_refuses_bad_input_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "simulations.lab.compare", "--algorithms", "fedavg,fedsvrg"]
     done = subprocess.run(

@@ -189,6 +189,7 @@ def goes(row: Row) -> bool:
     return not TopK().refusal(row.strategy(local=local()), row.name)
 
 
+@pytest.mark.sampled
 @every_algorithm
 def test_any_algorithm_trains_with_codes_or_says_why_not(row: Row) -> None:
     """With levels so fine that the limit is the algorithm's own; hosts send the same codes."""

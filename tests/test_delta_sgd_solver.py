@@ -132,6 +132,7 @@ LOCAL = {"solver": "delta-sgd", "lr": 0.9, "epochs": 8, "batch-size": 0, "solver
 """A first step of 0.9 is too long for gradient descent: curvatures go up to 2.5."""
 
 
+@pytest.mark.slow
 def test_fedadmm_goes_to_the_optimum_of_clients_that_differ() -> None:
     problems = quadratics(3)
 

@@ -302,6 +302,7 @@ def test_a_deployment_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None
     assert with_home(Path(homes[0])) == []
 
 
+@pytest.mark.slow
 def test_a_supernode_whose_key_was_not_registered_is_not_let_in(federation: Federation) -> None:
     federation.register("known")
     write_node_key(federation.home / "stranger")

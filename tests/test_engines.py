@@ -45,6 +45,7 @@ while thread.is_alive():
 """A ServerApp that makes data while the main thread starts processes by fork, as Ray does."""
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("engine")  # one at a time: each takes all cores
 @pytest.mark.parametrize(
     ("model", "clients", "workers"),

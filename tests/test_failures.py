@@ -33,6 +33,7 @@ def until_round_10(server_round: int, client: int) -> bool:
     return client == CLIENTS - 1 and server_round < 10
 
 
+@pytest.mark.sampled
 @every_algorithm
 def test_answers_after_the_timeout_count_as_lost_ones_to_the_bit(
     row: Row, caplog: pytest.LogCaptureFixture
@@ -45,6 +46,7 @@ def test_answers_after_the_timeout_count_as_lost_ones_to_the_bit(
     assert late.acked == lost.acked
 
 
+@pytest.mark.sampled
 @every_algorithm
 def test_with_half_gone_for_five_rounds_those_present_go_on_and_all_do_afterwards(
     row: Row,
@@ -60,6 +62,7 @@ def test_with_half_gone_for_five_rounds_those_present_go_on_and_all_do_afterward
         np.testing.assert_array_equal(found, Troubled(lost=half_for_five_rounds).run(row))
 
 
+@pytest.mark.sampled
 @every_algorithm
 def test_until_a_client_joins_the_model_is_that_of_a_federation_without_it(row: Row) -> None:
     joined = Troubled(away=until_round_10)

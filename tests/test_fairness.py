@@ -84,6 +84,7 @@ def test_fedavg_weighs_by_examples_or_alike(tmp_path: Path) -> None:
     assert {r["weight-share"] for r in rows if "weight-share" in r} == {1 / 3}
 
 
+@pytest.mark.slow
 def test_a_comparison_in_which_clients_evaluate_has_the_tables(tmp_path: Path) -> None:
     main(
         ["--dataset", "digits", "--clients", "10", "--rounds", "2", "--fraction", "0.3",

@@ -198,6 +198,7 @@ def test_a_small_gamma_brings_z_to_the_optimum_of_the_sum() -> None:
     assert gaps[1] < 0.05
 
 
+@pytest.mark.slow
 def test_started_at_x_every_client_ends_at_its_own_minimiser() -> None:
     problems = [Quadratic(np.sqrt(3) * q.X, np.sqrt(3) * q.y) for q in quadratics(3)]
     found = train(strategy(**DUAL, local_start="client"), grid(problems), 255)

@@ -14,6 +14,7 @@ from simulations.lab.compare import main
 from simulations.rules import configs_for
 
 
+@pytest.mark.slow
 def test_compare_runs_all_three_and_reports_the_time_and_own_accuracy(tmp_path: Path) -> None:
     line = "--dataset digits --partition shards --clients 10 --rounds 2 --seed 1"
     own = "--fraction-evaluate 1 --local-test 0.3"

@@ -61,6 +61,7 @@ def test_the_rules_that_need_sums_alone_are_those() -> None:
     }
 
 
+@pytest.mark.sampled
 @foldable
 def test_a_folded_run_is_the_other_to_rounding_and_its_numbers_are_its_clients(row: Row) -> None:
     options: dict[str, Any] = {"local": local(), "fraction_train": 0.7}

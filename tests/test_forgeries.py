@@ -162,6 +162,7 @@ def forgeries(honest: Outcome) -> Names:
     return {kind: wanted - reported for kind, reported in honest.reported.items()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 def test_no_name_of_a_clients_reaches_a_number_that_is_not_its_own(row: Row) -> None:
     honest = outcome(row.strategy, {})

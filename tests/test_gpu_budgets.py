@@ -125,6 +125,7 @@ PLAIN = {"scaffold", "fednova", "per-fedavg", "per-fedbc", "fedsgd"}
 """Algorithms that are defined by plain gradient steps."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("row", "solver"),
     [

@@ -206,6 +206,7 @@ def test_what_clients_keep_of_a_bfloat16_model_comes_back_to_the_bit() -> None:
     assert all(torch.equal(torch.from_numpy(f).to(vector), vector) for f in fields.values())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 def test_every_algorithm_trains_a_bfloat16_model_beside_float32_ones(row: Row) -> None:
     """Client 0 computes in bfloat16, the others and the server in float32."""

@@ -14,7 +14,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, MetricRecord, RecordDict
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from laws import START, Row, every_algorithm
+from laws import START, Row, every_algorithm_and
 from problems import NODES, grid, quadratics, to_record, to_vector
 from scripted import (
     CLIENTS,
@@ -37,9 +37,6 @@ from tampering import Tamper, arrays_of, fresh, headed, measured, silence
 from fl_strategies import FederatedStrategy
 from fl_strategies.bcd import fedbcd_async, phases
 from fl_strategies.messages.wire import MAX_SAMPLES
-
-HOW_OFTEN = pytest.mark.parametrize("rounds", [10, pytest.param(250, marks=pytest.mark.slow)])
-"""Rounds of a property, with a malformed reply of each hostile client."""
 
 not_finite = st.sampled_from([math.nan, math.inf, -math.inf])
 indices = st.integers(0, 2**16)
@@ -314,13 +311,12 @@ def attacked(strategy: FederatedStrategy, rounds: int, *, failing: bool = False)
     return count
 
 
-@HOW_OFTEN
-@every_algorithm
+@every_algorithm_and("rounds", 10, 250)
 def test_no_malformed_reply_changes_model_or_state_or_ends_the_run(row: Row, rounds: int) -> None:
     assert attacked(made(row), rounds) >= rounds * HOSTILE
 
 
-@HOW_OFTEN
+@pytest.mark.parametrize("rounds", [10, pytest.param(250, marks=pytest.mark.slow)])
 def test_no_malformed_reply_changes_a_run_whose_replies_are_taken_as_they_arrive(
     rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ def model_and_numbers(row: Row, shape: str) -> tuple[np.ndarray, list[Any]]:
     return train(strategy, federation(shape), 4), numbers
 
 
+@pytest.mark.sampled
 @every_algorithm
 def test_models_and_numbers_are_the_same_to_the_bit_however_clients_are_spread(row: Row) -> None:
     model, numbers = model_and_numbers(row, "nodes of one")

@@ -192,6 +192,7 @@ def run_of(row: Row, flat: Callable[[Tensor], Tensor], hosts: int, **options: An
     return np.concatenate([np.ravel(array) for array in result.arrays.to_numpy_ndarrays()])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("hosts", [0, 1], ids=["alone", "stacked"])
 @every_algorithm
 def test_every_algorithm_trains_what_views_as_what_reshapes(row: Row, hosts: int) -> None:

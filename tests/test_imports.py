@@ -62,6 +62,7 @@ def test_images_of_a_folder_load_no_slow_package(tmp_path: Path) -> None:
     assert loaded_after("from simulations import data", read) & SLOW == set()
 
 
+@pytest.mark.slow
 def test_neither_half_needs_what_windows_lacks(tmp_path: Path) -> None:
     """A folder is kept to one run there too, and folders are not fsynced."""
     lacking = {"fcntl", "grp", "pwd", "resource", "termios"}
@@ -92,6 +93,7 @@ def test_the_server_half_needs_no_torch() -> None:
     assert "torch" not in loaded_after("import fl_strategies")
 
 
+@pytest.mark.slow
 def test_only_as_legacy_loads_the_legacy_server() -> None:
     """Beside what Flower loads of it for its own strategies, on which ours are built."""
 
@@ -114,6 +116,7 @@ def test_no_module_but_those_of_compat_names_the_legacy_server() -> None:
     assert not hasattr(fl_strategies, "nothing")
 
 
+@pytest.mark.slow
 def test_another_package_named_clients_is_named_with_the_one_it_hides(tmp_path: Path) -> None:
     def said() -> str:
         done = subprocess.run(
@@ -163,6 +166,7 @@ def test_a_name_wanted_of_the_hidden_package_says_what_hides_it(
     assert not said or f"finds {mine / '__init__.py'}, which comes first on sys.path" in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wanted", "told"), [("Mine", True), ("learning", False), ("FlatModel", False)]
 )

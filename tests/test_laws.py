@@ -33,6 +33,7 @@ def test_every_strategy_has_its_row() -> None:
     assert [row.name for row in TABLE] == list(STRATEGIES)
 
 
+@pytest.mark.sampled
 @every_algorithm
 def test_an_algorithm_converges_to_its_known_limit_and_stays_there(row: Row) -> None:
     # stiff ones, on which RATE comes further in a round
@@ -124,6 +125,7 @@ def test_what_is_passed_in_is_never_written_to(row: Row) -> None:
     assert dict(config) == {"note": "mine"}
 
 
+@pytest.mark.sampled
 @every_algorithm
 def test_a_seed_fixes_the_run_and_another_changes_it(row: Row) -> None:
     def run(seed: int) -> np.ndarray:
@@ -135,6 +137,7 @@ def test_a_seed_fixes_the_run_and_another_changes_it(row: Row) -> None:
     assert np.abs(run(1) - run(2)).max() > 1e-6
 
 
+@pytest.mark.sampled
 @every_algorithm
 def test_a_single_client_goes_to_its_own_minimiser(row: Row) -> None:
     (q,) = quadratics(1)

@@ -92,6 +92,7 @@ def test_a_bound_on_the_norm_counts_a_tied_weight_once(name: str) -> None:
     assert found[0][1]["clients-used"] == found[1][1]["clients-used"]
 
 
+@pytest.mark.sampled
 @every_algorithm
 @pytest.mark.parametrize("module", [Frozen, Tied])
 def test_a_layout_that_nobody_declares_is_learned_to_the_bit(

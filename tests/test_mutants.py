@@ -50,6 +50,7 @@ def tried(tree: Path, *options: str) -> tuple[int, list[str]]:
     return done.returncode, sorted(done.stdout.splitlines())
 
 
+@pytest.mark.slow
 def test_each_mutant_is_caught_or_survives_or_is_stale(tree: Path) -> None:
     code, (total, *lines) = tried(tree)
     assert code == 1

@@ -32,6 +32,7 @@ def shown(program: str) -> list[str]:
     return list(dict.fromkeys(filter(None, found)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", shown("reproduce"))
 def test_a_study_of_a_page_has_the_cells_and_rules_that_are_named(
     arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -51,6 +52,7 @@ HERE = [line for line in shown("compare") if not re.search(r"\$|ag_news", line)]
 """Comparisons of data at hand, without variables of the shell."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", HERE)
 def test_a_comparison_of_a_page_has_settings_that_fit_its_data(
     arguments: str,

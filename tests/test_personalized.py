@@ -116,6 +116,7 @@ def same(one: Any, other: Any) -> None:
         assert torch.equal(tensor, other[name]), name
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("algorithm", sorted(PERSONALIZED))
 def test_it_is_the_model_that_the_client_evaluates_as_its_own_to_the_bit(

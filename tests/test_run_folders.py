@@ -64,6 +64,7 @@ def test_a_state_directory_is_one_runs(tmp_path: Path) -> None:
     assert run_in_process(second).model_sha256 == summary.model_sha256
 
 
+@pytest.mark.slow
 def test_a_comparison_replaces_the_states_of_its_own_cells_and_no_others(tmp_path: Path) -> None:
     command = ["--algorithms", "fedadmm", "--clients", "20", "--rounds", "2", "--fraction", "0.25"]
     states = ["--state-dir", str(tmp_path / "state")]

@@ -77,6 +77,7 @@ def strategy_of(row: Row, **options: Any) -> FederatedStrategy:
     return row.strategy(**{**KNOBS.get(row.name, {}), **usual, **options})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("fold", [False, True], ids=["each upload", "one mean"])
 @pytest.mark.parametrize("bound", [None, 10.0])
 @every_algorithm

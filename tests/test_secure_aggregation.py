@@ -58,6 +58,7 @@ def ready(row: Row, **options: Any) -> FederatedStrategy:
     return row.strategy(**{"min_available_nodes": 4, "local": local(), **options})
 
 
+@pytest.mark.sampled
 @rows(OF_MODELS | OF_CHANGES)
 def test_under_masks_the_model_is_the_same_but_for_rounding(row: Row) -> None:
     """Rounding errors, of STEP and a little more by weight, add up over four rounds."""

@@ -107,6 +107,7 @@ def test_where_nothing_moves_nothing_moves(step: ServerStep) -> None:
         np.testing.assert_array_equal(step.shown(state, START), START)
 
 
+@pytest.mark.sampled
 @going(Momentum())
 def test_an_algorithm_with_momentum_converges_to_its_own_limit(row: Row) -> None:
     step = Momentum(lr=0.8, beta=0.2)  # as far as without, in the long run

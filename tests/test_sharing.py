@@ -263,6 +263,7 @@ def trained(row: Row, patterns: dict[str, Any], idle: bool = True) -> np.ndarray
     return to_vector(result.arrays)
 
 
+@pytest.mark.sampled
 @every_algorithm
 @pytest.mark.parametrize(
     "patterns", [{"share": "!aside"}, {"train": "!aside"}], ids=["local", "frozen"]

@@ -32,6 +32,7 @@ def test_the_apps_run_config_has_every_key_with_its_default() -> None:
     assert config == RunConfig().to_run_config()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("algorithm", STRATEGIES)
 def test_the_same_seed_gives_the_same_model_twice_and_another_seed_another(
     algorithm: str, tmp_path: Path
@@ -211,11 +212,12 @@ def test_a_state_directory_of_another_algorithm_or_model_is_refused(tmp_path: Pa
         run_in_process(small(tmp_path, model="mlp", **state))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("datasets_folder", "dataset"),
     [
-        *(("few", name) for name in ("synthetic", "mnist", "cifar10")),
-        *(pytest.param("all", name, marks=pytest.mark.slow) for name in ("mnist", "fashion_mnist")),
+        ("few", "synthetic"),
+        *(pytest.param("few", name, marks=pytest.mark.slow) for name in ("mnist", "cifar10")),
     ],
     indirect=["datasets_folder"],
 )

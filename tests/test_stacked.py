@@ -36,6 +36,7 @@ from clients.stacking.masks import Masks, masked
 every_row = pytest.mark.parametrize("row", TABLE, ids=str)
 
 
+@pytest.mark.sampled
 @every_row
 @pytest.mark.parametrize("settings", [{}, {"solver": "sgd", "batch-size": 5, "epochs": 3}], ids=str)
 def test_every_algorithm_on_a_stack_is_the_algorithm(row: Row, settings: dict[str, Any]) -> None:

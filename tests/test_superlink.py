@@ -121,6 +121,7 @@ def test_a_failing_app_raises_with_the_end_of_its_log(app: Path) -> None:
     assert members(group_in(lines)) == []
 
 
+@pytest.mark.slow
 def test_a_refused_run_raises_with_the_reason(app: Path) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)not started.*Key 'colour' is not present"):
         flwr_run({"colour": "blue"}, num_supernodes=2, app=app)

@@ -167,6 +167,7 @@ def test_hyperparameters_of_parts_are_tuned_too(tmp_path: Path) -> None:
         spaces(configs, ["adam.lr=0,0.1"])
 
 
+@pytest.mark.slow
 @every_tuner
 def test_algorithms_have_one_budget_and_a_killed_comparison_resumes(
     tuner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -100,6 +100,7 @@ def test_what_the_app_holds_goes_to_workers_and_a_run_ends_with_no_process_left(
     assert not os.path.exists(file)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("engine")
 def test_a_worker_that_dies_costs_its_client_alone(caplog: pytest.LogCaptureFixture) -> None:
     grid = InProcessGrid(of_a_page(fatal=2), 4, workers=2)
@@ -126,6 +127,7 @@ def test_what_cannot_run_says_why() -> None:
         InProcessGrid(client_app(client_fn), 4, workers=2)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("engine")
 def test_an_app_that_workers_cannot_import_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -141,6 +143,7 @@ def test_an_app_that_workers_cannot_import_ends_the_run(
         run(grid)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("engine")
 def test_a_simulation_gives_the_same_model_with_workers(tmp_path: Path) -> None:
     settings = {"algorithm": "scaffold", "dataset": "digits", "clients": 6, "rounds": 3}
