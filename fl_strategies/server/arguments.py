@@ -15,6 +15,9 @@ from fl_strategies.core.schedules import check, require
 from fl_strategies.core.spelling import misspelt
 from fl_strategies.solvers.local import default_training
 
+OF_LAYOUT = ("layout", "frozen", "checksums")
+"""Names in a request that depend on the model's layout."""
+
 
 def check_start(
     grid: object, initial_arrays: object, num_rounds: int, timeout: float, evaluate_fn: object
@@ -39,9 +42,10 @@ def check_configs(
 
     Misspellings are warned of.
 
-    ``ours`` are the names in a request, ``declared`` those of hyperparameters that may be sent.
+    ``ours`` are the names in a request before the layout is known, ``declared`` those of
+    hyperparameters that may be sent.
     """
-    taken = {*ours, *declared, CATCH_UP}
+    taken = {*ours, *declared, *OF_LAYOUT, CATCH_UP}
     for name, config in configs.items():
         wanted = "a ConfigRecord, or None"
         require(config is None or isinstance(config, Mapping), name, wanted, config)

@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, TypeAlias
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
-from fl_strategies.core.hyperparameters import Scalar
 from fl_strategies.core.log import log
 from fl_strategies.core.schedules import require
 from fl_strategies.server import stages
-from fl_strategies.server.algorithm import State
 from fl_strategies.server.arguments import check_configs, check_start
-from fl_strategies.server.checkpoints import Checkpoint
-from fl_strategies.server.run import Result
-from fl_strategies.server.sending import OF_LAYOUT
 
 if TYPE_CHECKING:
+    from fl_strategies.core.hyperparameters import Scalar
+    from fl_strategies.server.algorithm import State
+    from fl_strategies.server.checkpoints import Checkpoint
+    from fl_strategies.server.run import Result
     from fl_strategies.server.strategy import FederatedStrategy
 
 EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -49,7 +48,7 @@ def run_rounds(
     strategy.open(initial_arrays, num_rounds)
     check_configs(
         configs,
-        ours=[*OF_LAYOUT, *strategy.request(1, 0)],
+        ours=[*strategy.request(1, 0)],
         declared=[d.sent for d in type(strategy).declarations.values() if d.sent],
     )
     train_config, evaluate_config = (config or ConfigRecord() for config in configs.values())

@@ -18,6 +18,7 @@ from fl_strategies.core.reasons import named
 from fl_strategies.core.schedules import plain
 from fl_strategies.server.callbacks import Callback, RoundInfo
 from fl_strategies.server.checkpoints import Checkpoint, Checkpoints
+from fl_strategies.server.patience import Patience
 from fl_strategies.server.progress import round_line
 from fl_strategies.server.replies import one_line
 from fl_strategies.server.settling import Roles
@@ -54,8 +55,10 @@ class Run:
     """
 
     algorithm: str
-    reports: tuple[str, ...] = ()
+    reports: tuple[str, ...]
     """Names of the algorithm's own metrics."""
+    patience: Patience
+    """Ends a run in which no reply can be used."""
     id: str = ""
     rounds_before: int = 0
     round: int = 0

@@ -30,9 +30,6 @@ from fl_strategies.server.model import Model
 from fl_strategies.server.nodes import ANY_HOST, Nodes
 from fl_strategies.server.stages import requested
 
-OF_LAYOUT = ("layout", "frozen", "checksums")
-"""Names in a request that depend on the model's layout."""
-
 
 @dataclass
 class Sender:

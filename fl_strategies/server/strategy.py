@@ -94,8 +94,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         self.parts: stages.States = {}
         self.ledger = Ledger(self.lost_state, self.acknowledge, kept_rounds)
         self.nodes = Nodes(self.node_wait, self.shared_population)
-        self.run = Run(self.algorithm, self.reports)
-        self.patience = Patience(self.max_unusable_rounds)
+        self.run = Run(self.algorithm, self.reports, Patience(self.max_unusable_rounds))
         self.sender = Sender(self, self.ledger, self.nodes)
         self.reader = Reader(self, self.ledger)
         self.caller = Caller()
@@ -206,7 +205,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         read = self.reader.training(self.state, asked, replies, self.caller, hosts)
         run.clients, run.faults = read.rows, read.faults
         run.devices |= read.devices
-        self.patience.settle(len(read.uploads), read.unusable, len(self.nodes.known))
+        run.patience.settle(len(read.uploads), read.unusable, len(self.nodes.known))
         fault = self.caller.fault(len(read.faults))
         outcome = next_model(
             self, self.state, read.round, read.uploads, fault=fault, parts=self.parts
