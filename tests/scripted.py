@@ -155,7 +155,6 @@ COUNTED = {
 """Metrics that tell a malformed reply from none."""
 PASSING = {
     "clipping_norm",
-    "patience",
     "phases",
     "reader",
     "run",
