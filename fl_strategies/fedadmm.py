@@ -221,16 +221,16 @@ class FedADMM(FederatedStrategy):
         theta, m = round.theta, round.population
         if state is None or self.eta != "fraction":
             step = len(uploads) / m if self.eta == "fraction" else at(self.eta, round.number)
-            shift = None if state is None else theta - state.origin
+            shift = None if state is None else round.received - state.origin
             deltas = (changed(upload, shift) for upload in uploads)
             return server_rule(theta, deltas, step=step), state, {}
-        deltas = (changed(upload, theta - state.origin) for upload in uploads)
+        deltas = (changed(upload, round.received - state.origin) for upload in uploads)
         theta, total = sum_rule(state.origin, state.total, deltas, clients=m)
         return theta, ServerState(state.origin, total), {}
 
 
 def changed(upload: Upload, shift: Vector | None) -> Vector:
-    """Return Delta as the change of a client that began at theta^0 = theta - ``shift``.
+    """Return Delta as the change of a client that began at theta^0 = theta received - ``shift``.
 
     A client that lost its state is known, and D holds its changes already.
     """

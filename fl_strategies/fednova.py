@@ -111,6 +111,7 @@ class FedNova(FederatedStrategy):
 
     algorithm = "fednova"
     folds = True
+    moves_received = True
     weight = staticmethod(weight)
     card = Card(
         "FedNova",

@@ -57,6 +57,7 @@ class FedSGD(FederatedStrategy):
     )
     runs = "fedavg"
     averages = "models"
+    moves_received = True
     folds = True
     weight = staticmethod(weight)
     weights: Weights = "samples"

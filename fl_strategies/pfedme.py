@@ -115,6 +115,7 @@ class PFedMe(Averaging):
         paper="Dinh, Tran, Nguyen, NeurIPS 2020",
     )
     averages = "models"
+    moves_received = True
     authors_rule: ClassVar[Mapping[str, str]] = {"local_start": "global", "weights": "samples"}
 
     lam: Schedule = number(

@@ -92,6 +92,7 @@ class QFedAvg(FederatedStrategy):
 
     algorithm = "q-fedavg"
     folds = folds_distances = True
+    moves_received = True
     weight = staticmethod(weight)
     card = Card(
         "q-FedAvg",

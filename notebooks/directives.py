@@ -15,7 +15,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from fl_strategies import STRATEGIES, FederatedStrategy, apps
 from fl_strategies.core.hyperparameters import Hyperparameter
-from fl_strategies.parts import PARTS, Part
+from fl_strategies.parts import STAGES, Part, parts_for
 from fl_strategies.server.options import Options
 
 PACKAGES = ("fl_strategies", "clients")
@@ -151,7 +151,7 @@ class Parts(FromCode):
 
 def parts(stage: str) -> list[str]:
     """Return the table of a stage's parts, and of each part's hyperparameters, in MyST."""
-    found = [part for part in PARTS.values() if part.stage == stage]
+    found = [*parts_for(stage).values()]
     lines = ["| part | name | what it does | paper |", "|---|---|---|---|"]
     for part in found:
         source = f"[{part.__name__}](/notebooks/api/{part.__module__}.rst)"
@@ -182,9 +182,14 @@ UNIFORM: dict[str, Any] = {"weights": "uniform"}
 def combinations() -> list[str]:
     """Return the table algorithm x part, from what each declares, and the reasons, in MyST."""
     alike: dict[tuple[object, ...], list[type[Part]]] = {}
-    for part in PARTS.values():
-        alike.setdefault((part.stage, *part.needs), []).append(part)
-    heads = [", ".join(part.__name__ for part in group) for group in alike.values()]
+    for stage in STAGES:
+        for part in parts_for(stage).values():
+            needs = part.needs if stage == part.stage else ()
+            alike.setdefault((stage, *needs), []).append(part)
+    heads = [
+        ", ".join(p.__name__ if p.stage == stage else f"{p.__name__} ({stage})" for p in group)
+        for (stage, *_), group in alike.items()
+    ]
     lines = [f"| algorithm | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
     reasons: list[str] = []
     for name, strategy in STRATEGIES.items():
@@ -193,8 +198,8 @@ def combinations() -> list[str]:
             local = {"lr": 0.1} if strategy.uses_local else {}
             rule = strategy(local=local, **options)
             cells = []
-            for parts, *_ in alike.values():
-                why = parts.refusal(rule, "the algorithm")
+            for (stage, *_), (part, *_) in alike.items():
+                why = part.refusal(rule, "the algorithm", str(stage))
                 if why and why not in reasons:
                     reasons.append(why)
                 cells.append(f"refused ({reasons.index(why) + 1})" if why else "works")

@@ -19,7 +19,7 @@ from fl_strategies.core.hyperparameters import Hyperparameter
 from fl_strategies.core.schedules import check, one_of, shown
 from fl_strategies.core.settings_text import format_params, parse_params
 from fl_strategies.core.spelling import listed, unknown, unknown_of
-from fl_strategies.parts import PARTS, STAGES, Compression, Part, parse_part
+from fl_strategies.parts import STAGES, Compression, Part, parse_part, parts_for
 from fl_strategies.server.enough import check_population
 from fl_strategies.server.options import Options
 from fl_strategies.solvers.local import idle
@@ -50,8 +50,7 @@ def _names(where: str, names: Iterable[str]) -> str:
 
 
 def _parts(stage: str) -> str:
-    known = [name for name, part in PARTS.items() if part.stage == stage]
-    return ", ".join(f"`{name}`" for name in known)
+    return ", ".join(f"`{name}`" for name in parts_for(stage))
 
 
 class Unused(ValueError):
@@ -60,6 +59,11 @@ class Unused(ValueError):
     def __init__(self, message: str, names: list[str]) -> None:
         super().__init__(message)
         self.names = names
+
+
+def rule_name(stage: str, part: Part) -> str:
+    """Return how a rule's name has the part: ``adam``, and ``download=bfloat16``."""
+    return part.name if stage == part.stage else f"{stage}={part.name}"
 
 
 def keeps_state(algorithm: str, compression: str) -> bool:
@@ -80,6 +84,7 @@ class RunConfig:
     algorithm: str = key("fedadmm", "one of `fl_strategies.STRATEGIES`")
     params: str = key("", "hyperparameters of the algorithm: `rho=0.01 eta=1:1.0;60:0.5`")
     selection: str = key("", f"part: one of {_parts('selection')}")
+    download: str = key("", f"part: {_parts('download')}")
     compression: str = key("", f"part: one of {_parts('compression')}, `topk share=0.01`")
     privacy: str = key(
         "", f"part: one of {_parts('privacy')}, `gaussian clip=1 noise=1 delta=1e-5`"
@@ -241,13 +246,14 @@ class RunConfig:
     @property
     def parts(self) -> dict[str, Part]:
         """The parts around the algorithm, by stage."""
-        texts = {base.stage: getattr(self, base.stage) for base in STAGES}
+        texts = {stage: getattr(self, stage) for stage in STAGES}
         return {stage: parse_part(text, stage) for stage, text in texts.items() if text}
 
     @property
     def rule(self) -> str:
         """The name of the algorithm with its parts: ``fedprox+adam``."""
-        return "+".join([self.algorithm, *(part.name for part in self.parts.values())])
+        named = ((stage, part) for stage, part in self.parts.items())
+        return "+".join([self.algorithm, *(rule_name(stage, part) for stage, part in named)])
 
     def to_run_config(self) -> dict[str, Scalar]:
         """Return the keys and values as ``flwr run`` takes them."""

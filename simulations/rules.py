@@ -10,7 +10,7 @@ from fl_strategies import STRATEGIES
 from fl_strategies.core.schedules import shown
 from fl_strategies.core.settings_text import format_params, parse_params
 from fl_strategies.core.spelling import listed, unknown
-from fl_strategies.parts import PARTS, parse_part
+from fl_strategies.parts import PARTS, STAGES, parse_part
 from simulations.config import RunConfig, Unused, hyperparameters_of, keeps_state
 
 
@@ -21,11 +21,18 @@ def parse_rule(name: str) -> tuple[str, dict[str, str]]:
     --------
     >>> parse_rule("fedprox+adam")
     ('fedprox', {'server_step': 'adam'})
+    >>> parse_rule("fedprox+download=bfloat16")
+    ('fedprox', {'download': 'bfloat16'})
     """
     algorithm, *names = name.split("+")
     parts: dict[str, str] = {}
     for part in names:
-        if (stage := parse_part(part).stage) in parts:
+        stage, _, other = part.rpartition("=")
+        stage = stage.replace("-", "_") or parse_part(other).stage
+        if stage not in STAGES:
+            raise ValueError(f"{name}: no stage {unknown([stage], STAGES)}; known: {[*STAGES]}")
+        part = parse_part(other, stage).name
+        if stage in parts:
             raise ValueError(f"{name} has two parts of one stage: {parts[stage]} and {part}")
         parts[stage] = part
     return algorithm, parts

@@ -18,7 +18,7 @@ from problems import make_client_app, quadratics
 from clients import Hosted
 from clients.node.in_process import InProcessGrid
 from fl_strategies import STRATEGIES, Options
-from fl_strategies.parts import PARTS, STAGES, Adam, Momentum, Part, parse_part
+from fl_strategies.parts import PARTS, STAGES, Adam, Momentum, Part, parse_part, parts_for
 from simulations.config import RunConfig
 from simulations.lab.compare import main
 from simulations.rules import configs_for, parse_rule
@@ -40,7 +40,7 @@ def test_a_part_is_a_small_file_with_its_equations_and_source(part: type[Part]) 
 @every_part
 def test_a_parts_stage_is_an_option_of_every_strategy_and_a_key(part: type[Part]) -> None:
     assert part.stage in Options.declarations
-    assert any(issubclass(part, base) for base in STAGES)
+    assert issubclass(part, STAGES[part.stage])
     assert hasattr(RunConfig, part.stage)
     with pytest.raises(ValueError, match=f"^{part.stage} must be .*parts`.*, got <class"):
         Options.declarations[part.stage].check(part.stage, part)
@@ -156,7 +156,7 @@ def test_the_sites_table_says_what_strategies_do() -> None:
     lines = imported_directives().combinations()
     heads = [cell.strip() for cell in lines[0].strip("|").split("|")][1:]
     assert ", ".join(heads) == ", ".join(
-        ", ".join(names) for names in ([part.__name__ for part in group] for group in alike())
+        p.__name__ if stage == p.stage else f"{p.__name__} ({stage})" for stage, p in columns()
     )
     by_class = {part.__name__: part for part in PARTS.values()}
     for line in lines[2 : lines.index("")]:
@@ -165,8 +165,9 @@ def test_the_sites_table_says_what_strategies_do() -> None:
         given = {n: eval(v) for n, _, v in (option.partition("=") for option in options)}
         training = {"lr": 0.1} if STRATEGIES[algorithm].uses_local else {}
         for head, cell in zip(heads, cells, strict=True):
-            part = by_class[head.split(", ")[0]]
-            stage: dict[str, Any] = {part.stage: part()}
+            called, _, other = head.split(", ")[0].partition(" ")
+            part = by_class[called]
+            stage: dict[str, Any] = {other.strip("()") or part.stage: part()}
             if cell == "works":
                 STRATEGIES[algorithm](local=training, **given, **stage)
             else:
@@ -175,11 +176,13 @@ def test_the_sites_table_says_what_strategies_do() -> None:
                     STRATEGIES[algorithm](local=training, **given, **stage)
 
 
-def alike() -> list[list[type[Part]]]:
-    found: dict[Any, list[type[Part]]] = {}
-    for part in PARTS.values():
-        found.setdefault((part.stage, part.needs), []).append(part)
-    return [*found.values()]
+def columns() -> list[tuple[str, type[Part]]]:
+    """Return the stage and the part of each column; those alike stand together."""
+    found: dict[Any, list[tuple[str, type[Part]]]] = {}
+    for stage in STAGES:
+        for part in parts_for(stage).values():
+            found.setdefault((stage, part.needs), []).append((stage, part))
+    return [column for alike in found.values() for column in alike]
 
 
 def imported_directives() -> Any:

@@ -40,10 +40,10 @@ from clients.stacking.choice import Setting, check_setting
 from fl_strategies.core.log import log
 from fl_strategies.core.reasons import brief, of_exception
 from fl_strategies.core.schedules import require
+from fl_strategies.messages.codes import received
 from fl_strategies.messages.description import DESCRIBE, QUERY, WHOSE
 from fl_strategies.messages.encoding import encoded
 from fl_strategies.messages.hosting import is_hosted
-from fl_strategies.messages.wire import decode
 
 ARRAYS, CONFIG, METRICS, CLIENT = "arrays", "config", "metrics", "client"
 
@@ -225,9 +225,9 @@ def _for_training(mod: Mod) -> Mod:
 def _request(message: Message, client: NumPyClient) -> tuple[list[str], list[Any], dict[str, Any]]:
     """Return the names and arrays of the ArrayRecord, and the ConfigRecord as a new dict.
 
-    The arrays are read-only views of the received ones. If the client knows the names of its
-    model's arrays (``array_names``, as clients of this package do), the record must begin with
-    them.
+    The arrays are read-only views of the received ones, unless they came as bfloat16. If the client
+    knows the names of its model's arrays (``array_names``, as clients of this package do), the
+    record must begin with them.
     """
     content = message.content
     if len(content.array_records) != 1 or len(content.config_records) > 1:
@@ -238,7 +238,7 @@ def _request(message: Message, client: NumPyClient) -> tuple[list[str], list[Any
     record = next(iter(content.array_records.values()))
     config = dict(next(iter(content.config_records.values()), {}))
     check_names(client, list(record))
-    return list(record), [decode(array) for array in record.values()], config
+    return list(record), received(record, config), config
 
 
 def _reply(

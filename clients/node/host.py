@@ -37,10 +37,10 @@ from fl_strategies.core.reasons import by_reason, named, of_exception
 from fl_strategies.core.records import BadReply
 from fl_strategies.core.schedules import plain
 from fl_strategies.messages.codes import CODEC
+from fl_strategies.messages.codes import received as received_of
 from fl_strategies.messages.encoding import encoded, stacked
 from fl_strategies.messages.folding import Folder, Terms
 from fl_strategies.messages.hosting import Report, fold_of, pack_reply, unpack_request
-from fl_strategies.messages.wire import decode
 
 Arrays: TypeAlias = list[npt.NDArray[Any]]
 Config: TypeAlias = dict[str, Any]
@@ -109,7 +109,7 @@ class Host:
         """Return the reply to a training request about several clients."""
         started = time.monotonic()
         record, configs = unpack_request(message.content)
-        arrays = [decode(array) for array in record.values()]
+        arrays = received_of(record, next(iter(configs.values()), {}))
         names = list(record)
         with self._clients(configs, names, context) as (clients, failed):
             asked = [configs[client] for client in clients]
@@ -139,7 +139,7 @@ class Host:
         """Return the reply to an evaluation request about several clients."""
         started = time.monotonic()
         record, configs = unpack_request(message.content)
-        arrays = [decode(array) for array in record.values()]
+        arrays = received_of(record, next(iter(configs.values()), {}))
         reports: dict[int, Report] = {}
         with self._clients(configs, list(record), context) as (clients, failed):
             for number, client in clients.items():

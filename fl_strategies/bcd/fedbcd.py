@@ -209,7 +209,7 @@ class SummingStrategy(CloudStrategy):
 
     def sent(self, state: Any, round: Round, client: int) -> Vector:
         """Return the model [d] that ``client`` got in the round."""
-        return round.theta
+        return round.received
 
     def reference(self, state: Any, round: Round, upload: Upload) -> Vector | float:
         fresh = upload.scalars["fresh"] > 0.0  # which uploads its model whole

@@ -98,7 +98,8 @@ def as_legacy(
     Raises
     ------
     ValueError
-        For a strategy that does not wait for a round's replies, or that has checkpoints; with
+        For a strategy that does not wait for a round's replies, or that has checkpoints or a
+        ``download``; with
         ``secure`` for one whose rule needs more than a mean. In the first round, as ``start``; with
         ``secure`` for a model with buffers, or arrays that clients do not share.
     """
@@ -110,6 +111,11 @@ def as_legacy(
         raise ValueError(
             f"{type(strategy).__name__} has no legacy form: it does not wait for the replies of a"
             " round, and a legacy server does"
+        )
+    if strategy.download is not None:
+        raise ValueError(
+            f"download={strategy.download!r} needs Strategy.start: a legacy server sends arrays of"
+            " the model's types"
         )
     if secure is not None:
         _check_secure(strategy, secure)

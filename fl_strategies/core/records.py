@@ -72,7 +72,8 @@ class Round:
     reply before this round. ``seed`` is the run's, ``run`` its id. ``traffic`` counts the bytes of
     the round's messages once replies are read. A rule that averages does so by ``mean`` alone.
     ``samples`` are clients' numbers of samples, and ``draws`` says how often each client was drawn,
-    where a part selects by them (``fl_strategies.parts.selection``).
+    where a part selects by them (``fl_strategies.parts.selection``). ``rounded`` is theta [d] as it
+    travelled, if it was rounded (``download``).
     """
 
     number: int = 1
@@ -88,3 +89,9 @@ class Round:
     mean: Mean = weighted_mean
     samples: Mapping[int, int] = field(default_factory=dict)
     draws: Mapping[int, int] = field(default_factory=dict)
+    rounded: Vector | None = None
+
+    @property
+    def received(self) -> Vector:
+        """The global model [d] as clients received it."""
+        return self.theta if self.rounded is None else self.rounded

@@ -1,20 +1,30 @@
-"""Uploads as codes (``fl_strategies.parts.compression``), decoded without trust."""
+"""Codes (``fl_strategies.parts.compression``): uploads decoded without trust, and downloads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from fl_strategies.core.bfloat16 import halves, numbers_of
 from fl_strategies.core.layout import Arrays, Layout
 from fl_strategies.core.records import BadReply
+from fl_strategies.messages.wire import decode as decode_array
+
+if TYPE_CHECKING:
+    from flwr.app import Array
 
 CODEC = "compression"
 """The name, in a request and in its reply, of the codec."""
 CHANGES = "uploads-changes"
 """The name, in a request, of whether the uploaded vector is a change itself."""
+DOWNLOAD = "download"
+"""The name, in a request, of the type of the arrays that travel as bfloat16."""
+SHORT = np.dtype("V2")
+"""The type of arrays that travel as bfloat16. Nothing computes with it, so that a client which does
+not know it fails, and never trains on something else."""
 Decode = Callable[[npt.NDArray[Any], int, np.dtype[Any]], npt.NDArray[Any]]
 """``decode(code, d, dtype)`` returns the vector [d] of a code, or raises ``ValueError``."""
 
@@ -53,3 +63,22 @@ def decompressed(
             pieces |= {name: pieces[name] + start[name] for name in layout.trainable}
         arrays |= {prefix + name: pieces[name] for name in layout.trainable}
     return arrays | {copy: arrays[name] for copy, name in layout.copies.items()}
+
+
+# ---- downloads ----------------------------------------------------------------------------------
+
+
+def shortened(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the array as it travels in bfloat16."""
+    return halves(array).view(SHORT)
+
+
+def lengthened(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Return an array that travelled in bfloat16, in the model's type; any other as it is."""
+    return numbers_of(array.view(np.uint16), dtype) if array.dtype == SHORT else array
+
+
+def received(record: Mapping[str, Array], config: Mapping[str, Any]) -> list[npt.NDArray[Any]]:
+    """Return the arrays of a request, read-only views of what came unless they are bfloat16."""
+    dtype = np.dtype(config.get(DOWNLOAD, "<f4"))
+    return [lengthened(decode_array(array), dtype) for array in record.values()]

@@ -35,11 +35,16 @@ _ALL: tuple[type[Part], ...] = (
 )
 PARTS = {part.name: part for part in _ALL}
 """Every part by its name."""
-STAGES: tuple[type[Part], ...] = (
-    *(Selection, Compression, Gaussian, Combine),
-    *(Regularizer, ServerStep),
-)
-"""The base of each stage's parts, in the order of a round."""
+STAGES: dict[str, type[Part]] = {
+    "selection": Selection,
+    "download": BFloat16,
+    "compression": Compression,
+    "privacy": Gaussian,
+    "combine": Combine,
+    "regularizer": Regularizer,
+    "server_step": ServerStep,
+}
+"""The base of the parts that each option takes, in the order of a round."""
 
 __all__ = [
     "PARTS",
@@ -51,7 +56,13 @@ __all__ = [
     "Selection",
     "ServerStep",
 ]
-__all__ += ["parse_part", *(part.__name__ for part in PARTS.values())]
+__all__ += ["parse_part", "parts_for", *(part.__name__ for part in PARTS.values())]
+
+
+def parts_for(stage: str) -> dict[str, type[Part]]:
+    """Return the parts that an option takes, by name; all parts for ""."""
+    base = STAGES[stage] if stage else Part
+    return {name: part for name, part in PARTS.items() if issubclass(part, base)}
 
 
 def parse_part(text: str, stage: str = "") -> Part:
@@ -61,7 +72,7 @@ def parse_part(text: str, stage: str = "") -> Part:
     part does not allow.
     """
     name, _, params = text.strip().partition(" ")
-    known = {n: part for n, part in PARTS.items() if stage in ("", part.stage)}
+    known = parts_for(stage)
     where = stage.replace("_", "-") or "part"
     if name not in known:
         raise ValueError(f"{where}: no part {unknown([name], known)}; known: {[*known]}")

@@ -12,6 +12,14 @@ C       the codec: top-k and bfloat16 are contractions, ||C(p) - p||^2 <= delta 
 The server uses theta + C(p), or C(p). Buffers travel as they are. Clients that send no codes, such
 as foreign ones, are taken at their word.
 
+Downloads: with ``download=BFloat16()`` clients receive theta rounded, and the server keeps theta:
+
+    received = C(theta),        theta <- theta + (rule(received, uploads) - received)       (2)
+
+for rules whose uploads are the received model as training moved it (``moves_received``), so that
+steps below the rounding add up. Other rules have theta itself, and the model that clients received
+wherever they measure from it.
+
     TopK(share)   the k = ceil(share d) largest numbers                 k (4 + b) bytes
     BFloat16()    each number as the nearest bfloat16                   2 d bytes
     QSGD(levels)  see ``fl_strategies.parts.qsgd``
@@ -30,6 +38,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from fl_strategies.core.bfloat16 import halves, numbers_of
 from fl_strategies.core.hyperparameters import number
 from fl_strategies.parts.part import Need, Part
 
@@ -96,14 +105,11 @@ class BFloat16(Compression):
     paper = "Karimireddy et al., ICML 2019"
 
     def encode(self, p: Numbers, rng: np.random.Generator) -> Code:
-        bits = p.astype(np.float32).view(np.uint32)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).view(np.uint8)
+        return halves(p).view(np.uint8)
 
     def decode(self, code: Code, size: int, dtype: np.dtype[Any]) -> Numbers:
         check_size(code, 2 * size)
-        numbers = (code.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        with np.errstate(invalid="ignore"):  # a received one may be no number
-            return numbers.astype(dtype)
+        return numbers_of(code.view(np.uint16), dtype)
 
 
 def check_size(code: Code, expected: int) -> None:

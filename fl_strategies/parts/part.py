@@ -59,16 +59,21 @@ class Part(Declared):
     name: ClassVar[str]
     """Name by which run-configs and commands know the part."""
     stage: ClassVar[str]
-    """The stage of a round at which it stands, which is also its option of every strategy."""
+    """The stage of a round at which it stands, which is also its option of every strategy.
+
+    ``BFloat16`` goes to a second one, ``download``."""
     about: ClassVar[str]
     """What it does, in one line."""
     paper: ClassVar[str]
     needs: ClassVar[tuple[Need, ...]] = ()
 
     @classmethod
-    def refusal(cls, rule: Rule, called: str) -> str:
-        """Return why the part does not go around ``rule``, ``called`` so; "" if it does."""
-        for need in cls.needs:
+    def refusal(cls, rule: Rule, called: str, stage: str = "") -> str:
+        """Return why the part does not go around ``rule``, ``called`` so; "" if it does.
+
+        Its needs are those of its own stage.
+        """
+        for need in cls.needs if stage in ("", cls.stage) else ():
             if not need.holds(rule):
                 return f"{need.why.format(rule=called)}; use {need.instead}"
         return ""

@@ -82,6 +82,9 @@ class Algorithm(Options):
     """Whether uploads are changes that the server and the client both add to their states."""
     compresses: ClassVar[bool] = True
     """Whether all uploads of a client are models, or all are changes, so that codes fit them."""
+    moves_received: ClassVar[bool] = False
+    """Whether an uploaded model is the received one as training moved it. Then the rule is one of
+    these moves: if the received model was rounded, they count from the exact one."""
     weight: ClassVar[Callable[..., float]] = staticmethod(equal)
     """The weight of an upload in the rule. Its keyword arguments are hyperparameters."""
     folds: ClassVar[bool] = False
@@ -248,7 +251,7 @@ class Algorithm(Options):
 
     def reference(self, state: State, round: Round, upload: Upload) -> Vector | float:
         """Return the point, [d] or 0, from which ``clipping_norm`` measures ``upload``."""
-        return 0.0 if self.accumulates_changes else round.theta
+        return 0.0 if self.accumulates_changes else round.received
 
     def replies_needed(self, round: Round) -> int:
         """Return the number of usable replies below which the round is skipped."""

@@ -13,9 +13,10 @@ from fl_strategies.core.log import log
 from fl_strategies.core.records import CATCH_UP
 from fl_strategies.core.schedules import check, require
 from fl_strategies.core.spelling import misspelt
+from fl_strategies.messages.codes import DOWNLOAD
 from fl_strategies.solvers.local import default_training
 
-OF_LAYOUT = ("layout", "frozen", "checksums")
+OF_LAYOUT = ("layout", "frozen", "checksums", DOWNLOAD)
 """Names in a request that depend on the model's layout."""
 
 

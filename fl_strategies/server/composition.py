@@ -143,7 +143,7 @@ def check_clipped(reply: Reply, caller: Caller, bound: float, round: Round) -> N
         return
     layout = round.layout
     assert layout is not None
-    norm = float(np.linalg.norm(layout.pack(reply.arrays) - round.theta))
+    norm = float(np.linalg.norm(layout.pack(reply.arrays) - round.received))
     rounding = max(np.finfo(layout.dtypes[name]).eps for name in layout.trainable)
     if norm > bound + 1e-3 * bound + rounding * float(np.linalg.norm(round.theta)):
         raise BadReply(

@@ -9,6 +9,7 @@ from flwr.app import ArrayRecord
 
 from fl_strategies.core.layout import Arrays, Layout
 from fl_strategies.core.vectors import Vector
+from fl_strategies.messages.codes import lengthened, shortened
 from fl_strategies.messages.encoding import encoded
 from fl_strategies.messages.wire import decode
 
@@ -30,6 +31,14 @@ class Model:
         """Return the model in ``record``; raise ``BadReply`` for what is not an array."""
         arrays = {name: decode(record[name]) for name in layout.shapes}
         return cls(record, arrays, layout, layout.pack(arrays))
+
+    def rounded(self) -> Model:
+        """Return the model as clients receive it with ``download=BFloat16()``."""
+        arrays = {name: decode(self.record[name]) for name in self.layout.shapes}
+        short = {n: shortened(a) for n, a in arrays.items() if n not in self.layout.buffers}
+        arrays |= {name: lengthened(a, arrays[name].dtype) for name, a in short.items()}
+        record = {n: encoded(short[n]) if n in short else self.record[n] for n in arrays}
+        return Model(ArrayRecord(record), arrays, self.layout, self.layout.pack(arrays))
 
     @cached_property
     def travelling(self) -> ArrayRecord:

@@ -15,7 +15,7 @@ from fl_strategies.core.schedules import shown
 from fl_strategies.core.spelling import listed, meant, unknown
 from fl_strategies.messages.wire import MAX_SAMPLES
 from fl_strategies.parts.combine import Combine
-from fl_strategies.parts.compression import Compression
+from fl_strategies.parts.compression import BFloat16, Compression
 from fl_strategies.parts.part import Part
 from fl_strategies.parts.privacy import Gaussian
 from fl_strategies.parts.regularizer import Regularizer
@@ -266,6 +266,12 @@ class Options(Declared):
         ),
         about="Which clients are asked in a round: `selection=BySize()`, or a function that"
         " returns clients of `round.connected`.",
+    )
+    download: BFloat16 | None = part(
+        BFloat16,
+        "number format",
+        about="How the model travels to clients: `download=BFloat16()` sends two bytes a number,"
+        " and the server keeps the exact model.",
     )
     compression: Compression | None = part(
         Compression,

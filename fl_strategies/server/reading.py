@@ -283,7 +283,7 @@ class Phase:
         most = math.sqrt(float(np.dot(weights, distances2)) / total)
         mean = np.asarray(folded[0][1].vector)
         rounding = ROUNDING * most + 1e-12 * norm(mean)
-        if (size := norm(mean - self.asked.round.theta)) > most + rounding:
+        if (size := norm(mean - self.asked.round.received)) > most + rounding:
             raise BadReply(
                 f"its host's mean is {size:g} from the model, and the clients' root mean square"
                 f" distance is said to be {most:g}"

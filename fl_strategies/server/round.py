@@ -16,7 +16,7 @@ import numpy as np
 from fl_strategies.core.layout import Arrays, Layout, negative_variance
 from fl_strategies.core.records import NOTHING, Round, Upload
 from fl_strategies.core.vectors import finite
-from fl_strategies.server.stages import States, merged, stepped, with_mean
+from fl_strategies.server.stages import States, as_moved, merged, stepped, with_mean
 
 if TYPE_CHECKING:
     from fl_strategies.server.algorithm import Algorithm
@@ -56,8 +56,10 @@ def next_model(
         fault = f"{len(uploads)} usable replies, at least {needed} needed"
     if not fault:
         with np.errstate(over="ignore", invalid="ignore"):  # an overflow is found just below
-            around = with_mean(algorithm, parts, round, uploads)
+            around = with_mean(algorithm, parts, as_moved(algorithm, round), uploads)
             aggregated, after, info = algorithm.aggregate(state, around, uploads)
+            if around.theta is not round.theta:
+                aggregated = round.theta + (aggregated - around.theta)
             theta, kept, numbers = stepped(algorithm, parts, round, aggregated, uploads)
             model = round.layout.unpack(np.asarray(theta), merged(algorithm, round, uploads))
         if not (fault := _unusable(model, round.layout)):

@@ -20,6 +20,7 @@ from fl_strategies.core.log import log
 from fl_strategies.core.records import CATCH_UP, Round
 from fl_strategies.core.schedules import at
 from fl_strategies.core.spread import expected_work, spread
+from fl_strategies.messages.codes import DOWNLOAD
 from fl_strategies.messages.encoding import encoded
 from fl_strategies.messages.folding import Terms
 from fl_strategies.messages.hosting import pack_request, per_message
@@ -56,16 +57,22 @@ class Sender:
         ``nodes`` gives each client's node.
         """
         wire = model.layout.with_vectors(self.algorithm.extra_vectors)
-        asked = Asked(round, model.arrays, wire, started=time.monotonic())
+        sent = model
+        if self.algorithm.download is not None:
+            sent = model.rounded()
+            round = replace(round, rounded=sent.theta)
+        asked = Asked(round, sent.arrays, wire, started=time.monotonic())
         trains = message_type == MessageType.TRAIN
         arrays = model.travelling
         if trains and self.algorithm.extra_vectors:
             arrays = self._with_vectors(state, asked, arrays)
-        size = sum(len(array.data) for array in arrays.values())
+        size = _bytes(arrays)  # an upload's
+        arrays = arrays if sent is model else ArrayRecord({**arrays, **sent.travelling})
+        each = _bytes(arrays)
         configs = self._configs(state, round, config, caller)
         if trains:
             self._add_catch_up(state, asked, configs)
-        requests, messages, sent = [], [], 0
+        requests, messages, down = [], [], 0
         terms = self._terms(round, configs, nodes, size) if trains else None
         work = self._expected(configs, trains=trains)
         keys = self.algorithm.arrayrecord_key, self.algorithm.configrecord_key
@@ -82,10 +89,10 @@ class Sender:
             requests.append(Request(node, tuple(clients), message.metadata, hosted, folds))
             catch_ups = [configs[client].get(CATCH_UP, b"") for client in clients]
             if nodes[clients[0]] == ANY_HOST:  # hosts stand for as many nodes as clients
-                sent += size * len(clients) + sum(map(len, catch_ups))
+                down += each * len(clients) + sum(map(len, catch_ups))
             else:
-                sent += size + sum(map(len, {*catch_ups}))
-        return replace(asked, messages=messages, requests=requests, bytes_down=sent)
+                down += each + sum(map(len, {*catch_ups}))
+        return replace(asked, messages=messages, requests=requests, bytes_down=down)
 
     # ---- what clients are told ----------------------------------------------------------------
 
@@ -108,7 +115,7 @@ class Sender:
             "server-round": round.number,
             "seed": round.seed,
             "algorithm": algorithm.runs or algorithm.algorithm,
-            **requested(algorithm),
+            **requested(algorithm, layout),
         }
         if layout is not None:
             alike["layout"] = layout.signature
@@ -228,6 +235,10 @@ class Sender:
         for node, clients in of.items():
             for start in range(0, len(clients), most):
                 yield node, clients[start : start + most]
+
+
+def _bytes(arrays: ArrayRecord) -> int:
+    return sum(len(array.data) for array in arrays.values())
 
 
 def _at(values: Mapping[str, Any], server_round: int) -> dict[str, Scalar]:

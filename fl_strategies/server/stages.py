@@ -20,7 +20,7 @@ from fl_strategies.core.layout import Arrays, BufferMean, Layout, few
 from fl_strategies.core.records import NOTHING, Round, Upload
 from fl_strategies.core.schedules import shown as shortly
 from fl_strategies.core.vectors import Vector, weighted_mean
-from fl_strategies.messages.codes import CHANGES, CODEC
+from fl_strategies.messages.codes import CHANGES, CODEC, DOWNLOAD
 from fl_strategies.parts import STAGES
 from fl_strategies.parts.part import Part
 from fl_strategies.parts.privacy import Gaussian
@@ -46,10 +46,10 @@ class Stepped(NamedTuple):
     info: Mapping[str, float] = NOTHING
 
 
-def parts_of(algorithm: Algorithm) -> list[Part]:
-    """Return the parts around the algorithm, in the order of a round."""
-    given = (getattr(algorithm, stage.stage) for stage in STAGES)
-    return [part for part in given if isinstance(part, Part)]
+def parts_of(algorithm: Algorithm) -> dict[str, Part]:
+    """Return the parts around the algorithm by stage, in the order of a round."""
+    given = {stage: getattr(algorithm, stage) for stage in STAGES}
+    return {stage: part for stage, part in given.items() if isinstance(part, Part)}
 
 
 def check_parts(algorithm: Algorithm) -> None:
@@ -59,9 +59,9 @@ def check_parts(algorithm: Algorithm) -> None:
         raise ValueError(
             f"selection={shortly(algorithm.selection)} does not go with {called}: {why}"
         )
-    for part in parts_of(algorithm):
-        if why := part.refusal(algorithm, called):
-            raise ValueError(f"{part.stage}={part!r} does not go with {called}: {why}")
+    for stage, part in parts_of(algorithm).items():
+        if why := part.refusal(algorithm, called, stage):
+            raise ValueError(f"{stage}={part!r} does not go with {called}: {why}")
     step, combine = algorithm.server_step, algorithm.combine
     if step is not None and combine is not None and step.needs_distances:
         raise ValueError(
@@ -107,18 +107,24 @@ def check_layout(algorithm: Algorithm, layout: Layout) -> None:
             " would be averaged without noise: use a model without, with GroupNorm instead of"
             " BatchNorm"
         )
+    types = sorted({str(layout.dtypes[name]) for name in layout.trainable})
+    if algorithm.download is not None and len(types) > 1:
+        raise ValueError(
+            f"download={algorithm.download!r} does not go with trained arrays of the types {types}:"
+            " use a model whose trained arrays have one"
+        )
 
 
 def described(algorithm: Algorithm) -> str:
     """Return the algorithm's class with its parts, for messages."""
-    parts = ", ".join(f"{part.stage}={part!r}" for part in parts_of(algorithm))
+    parts = ", ".join(f"{stage}={part!r}" for stage, part in parts_of(algorithm).items())
     return f"{type(algorithm).__name__} with {parts}" if parts else type(algorithm).__name__
 
 
 def mean_of(algorithm: Algorithm) -> Averages:
     """Return what the next model is the mean of, as ``Algorithm.mean_of``, with the parts."""
     step = algorithm.server_step
-    if algorithm.needs_each_upload:
+    if algorithm.needs_each_upload or algorithm.download is not None:
         return ""  # nobody else may clip uploads, add noise to them or add them up under masks
     if step is None or not algorithm.mean_of:
         return algorithm.mean_of
@@ -170,10 +176,15 @@ def is_spent(algorithm: Algorithm, states: States) -> bool:
     return algorithm.privacy is not None and algorithm.privacy.is_spent(states[PRIVACY])
 
 
-def requested(algorithm: Algorithm) -> dict[str, Any]:
+def requested(algorithm: Algorithm, layout: Layout | None) -> dict[str, Any]:
     """Return what every client is told of the parts."""
     codec = algorithm.compression
-    return {} if codec is None else {CODEC: str(codec), CHANGES: algorithm.accumulates_changes}
+    told: dict[str, Any] = {}
+    if codec is not None:
+        told = {CODEC: str(codec), CHANGES: algorithm.accumulates_changes}
+    if algorithm.download is not None and layout is not None:
+        told[DOWNLOAD] = layout.dtype.str
+    return told
 
 
 # ---- combine ------------------------------------------------------------------------------------
@@ -185,6 +196,11 @@ def min_replies(algorithm: Algorithm) -> int:
         return 0
     least = 1 if algorithm.combine is None else algorithm.combine.least
     return max(algorithm.min_replies, least)
+
+
+def as_moved(algorithm: Algorithm, round: Round) -> Round:
+    """Return the round from whose theta the uploaded models were moved."""
+    return replace(round, theta=round.received) if algorithm.moves_received else round
 
 
 def with_mean(
@@ -287,9 +303,9 @@ def shown(algorithm: Algorithm, states: States, arrays: ArrayRecord, layout: Lay
 
 
 def _spread(algorithm: Algorithm, round: Round, uploads: Sequence[Upload]) -> float:
-    """Return sum_i p_i ||w_i - theta||^2, with p_i the weights in the rule, which sum to 1."""
+    """Return sum_i p_i ||w_i - theta||^2 of theta as received; the p_i sum to 1."""
     weights = np.asarray(weights_of(algorithm, round, uploads))
-    squares = [_distance2(upload, round.theta) for upload in uploads]
+    squares = [_distance2(upload, round.received) for upload in uploads]
     return float(weights @ squares / weights.sum())
 
 

@@ -1,0 +1,21 @@
+"""Numbers as bfloat16: the upper half of a float32, rounded to the nearest, ties to even."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+def halves(numbers: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
+    """Return the bfloat16 nearest to each number, as its bits."""
+    bits = np.ascontiguousarray(numbers, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def numbers_of(halves: npt.NDArray[np.uint16], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Return the numbers of :func:`halves`, in another type."""
+    numbers = (halves.astype(np.uint32) << 16).view(np.float32)
+    with np.errstate(invalid="ignore"):  # a received one may be no number
+        return numbers.astype(dtype, copy=False)
