@@ -20,7 +20,6 @@ from fl_strategies.core.log import log
 from fl_strategies.core.records import CATCH_UP, Round
 from fl_strategies.core.schedules import at
 from fl_strategies.core.spread import expected_work, spread
-from fl_strategies.messages.codes import DOWNLOAD
 from fl_strategies.messages.encoding import encoded
 from fl_strategies.messages.folding import Terms
 from fl_strategies.messages.hosting import pack_request, per_message
