@@ -160,6 +160,10 @@ class SkippingStrategy(FederatedStrategy):
     def chooses_clients(self) -> bool:
         return True  # all
 
+    @property
+    def needs_everyone(self) -> bool:
+        return self.missing == "skip"
+
     def proximal_rate(self, server_round: int) -> float | None:
         return at(self.eta, server_round) if self.p == 0.0 else None
 

@@ -79,6 +79,7 @@ notebooks/pages/recipes/index
 simulations/README
 notebooks/pages/scale
 notebooks/pages/faults
+notebooks/pages/heterogeneity
 simulations/DEPLOYMENT
 SECURITY
 notebooks/pages/board

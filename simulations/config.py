@@ -92,6 +92,8 @@ class RunConfig:
     combine: str = key("", f"part: one of {_parts('combine')}, `trimmed-mean share=0.2`")
     regularizer: str = key("", f"part: one of {_parts('regularizer')}, `l1 weight=0.01`")
     server_step: str = key("", f"part: one of {_parts('server_step')}, `adam lr=0.1`")
+    clock: str = key("", f"part: one of {_parts('clock')}, `clock step=0.01 spread=0.5`")
+    availability: str = key("", f"part: one of {_parts('availability')}, `markov on=8 off=4`")
     dataset: str = key("digits", "short name, folder or Hub name, see `simulations.data`")
     dataset_params: str = key("", "options of the data set: `alpha=1 beta=1`")
     normalise: str = key("own", "image normalisation: `own`, `authors`, `none`")

@@ -277,15 +277,42 @@ RULES = [
         },
     ),
     *of(
-        "fl_strategies/bcd/latency.py",
+        "fl_strategies/parts/exponential.py",
         "tests/test_latency.py",
         {
-            "arrival + work * epoch": "arrival + epoch",
-            "math.lgamma(k) -": "math.lgamma(k + 1) -",
+            "arrival + work * each": "arrival + each",
             "self.mean_arrival * arrival": "arrival",
             "self.mean_work * work": "work",
             '"clock", server_round, client)': '"clock", server_round)',
             '"clock", server_round,': '"clock",',
+        },
+    ),
+    *of(
+        "fl_strategies/parts/clock.py",
+        "tests/test_clock.py",
+        {
+            "self.spread * fast + self.jitter * now": "self.spread * fast",
+            "2 * self.latency +": "self.latency +",
+            "work * each + sent": "work * each",
+            "down / download + up / upload": "down / download",
+            "client % len(speeds(step))": "0",
+            '"dropout", server_round, client)': '"dropout", server_round)',
+        },
+    ),
+    *of(
+        "fl_strategies/parts/availability.py",
+        "tests/test_clock.py",
+        {
+            "self.on / (self.on + self.off)": "0.5",
+            "if renews < renewal:": "if True:",
+            "now / self.period + phase": "now / self.period",
+        },
+    ),
+    *of(
+        "fl_strategies/bcd/latency.py",
+        "tests/test_latency.py",
+        {
+            "math.lgamma(k) -": "math.lgamma(k + 1) -",
             "(n - k + 1) * high": "(n - k) * high",
             "* np.pi * np.cosh(t)": "* np.cosh(t)",
             "math.lgamma(n + 1) -": "math.lgamma(n) -",

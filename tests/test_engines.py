@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,35 @@ def test_a_serverapp_makes_its_data_while_processes_are_forked() -> None:
     environment = os.environ | {"OPENBLAS_NUM_THREADS": "4"}
     command = [sys.executable, "-W", "ignore", "-c", FORKING]
     subprocess.run(command, env=environment, timeout=180, check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("engine")
+def test_the_clock_gives_the_same_rounds_on_ray(tmp_path: Path) -> None:
+    config = RunConfig.parse(
+        {
+            "algorithm": "fedadmm",
+            "model": "logistic",
+            "clients": 8,
+            "rounds": 4,
+            "partition": "imbalanced",
+            "fraction": 0.5,
+            "clock": "clock step=0.01 spread=1 jitter=0.5 upload=1 dropout=0.2",
+            "availability": "markov on=4 off=2",
+            "output": str(tmp_path / "ray"),
+        }
+    )
+    flwr_run(config.to_run_config(), num_supernodes=8, workers=1, on_line=lambda line: None)
+    here = replace(config, output=str(tmp_path / "here"))
+    run_in_process(here)
+    rows = [
+        [
+            json.loads(line)
+            for line in (tmp_path / folder / "history.jsonl").read_text().splitlines()
+        ]
+        for folder in ("ray", "here")
+    ]
+    names = ("virtual-seconds", "clients-asked", "clients-used", "clients-dropped", "test-loss")
+    on_ray, in_process = ([[row.get(n) for n in names] for row in run] for run in rows)
+    assert on_ray == in_process
+    assert sum(row["clients-dropped"] for row in rows[0]) > 0

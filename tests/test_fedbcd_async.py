@@ -82,10 +82,10 @@ def test_a_run_is_that_of_the_protocol_played_out_event_by_event(
     for t in range(1, 9):
         for n in range(servers):
             if ready_at[n] is None:
-                i = min((n, n + 3), key=lambda i: one.clock.arrival(3, t, i))
+                i = min((n, n + 3), key=lambda i: one.device_clock.begins(3, t, i))
                 start = kept[i] or (z[n], z[n])
                 work[n] = {i: aspg(problems[i], *start, STEPS, zeta=0.9, gamma=gamma, z=z[n])}
-                ready_at[n] = free_at[n] + one.clock.latency(3, t, i, STEPS)
+                ready_at[n] = free_at[n] + one.device_clock.seconds(3, t, i, STEPS)
         queue = sorted(range(servers), key=lambda n: ready_at[n])
         mixing, rest = queue[:first], queue[first:]
         now = max(ready_at[n] for n in mixing)

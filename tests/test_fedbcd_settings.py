@@ -13,20 +13,20 @@ from problems import NODES, forget, grid, make_client_app, quadratics, to_record
 
 from clients.node.in_process import InProcessGrid
 from fl_strategies import STRATEGIES, FedBCD, FedBCDI, RoundInfo
-from fl_strategies.bcd.latency import Clock
+from fl_strategies.parts import Exponential
 
 
 def test_a_round_lasts_until_its_slowest_device_is_done() -> None:
     seen: list[RoundInfo] = []
     one = fedbcd_(servers=2, fraction_train=0.34, callbacks=[seen.append], seed=5)
-    one.clock = Clock(mean_arrival=3.0, mean_work=0.2)
+    one.clock = Exponential(mean_arrival=3.0, mean_work=0.2)
     train(one, grid(quadratics(6)), 3)
     now = 0.0
     for t, info in enumerate(seen, start=1):
         done = []
         for cloud in ((0, 2, 4), (1, 3, 5)):
-            first = min(cloud, key=lambda i: one.clock.arrival(5, t, i))
-            done.append(one.clock.latency(5, t, first, STEPS))
+            first = min(cloud, key=lambda i: one.device_clock.begins(5, t, i))
+            done.append(one.device_clock.seconds(5, t, first, STEPS))
         now += max(done)
         assert info.metrics["virtual-seconds"] == pytest.approx(now, rel=1e-12)
         assert info.metrics["clients-asked"] == 2

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from fl_strategies.bcd.latency import (
-    Clock,
     Quantile,
     exponential_quantile,
     large_latency_gain,
     latency_gain,
     mean_order_statistic,
 )
+from fl_strategies.parts import Exponential
 
 
 def simulated(first: int, servers: int, rounds: int = 20_000) -> tuple[float, float]:
@@ -76,10 +76,10 @@ def test_times_that_are_bounded_gain_at_most_the_share_of_the_bound() -> None:
 
 
 def test_the_clocks_times_have_the_means_it_is_given() -> None:
-    clock = Clock(mean_arrival=3.0, mean_work=0.5)
+    clock = Exponential(mean_arrival=3.0, mean_work=0.5)
     draws = 4000
-    arrivals = np.array([clock.arrival(1, 1, i) for i in range(draws)])
-    each = np.array([clock.latency(1, 1, i, 4.0) for i in range(draws)]) - arrivals
+    arrivals = np.array([clock.begins(1, 1, i) for i in range(draws)])
+    each = np.array([clock.seconds(1, 1, i, 4.0) for i in range(draws)]) - arrivals
     for values, mean in ((arrivals, 3.0), (each, 4.0 * 0.5)):
         assert values.mean() == pytest.approx(mean, abs=4 * mean / math.sqrt(draws))
         assert values.std() == pytest.approx(mean, rel=0.15)  # as an exponential time has it
@@ -87,16 +87,16 @@ def test_the_clocks_times_have_the_means_it_is_given() -> None:
 
 
 def test_the_clock_goes_by_seed_round_and_client_alone() -> None:
-    clock = Clock()
+    clock = Exponential()
     drawn = {
-        (seed, t, i): clock.latency(seed, t, i, 2.0)
+        (seed, t, i): clock.seconds(seed, t, i, 2.0)
         for i in (3, 1)
         for t in (2, 5)
         for seed in (0, 1)
     }
     assert len(set(drawn.values())) == 8
     for (seed, t, i), value in drawn.items():
-        assert clock.latency(seed, t, i, 2.0) == value
+        assert clock.seconds(seed, t, i, 2.0) == value
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_the_clock_goes_by_seed_round_and_client_alone() -> None:
         (lambda: latency_gain(exponential_quantile, 4, 3), "k must be >= 1 and <= 3, got 4"),
         (lambda: large_latency_gain(exponential_quantile, 1.0, 9), "share must be > 0 and < 1"),
         (lambda: large_latency_gain(exponential_quantile, 0.5, 1), "servers must be >= 2, got 1"),
-        (lambda: Clock(mean_arrival=-1.0), "mean_arrival must be >= 0, got -1.0"),
+        (lambda: Exponential(mean_arrival=-1.0), "mean_arrival must be >= 0, got -1.0"),
     ],
 )
 def test_bad_arguments_are_refused_with_bound_and_value(call: Any, message: str) -> None:

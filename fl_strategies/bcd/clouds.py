@@ -1,8 +1,9 @@
 """Cloud servers and their devices: what the strategies of FedBCD share.
 
 Each client is a device of one of V cloud servers. In a round, the active devices of a cloud server
-are those whose requests come first by the virtual clock (``fl_strategies.bcd.latency``), which is a
-random draw. The clock also tells how long the round would have lasted (``virtual-seconds``).
+are those whose requests come first by the virtual clock, which is a random draw
+(``fl_strategies.parts.exponential`` unless another is given). The clock also tells how long the
+round would have lasted (``virtual-seconds``).
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 
-from fl_strategies.bcd.latency import Clock
 from fl_strategies.core.hyperparameters import Scalar, Schedule, choice, number, option
 from fl_strategies.core.log import LOGGER
 from fl_strategies.core.randomness import share
 from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.schedules import at, check, require, values
 from fl_strategies.core.vectors import Vector
+from fl_strategies.parts.clock import VirtualClock
+from fl_strategies.parts.exponential import Exponential
 from fl_strategies.server.strategy import FederatedStrategy
 
 Reduce: TypeAlias = Literal["mean", "sum"]
@@ -70,8 +72,7 @@ class CloudStrategy(FederatedStrategy):
     number of clients, or if a summed step is above its bound.
     """
 
-    clock: ClassVar[Clock] = Clock()
-    """The virtual clock; assign another to a strategy before it starts."""
+    counts_time = True
     reports = ("virtual-seconds",)
     weight = staticmethod(weight)
     step_per_cloud: ClassVar[bool] = False
@@ -139,6 +140,11 @@ class CloudStrategy(FederatedStrategy):
             if value not in (0.0, own):
                 raise ValueError(f"{name} of local is this strategy's to set ({own}), got {value}")
         self._check_step(max(1, self.min_available_nodes))
+
+    @property
+    def device_clock(self) -> VirtualClock:
+        """The clock of requests and work: the paper's, unless another is given."""
+        return self.clock or Exponential()
 
     @property
     def gammas(self) -> tuple[float, ...]:
@@ -249,11 +255,14 @@ class CloudStrategy(FederatedStrategy):
 
     def first_to_call(self, round: Round, clients: Collection[int], size: int) -> list[int]:
         """Return the ``size`` clients whose requests arrive first by the virtual clock, sorted."""
-        arrival = {c: self.clock.arrival(round.seed, round.number, c) for c in clients}
+        arrival = {c: self.device_clock.begins(round.seed, round.number, c) for c in clients}
         return sorted(sorted(clients, key=lambda client: arrival[client])[:size])
 
     def select(self, state: Any, round: Round) -> list[int]:
         return sorted(c for n in range(self.servers) for c in self.active(state, round, n))
+
+    def virtual_seconds(self, state: Any) -> float:
+        return float(state.seconds)
 
     # ---- rounds -------------------------------------------------------------------------------
 
@@ -283,7 +292,7 @@ class CloudStrategy(FederatedStrategy):
         ``work`` is the K of the usable replies; one without counts with K = 1.
         """
         times = [
-            self.clock.latency(seed, server_round, client, work.get(client, 1.0))
+            self.device_clock.seconds(seed, server_round, client, work.get(client, 1.0))
             for client in clients
         ]
         return max(times, default=0.0)

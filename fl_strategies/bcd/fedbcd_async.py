@@ -130,6 +130,8 @@ class FedBCDAsync(SummingStrategy):
             raise ValueError('rigorous needs order="virtual", got order="arrival"')
         self.phases = Phases()
 
+    overlaps = True
+
     @property
     def model_from_state(self) -> bool:
         return True  # the cloud servers' models

@@ -1,7 +1,7 @@
-"""How long rounds take: the virtual clock of FedBCD's experiments, and the gain of waiting less.
+"""How long rounds take in FedBCD's experiments, and the gain of waiting less.
 
 A device's request arrives after Exp(mean 2), and each epoch takes it Exp(mean 1), so that device i
-of round t takes
+of round t takes (``fl_strategies.parts.exponential``)
 
     tau_i = arrival_i + K_i work_i                                              (1)
 
@@ -24,45 +24,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from fl_strategies.core.randomness import stream
 from fl_strategies.core.schedules import check
 
 Quantile: TypeAlias = Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
 """``Q(u)``: the time [seconds] by which a share u in (0, 1) of the cloud servers is done."""
-
-
-@dataclass(frozen=True)
-class Clock:
-    """The virtual clock: mean seconds until a request arrives, and mean seconds per epoch.
-
-    Draws depend on (seed, round, client) alone. Raises ``ValueError`` for a mean < 0.
-    """
-
-    mean_arrival: float = 2.0
-    mean_work: float = 1.0
-
-    def __post_init__(self) -> None:
-        check("mean_arrival", self.mean_arrival, low=0.0)
-        check("mean_work", self.mean_work, low=0.0)
-
-    def arrival(self, seed: int, server_round: int, client: int) -> float:
-        """Return the seconds until the client's request arrives."""
-        return self._draw(seed, server_round, client)[0]
-
-    def latency(self, seed: int, server_round: int, client: int, work: float) -> float:
-        """Return the seconds until the client is done with ``work`` = K epochs, by (1)."""
-        arrival, epoch = self._draw(seed, server_round, client)
-        return arrival + work * epoch
-
-    def _draw(self, seed: int, server_round: int, client: int) -> tuple[float, float]:
-        arrival, work = stream(seed, "clock", server_round, client).exponential(size=2)
-        return float(self.mean_arrival * arrival), float(self.mean_work * work)
 
 
 def mean_order_statistic(quantile: Quantile, k: int, n: int) -> float:

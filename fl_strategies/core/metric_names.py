@@ -46,6 +46,9 @@ SERVER = frozenset(
         "gradient-norm2",
         "server-rate",
         "epsilon",
+        "virtual-seconds",
+        "clients-late",
+        "clients-dropped",
         *(f"{phase}{name}" for name in ("samples", *COUNTS) for phase in ("", "eval-")),
         *(f"{share}{end}" for share in SHARES for end in ("", "-smallest", "-largest")),
     }

@@ -10,8 +10,11 @@ from __future__ import annotations
 from fl_strategies.core.settings_text import parse_params
 from fl_strategies.core.spelling import unknown
 from fl_strategies.parts.adaptive import Adagrad, Adam, Yogi
+from fl_strategies.parts.availability import Availability, Bernoulli, Daily, Markov
+from fl_strategies.parts.clock import Clock, VirtualClock
 from fl_strategies.parts.combine import Combine
 from fl_strategies.parts.compression import BFloat16, Compression, TopK
+from fl_strategies.parts.exponential import Exponential
 from fl_strategies.parts.fedexp import FedExP
 from fl_strategies.parts.geometric_median import GeometricMedian
 from fl_strategies.parts.krum import Krum, MultiKrum
@@ -23,15 +26,18 @@ from fl_strategies.parts.qsgd import QSGD
 from fl_strategies.parts.regularizer import L1, L2, Box, Regularizer
 from fl_strategies.parts.selection import BySize, Probabilities, Selection, Uniform
 from fl_strategies.parts.server_step import ServerStep
+from fl_strategies.parts.trace import Trace
 
 _SELECTION = (Uniform, BySize, Probabilities)
 _COMPRESSION = (TopK, BFloat16, QSGD)
 _COMBINE = (Median, TrimmedMean, GeometricMedian, Krum, MultiKrum)
 _REGULARIZER = (L1, L2, Box)
 _STEP = (Momentum, Adam, Yogi, Adagrad, FedExP)
+_CLOCK = (Clock, Exponential)
+_AVAILABILITY = (Bernoulli, Markov, Daily, Trace)
 _ALL: tuple[type[Part], ...] = (
     *(*_SELECTION, *_COMPRESSION, Gaussian, *_COMBINE),
-    *(*_REGULARIZER, *_STEP),
+    *(*_REGULARIZER, *_STEP, *_CLOCK, *_AVAILABILITY),
 )
 PARTS = {part.name: part for part in _ALL}
 """Every part by its name."""
@@ -43,18 +49,22 @@ STAGES: dict[str, type[Part]] = {
     "combine": Combine,
     "regularizer": Regularizer,
     "server_step": ServerStep,
+    "clock": VirtualClock,
+    "availability": Availability,
 }
 """The base of the parts that each option takes, in the order of a round."""
 
 __all__ = [
     "PARTS",
     "STAGES",
+    "Availability",
     "Combine",
     "Compression",
     "Part",
     "Regularizer",
     "Selection",
     "ServerStep",
+    "VirtualClock",
 ]
 __all__ += ["parse_part", "parts_for", *(part.__name__ for part in PARTS.values())]
 

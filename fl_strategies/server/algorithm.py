@@ -131,6 +131,16 @@ class Algorithm(Options):
         return type(self).weight is equal
 
     @property
+    def overlaps(self) -> bool:
+        """Whether the algorithm itself has work of several rounds under way."""
+        return False
+
+    @property
+    def needs_everyone(self) -> bool:
+        """Whether a round is skipped in which one client is missing."""
+        return False
+
+    @property
     def counts_draws(self) -> bool:
         """Whether a client that is drawn k times has weight k."""
         return isinstance(self.selection, Selection) and self.selection.counts
@@ -139,7 +149,8 @@ class Algorithm(Options):
     def needs_each_upload(self) -> bool:
         """Whether a part needs each upload by itself, as its client sent it."""
         parts = self.combine, self.compression, self.privacy
-        return parts != (None, None, None) or self.counts_draws
+        loses = self.clock is not None and self.clock.loses
+        return parts != (None, None, None) or self.counts_draws or loses
 
     @property
     def can_fold(self) -> bool:
@@ -216,7 +227,8 @@ class Algorithm(Options):
 
     def sample(self, purpose: str, round: Round, fraction: float, least: int) -> list[int]:
         """Return a random share of the connected clients, ascending, by the stream ``purpose``."""
-        size = max(share(fraction, len(round.connected)), least)
+        there = len(round.connected)
+        size = min(max(share(fraction, there), least), there)
         return sorted(draw(stream(round.seed, purpose, round.number), round.connected, size))
 
     def client_config(self, state: State, round: Round, client: int) -> Mapping[str, Any]:
@@ -256,6 +268,15 @@ class Algorithm(Options):
     def replies_needed(self, round: Round) -> int:
         """Return the number of usable replies below which the round is skipped."""
         return self.min_replies
+
+    # ---- time ---------------------------------------------------------------------------------
+
+    counts_time: ClassVar[bool] = False
+    """Whether the algorithm itself counts virtual seconds."""
+
+    def virtual_seconds(self, state: State) -> float | None:
+        """Return the virtual seconds so far, if the algorithm counts them itself."""
+        return None
 
     # ---- numbers of clients and rounds --------------------------------------------------------
 

@@ -44,6 +44,8 @@ class Asked:
     messages: Sequence[Message] = ()
     requests: Sequence[Request] = ()
     bytes_down: int = 0
+    bytes_of: Mapping[int, int] = field(default_factory=dict)
+    """By client, the bytes of arrays that it is sent."""
     started: float = 0.0
     bound: float = math.inf
     rounds: Mapping[int, int] = field(default_factory=dict)

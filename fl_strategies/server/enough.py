@@ -25,9 +25,10 @@ def clients_needed(strategy: FederatedStrategy) -> int:
 def check_enough(strategy: FederatedStrategy, clients: int, how: str) -> None:
     """Raise ``ValueError`` if a call's first round has too few clients for ``min_replies``.
 
-    In later rounds clients may have left for a while: then the round is skipped.
+    In later rounds clients may have left for a while: then the round is skipped. So it is if a part
+    says that they are away.
     """
-    if strategy.run.round == strategy.run.first:
+    if strategy.run.round == strategy.run.first and strategy.availability is None:
         _check_replies(strategy, clients, how)
 
 

@@ -14,6 +14,8 @@ from fl_strategies.core.records import Round
 from fl_strategies.core.schedules import shown
 from fl_strategies.core.spelling import listed, meant, unknown
 from fl_strategies.messages.wire import MAX_SAMPLES
+from fl_strategies.parts.availability import Availability
+from fl_strategies.parts.clock import VirtualClock
 from fl_strategies.parts.combine import Combine
 from fl_strategies.parts.compression import BFloat16, Compression
 from fl_strategies.parts.part import Part
@@ -300,6 +302,18 @@ class Options(Declared):
         "server step",
         about="How far the global model moves towards what the rule aggregated:"
         " `server_step=Adam(lr=0.1)`; by default all the way.",
+    )
+    clock: VirtualClock | None = part(
+        VirtualClock,
+        "clock",
+        about="How fast devices and links are: `clock=Clock(step=0.01, spread=0.5)`, with"
+        " `virtual-seconds` in each round's metrics.",
+    )
+    availability: Availability | None = part(
+        Availability,
+        "availability",
+        about="Which of the connected clients are there: `availability=Markov(on=8, off=4)`;"
+        " selection chooses among them.",
     )
 
     @classmethod

@@ -45,6 +45,7 @@ from fl_strategies.server.replies import (
     summary,
     taken_names,
 )
+from fl_strategies.server.timing import in_time
 
 
 class Read(NamedTuple):
@@ -63,6 +64,8 @@ class Read(NamedTuple):
     faults: Mapping[int | None, str]
     unusable: Mapping[int, str]
     hosts: Mapping[str, float]
+    seconds: float = 0.0
+    """How long the phase lasted by the virtual clock."""
 
 
 @dataclass
@@ -87,6 +90,7 @@ class Reader:
         waited = time.monotonic() - asked.started
         phase = Phase(self, state, asked, caller)
         sifted = sift(replies, asked, phase.taken, phase.check, phase.check_fold, self._told)
+        sifted, seconds = in_time(self.algorithm, asked, sifted)
         good = [reply for reply, _ in sifted.good.values()]
         metrics = self._metrics(
             sifted, good, self.algorithm.train_metrics_aggr_fn, self._in_training
@@ -103,6 +107,7 @@ class Reader:
             sifted.faults,
             sifted.unusable,
             busy_shares(sifted.busy, hosts, waited),
+            seconds,
         )
 
     def evaluation(

@@ -91,7 +91,10 @@ class Sender:
                 down += each * len(clients) + sum(map(len, catch_ups))
             else:
                 down += each + sum(map(len, {*catch_ups}))
-        return replace(asked, messages=messages, requests=requests, bytes_down=down)
+        bytes_of = {c: each + len(config.get(CATCH_UP, b"")) for c, config in configs.items()}
+        return replace(
+            asked, messages=messages, requests=requests, bytes_down=down, bytes_of=bytes_of
+        )
 
     # ---- what clients are told ----------------------------------------------------------------
 

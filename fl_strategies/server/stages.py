@@ -27,6 +27,7 @@ from fl_strategies.parts.privacy import Gaussian
 from fl_strategies.parts.selection import Selection
 from fl_strategies.server.composition import Averages
 from fl_strategies.server.model import Model
+from fl_strategies.server.timing import begun, check_clock, with_those_there
 
 if TYPE_CHECKING:
     from fl_strategies.server.algorithm import Algorithm
@@ -73,6 +74,7 @@ def check_parts(algorithm: Algorithm) -> None:
             f"selection={algorithm.selection!r} does not go with combine={combine!r}, for which"
             " each upload counts alike; use Uniform or Probabilities"
         )
+    check_clock(algorithm, called)
     if algorithm.privacy is not None and (why := _not_private(algorithm)):
         raise ValueError(f"privacy={algorithm.privacy!r} does not go with {why}")
 
@@ -82,6 +84,8 @@ def _not_private(algorithm: Algorithm) -> str:
     codec, step = algorithm.compression, algorithm.server_step
     if algorithm.selection is not None:
         return f"selection={shortly(algorithm.selection)}: epsilon counts on the part's `sampling`"
+    if algorithm.availability is not None:
+        return f"availability={algorithm.availability!r}: epsilon counts on all being there"
     if algorithm.combine is not None:
         return f"combine={algorithm.combine!r}: the noise is that of a sum; use one of the two"
     if codec is not None and codec.feedback:
@@ -139,9 +143,12 @@ def selected(
     algorithm: Algorithm, state: Any, states: States, round: Round, samples: Mapping[int, int]
 ) -> Round:
     """Return the round with the clients that are asked; ``samples`` as they are known."""
+    round = with_those_there(algorithm, state, states, round)
     if algorithm.privacy is not None:
         return _selected_privately(algorithm, algorithm.privacy, states, round)
     part = algorithm.selection
+    if not round.connected:
+        return replace(round, asked=())
     if part is None:
         return replace(round, asked=tuple(algorithm.select(state, round)))
     known = {client: samples[client] for client in round.connected if client in samples}
@@ -250,12 +257,12 @@ def weights_of(algorithm: Algorithm, round: Round, uploads: Sequence[Upload]) ->
 def begin(algorithm: Algorithm, states: States, theta: Vector) -> States:
     """Return the parts' states at the beginning of a ``start`` with the model ``theta`` [d]."""
     step, privacy = algorithm.server_step, algorithm.privacy
-    begun: dict[str, Any] = {}
+    first = {**begun(algorithm, states)}
     if privacy is not None:
-        begun[PRIVACY] = privacy.begin(states.get(PRIVACY))
+        first[PRIVACY] = privacy.begin(states.get(PRIVACY))
     if step is not None:
-        begun[STEP] = step.begin(states.get(STEP), theta)
-    return begun
+        first[STEP] = step.begin(states.get(STEP), theta)
+    return first
 
 
 def stepped(

@@ -51,6 +51,7 @@ from fl_strategies.server.round import next_model, shares
 from fl_strategies.server.run import Result, Run
 from fl_strategies.server.sending import Sender
 from fl_strategies.server.settling import Roles, described, settled
+from fl_strategies.server.timing import passed
 from fl_strategies.solvers.local import check_local
 from fl_strategies.solvers.own_steps import check_only_fine_tuning
 
@@ -218,9 +219,9 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
             metrics[SKIPPED] = 1
             why = outcome.skipped
             log(WARNING, "round %d is skipped: %s; model and state unchanged", number, why)
-        self.state, self.parts = outcome.state, outcome.parts
+        self.state, (self.parts, clock) = outcome.state, passed(outcome.parts, read.seconds)
         seconds = time.monotonic() - asked.started
-        metrics.update({**read.hosts, **outcome.info, "seconds": seconds})
+        metrics.update({**read.hosts, **clock, **outcome.info, "seconds": seconds})
         self.result.train_metrics_clientapp[number] = metrics
         if outcome.model is None:
             return None, metrics

@@ -1,0 +1,119 @@
+"""Clock: the virtual seconds that a round would last on devices and links of different speeds.
+
+    t_i = 2 latency + down / D_i + k_i s_i + up / U_i                           (1)
+    s_i = step exp(spread z_i + jitter z_ti)                                    (2)
+    T   = max t_i over the clients that the server waits for                    (3)
+
+t_i       seconds from the request to client i's reply in round t
+k_i       local steps that client i reports; one that reports none takes its settings' most
+s_i       seconds per local step: lognormal over clients (z_i) and rounds (z_ti), with median step
+D_i, U_i  links of client i: ``download`` and ``upload`` times exp(link_spread z'_i)
+down, up  bytes of the request and of the reply, as they travel
+dropout   probability that client i leaves during its work, at a time that is uniform in [0, t_i];
+          its reply is lost, and the server waits for it until then
+
+Nothing is stored: z_i, z'_i, z_ti follow from seed, client and round. Clients compute as fast as
+they can. Each round reports ``virtual-seconds``, from the beginning of the run.
+
+Reference: Lai et al., "FedScale: Benchmarking Model and System Performance of Federated Learning at
+Scale", ICML 2022, whose traces of devices have such speeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from fl_strategies.core.hyperparameters import number, option
+from fl_strategies.core.randomness import stream
+from fl_strategies.parts.device_files import speeds
+from fl_strategies.parts.part import Part
+
+MBIT = 125_000.0
+"""Bytes of a megabit."""
+
+
+class VirtualClock(Part):
+    """Base of the clocks. All draws follow from seed, round and client."""
+
+    stage = "clock"
+    idle: float = number(default=1.0, about="Seconds of a round that asks nobody.", above=0.0)
+
+    loses, links = False, False
+    """Whether replies may be lost, and bytes take time."""
+
+    def begins(self, seed: int, server_round: int, client: int) -> float:
+        """Return the seconds until the client begins its work."""
+        raise NotImplementedError
+
+    def seconds(
+        self, seed: int, server_round: int, client: int, work: float, down: int = 0, up: int = 0
+    ) -> float:
+        """Return the seconds until the reply is there, after ``work`` local steps."""
+        raise NotImplementedError
+
+    def drops_out(self, seed: int, server_round: int, client: int) -> float | None:
+        """Return the share of its time after which the client leaves; None if it answers."""
+        return None
+
+
+class Clock(VirtualClock):
+    """(1)-(3); see the module's docstring."""
+
+    name = "clock"
+    about = "speeds of devices and links, and lost work"
+    paper = "Lai et al., ICML 2022"
+    step: float | Mapping[int, float] | str = option(
+        default=0.0,
+        type_name="float >= 0, mapping of clients to it, or a file",
+        accepts=lambda step: (
+            isinstance(step, str)
+            or all(
+                isinstance(one, int | float) and 0.0 <= one < math.inf
+                for one in (step.values() if isinstance(step, Mapping) else [step])
+            )
+        ),
+        about="Seconds per local step: a number; one for each client; or a file whose lines have"
+        " the seconds, and after commas perhaps download and upload, of a device: client i is"
+        " device i modulo their number.",
+    )
+    spread: float = number(default=0.0, about="Of ln s_i over clients.", low=0.0)
+    jitter: float = number(default=0.0, about="Of ln s_i over rounds.", low=0.0)
+    download: float | None = number(default=None, about="Mbit per second; no limit.", above=0.0)
+    upload: float | None = number(default=None, about="Mbit per second; no limit.", above=0.0)
+    link_spread: float = number(default=0.0, about="Of the logarithms of D_i and U_i.", low=0.0)
+    latency: float = number(default=0.0, about="Seconds of one message on its way.", low=0.0)
+    dropout: float = number(default=0.0, about="Probability of lost work.", low=0.0, below=1.0)
+
+    def __post_init__(self) -> None:
+        self.loses = self.dropout > 0.0
+        self.links = bool(self.download or self.upload or isinstance(self.step, str))
+
+    def begins(self, seed: int, server_round: int, client: int) -> float:
+        return self.latency
+
+    def seconds(
+        self, seed: int, server_round: int, client: int, work: float, down: int = 0, up: int = 0
+    ) -> float:
+        fast, wide = stream(seed, "speed", client).normal(size=2)
+        now = stream(seed, "jitter", server_round, client).normal() if self.jitter else 0.0
+        step, download, upload = self._device(client)
+        each = step * math.exp(self.spread * fast + self.jitter * now)
+        sent = (down / download + up / upload) / (MBIT * math.exp(self.link_spread * wide))
+        return 2 * self.latency + work * each + sent
+
+    def drops_out(self, seed: int, server_round: int, client: int) -> float | None:
+        coin, share = stream(seed, "dropout", server_round, client).random(2)
+        return float(share) if coin < self.dropout else None
+
+    def _device(self, client: int) -> tuple[float, float, float]:
+        """Return its seconds per step, and Mbit per second down and up, before any spread."""
+        step, usual = self.step, (self.download or math.inf, self.upload or math.inf)
+        if isinstance(step, str):
+            row = speeds(step)[client % len(speeds(step))]
+            return (*row, *usual[len(row) - 1 :])  # type: ignore[return-value]
+        if not isinstance(step, Mapping):
+            return step, *usual
+        if client not in step:
+            raise ValueError(f"step has no seconds of client {client}")
+        return step[client], *usual
