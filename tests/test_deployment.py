@@ -215,6 +215,28 @@ def test_supernodes_that_host_clients_give_the_in_process_model_to_the_bit(
 
 
 @pytest.mark.slow
+def test_parts_deployed_give_the_in_process_model_to_the_bit(
+    federation: Federation, tmp_path: Path
+) -> None:
+    """Clients keep what top-k leaves out, the server Adam's moments; downloads are rounded."""
+    for client in range(2):
+        federation.register(f"node-{client}")
+        federation.supernode(f"node-{client}", client, 2)
+    keys = {"algorithm": "fedprox", "clients": 2, "rounds": 3, "fraction": 1.0, "epochs": 1}
+    parts = {"server-step": "adam lr=0.01", "compression": "topk share=0.1", "download": "bfloat16"}
+    places = {"state-dir": str(tmp_path / "state"), "output": str(tmp_path / "run")}
+    config = RunConfig.parse({**keys, **parts, **places})
+    federation.run(ROOT, config.to_run_config())
+    alone = replace(config, output=str(tmp_path / "in-process"), state_dir="")
+    model = experiment.run_in_process(alone).model_sha256
+    assert json.loads((tmp_path / "run/summary.json").read_text())["model_sha256"] == model
+    rows = lines_of(tmp_path / "run/history.jsonl")
+    assert [row["clients-used"] for row in rows] == [2, 2, 2]
+    assert {row["bytes-up"] for row in rows} == {2 * (65 * (4 + 4) + 2 * 128)}  # of d = 650
+    assert {row["bytes-down"] for row in rows} == {2 * (650 * 2 + 2 * 128)}
+
+
+@pytest.mark.slow
 def test_many_clients_in_one_process_do_the_work_of_as_many_supernodes(tmp_path: Path) -> None:
     _, *rows = benchmark.load(tmp_path, clients=3, rounds=2)
     assert [row[:2] for row in rows] == [["1", "3 of 3"], ["2", "3 of 3"]]
