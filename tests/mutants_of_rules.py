@@ -435,4 +435,59 @@ RULES = [
             "solve_aside(": "solve(",
         },
     ),
+    *of(
+        "fl_strategies/parts/momentum.py",
+        "tests/test_server_step.py -k momentum",
+        {
+            "v = beta * v + delta": "v = beta * v + (1 - beta) * delta",
+            "return lr * v, v": "return lr * v, lr * v",
+        },
+    ),
+    *of(
+        "fl_strategies/parts/median.py",
+        "tests/test_combine.py",
+        {
+            "np.sort(stack, axis=0)[cut : len(stack) - cut]": "np.sort(stack, axis=0)[cut:]",
+            "np.median(stack, axis=0)": "np.sort(stack, axis=0)[len(stack) // 2]",
+        },
+    ),
+    *of(
+        "fl_strategies/parts/krum.py",
+        "tests/test_combine.py",
+        {
+            "row[: n - attackers - 2]": "row[: n - attackers - 1]",
+            "keep=1).shares": "keep=2).shares",
+        },
+    ),
+    *of(
+        "fl_strategies/parts/compression.py",
+        "tests/test_compression.py -k 'code_has or contraction or left_is or broken_code or twice'",
+        {
+            "np.argpartition(-np.abs(p), k - 1)": "np.argpartition(-p, k - 1)",
+            "math.ceil(self.share * size)": "math.floor(self.share * size)",
+            "(places[1:] > places[:-1])": "(places[1:] >= places[:-1])",
+        },
+    ),
+    *of(
+        "fl_strategies/parts/selection.py",
+        "tests/test_selection.py",
+        {
+            "p=sizes / sizes.sum()": "p=None",
+            "p=weights / weights.sum()": "p=None",
+        },
+    ),
+    *of(
+        "fl_strategies/parts/privacy.py",
+        "tests/test_gaussian.py",
+        {
+            "self.noise * self.clip, theta.size": "self.noise, theta.size",
+            "total + (n - used) * theta": "total",
+            "accounting.of_fixed(self.noise / 2": "accounting.of_fixed(self.noise",
+        },
+    ),
+    *of(
+        "fl_strategies/server/round.py",
+        "tests/test_download.py -k add_up",
+        {"round.theta + (aggregated - around.theta)": "aggregated"},
+    ),
 ]

@@ -280,3 +280,8 @@ def test_every_hyperparameter_of_a_part_matters() -> None:
         assert np.abs(combined(one, vectors) - combined(other, vectors)).max() > 1e-9, other
     far = [np.array([x]) for x in (0.0, 0.2, 0.5, 3.0, 3.1, 3.2, 3.3)]
     assert combined(Krum(attackers=0), far) != combined(Krum(attackers=2), far)
+
+
+def test_the_median_of_an_even_number_is_between_the_two_middle_ones() -> None:
+    vectors = [np.array([v]) for v in (7.0, -3.0, 100.0, 2.0)]
+    assert Median().mean((vector, 1.0) for vector in vectors) == [4.5]

@@ -119,6 +119,14 @@ def test_a_broken_code_is_an_error_and_never_a_crash(
             assert "it has" in str(error) or "ascend" in str(error)  # noqa: PT017
 
 
+def test_a_code_that_names_a_place_twice_is_refused() -> None:
+    codec, p = TopK(share=0.5), vector(4)
+    code = codec.encode(p, np.random.default_rng(0))
+    code[4:8] = code[:4]
+    with pytest.raises(ValueError, match="do not ascend"):
+        codec.decode(code, p.size, p.dtype)
+
+
 # ---- what is left out comes later ---------------------------------------------------------------
 
 
