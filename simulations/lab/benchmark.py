@@ -1,7 +1,7 @@
 """What the engines cost, against plain PyTorch doing the same gradient steps.
 
     python -m simulations.lab.benchmark cnn | small | half | aggregation | nodes | startup | memory
-        | load | delta-sgd | stack | rounds | scale | flute | pfl
+        | load | delta-sgd | coding | stack | rounds | scale | flute | pfl
 
 Each prints one Markdown table. Run them on an idle machine; MNIST is found as ``simulations.data``
 says (``FL_DATA``). Times are of the rounds after the first, the first one loading data and code.
@@ -36,6 +36,7 @@ from simulations import data, models
 from simulations.config import RunConfig
 from simulations.experiment import run_in_process
 from simulations.lab import (
+    benchmark_coding,
     benchmark_memory,
     benchmark_published,
     benchmark_scale,
@@ -334,6 +335,7 @@ BENCHMARKS: dict[str, Callable[[Path], list[list[str]]]] = {
     "memory": benchmark_memory.memory,
     "load": load,
     "delta-sgd": delta_sgd,
+    "coding": benchmark_coding.coding,
     "stack": benchmark_stack.stack,
     "rounds": benchmark_scale.rounds,
     "scale": benchmark_scale.scale,
