@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 from flwr.client import NumPyClient
@@ -42,6 +43,8 @@ class AnyAlgorithmClient(NumPyClient):
     from one of Flower's own strategies: the client acts as FedProx's if the request has
     ``proximal-mu``, else as FedAvg's. Raises ``ValueError`` for an unknown name.
     """
+
+    __signature__ = inspect.signature(FederatedClient)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._args, self._kwargs = args, kwargs

@@ -23,6 +23,7 @@ TOLD = {d.sent for s in STRATEGIES.values() for d in s.declarations.values()}
 """The hyperparameters that any strategy tells its clients."""
 
 Config: TypeAlias = Mapping[str, Any]
+"""What a request says, by kebab-case keys."""
 Arrays: TypeAlias = list[npt.NDArray[Any]]
 
 

@@ -107,6 +107,7 @@ class AFedPD(FederatedStrategy):
         when="data are non-IID, few clients train in a round, and clients keep state",
         keeps="dual",
         paper="Sun, Shen, Tao, NeurIPS 2024",
+        arxiv="2409.18915",
     )
     averages = "changes"
     accumulates_changes = True

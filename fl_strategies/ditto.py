@@ -61,6 +61,7 @@ class Ditto(Averaging):
         when="personalized models are needed and the global model must stay FedAvg's",
         keeps="personalized model",
         paper="Li, Hu, Beirami, Smith, ICML 2021",
+        arxiv="2012.04221",
     )
     lam: Schedule = number(
         default=0.1,

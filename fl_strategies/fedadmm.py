@@ -139,6 +139,7 @@ class FedADMM(FederatedStrategy):
         when="data are non-IID, few clients train in a round, and clients keep state",
         keeps="model, dual",
         paper="Gong, Li, Freris, ICDE 2022",
+        arxiv="2204.03529",
     )
     averages = "changes"
     accumulates_changes = True

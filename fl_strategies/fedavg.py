@@ -87,5 +87,6 @@ class FedAvg(Averaging):
         when="first: the baseline to tune and to beat",
         keeps="nothing",
         paper="McMahan et al., AISTATS 2017",
+        arxiv="1602.05629",
     )
     unnamed = FREE

@@ -90,6 +90,7 @@ class FedBC(ProximityStrategy):
         when="personalized models and a global model are both needed",
         keeps="model, five numbers",
         paper="Bedi et al., 2022",
+        arxiv="2206.10815",
     )
     paper_rule: ClassVar[Mapping[str, Any]] = {"local_start": "client", "dual_momentum": 0.0}
     paper_local: ClassVar[Mapping[str, Scalar]] = {"epochs": 5, "batch-size": 20, "momentum": 0.5}

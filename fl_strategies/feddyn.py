@@ -87,6 +87,7 @@ class FedDyn(FederatedStrategy):
         when="data are non-IID and each client can keep one vector",
         keeps="dual",
         paper="Acar et al., ICLR 2021",
+        arxiv="2111.04263",
     )
     averages = "changes"
     accumulates_changes = True

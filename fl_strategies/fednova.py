@@ -119,6 +119,7 @@ class FedNova(FederatedStrategy):
         when="clients take unequal numbers of local steps",
         keeps="nothing",
         paper="Wang et al., NeurIPS 2020",
+        arxiv="2007.07481",
     )
     mu: Schedule = number(
         default=0.0,

@@ -73,6 +73,7 @@ class FedPD(SkippingStrategy):
         when="all clients take part and communication is expensive",
         keeps="model, dual",
         paper="Zhang et al., IEEE TSP 2021",
+        arxiv="2005.11418",
     )
     paper_rule: ClassVar[Mapping[str, Any]] = {"eta": 1.0, "x0_rule": "paper"}
     paper_local: ClassVar[Mapping[str, Scalar]] = {"lr": 0.01, "steps": 300, "batch-size": 2}

@@ -101,6 +101,7 @@ class FedPDVR(SkippingStrategy):
         when="as for FedPD, and full gradients are affordable",
         keeps="model, dual, gradient",
         paper="Zhang et al., IEEE TSP 2021",
+        arxiv="2005.11418",
     )
     uses_local = False
 

@@ -43,6 +43,7 @@ class FedProx(Averaging):
         when="data are non-IID and long local training diverges",
         keeps="nothing",
         paper="Li et al., MLSys 2020",
+        arxiv="1812.06127",
     )
     unnamed = "to add (proximal-mu/2) ||w - theta||^2 to its loss"
     mu: Schedule = number(

@@ -54,6 +54,7 @@ class FedSGD(FederatedStrategy):
         when="a baseline is wanted that equals centralized gradient descent",
         keeps="nothing",
         paper="McMahan et al., AISTATS 2017",
+        arxiv="1602.05629",
     )
     runs = "fedavg"
     averages = "models"

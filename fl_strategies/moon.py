@@ -83,6 +83,7 @@ class MOON(Averaging):
         when="deep models of images are trained on non-IID data",
         keeps="model",
         paper="Li, He, Song, CVPR 2021",
+        arxiv="2103.16257",
     )
     mu: Schedule = number(
         default=1.0,

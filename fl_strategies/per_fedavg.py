@@ -83,6 +83,7 @@ class PerFedAvg(Averaging):
         when="new clients need a personalized model, and clients keep nothing",
         keeps="nothing",
         paper="Fallah, Mokhtari, Ozdaglar, NeurIPS 2020",
+        arxiv="2002.07948",
     )
     inner_rate: Schedule = number(
         default=0.01, about="a.", low=0.0, scheduled=True, sent="inner-rate"

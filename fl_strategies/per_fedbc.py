@@ -111,6 +111,7 @@ class PerFedBC(ProximityStrategy):
         when="personalized models must adapt in one step, and clients keep state",
         keeps="model, five numbers",
         paper="Bedi et al., 2022",
+        arxiv="2206.10815",
     )
     paper_rule: ClassVar[Mapping[str, Any]] = {
         "inner_rate": 0.01,

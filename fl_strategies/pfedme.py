@@ -113,6 +113,7 @@ class PFedMe(Averaging):
         when="personalized models are needed on strongly non-IID data",
         keeps="personalized model",
         paper="Dinh, Tran, Nguyen, NeurIPS 2020",
+        arxiv="2006.08848",
     )
     averages = "models"
     moves_received = True

@@ -100,6 +100,7 @@ class QFedAvg(FederatedStrategy):
         when="the clients with the worst accuracy matter most",
         keeps="nothing",
         paper="Li et al., ICLR 2020",
+        arxiv="1905.10497",
     )
     q: Schedule = number(
         default=1.0,

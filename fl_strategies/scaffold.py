@@ -126,6 +126,7 @@ class SCAFFOLD(FederatedStrategy):
         when="data are non-IID, clients keep state, and twice the bytes are affordable",
         keeps="control variate",
         paper="Karimireddy et al., ICML 2020",
+        arxiv="1910.06378",
     )
     averages = "changes"
     extra_vectors = (CONTROL,)

@@ -3,8 +3,10 @@
     python notebooks/browse.py build/docs
 
 What is wrong: an error on the console, a request that fails or leaves the folder, an image that is
-not shown, a formula that is not drawn, a link to a page or a place in it that there is not, a page
-wider than a phone, a search that finds nothing. Exits with 1 if there is any such thing.
+not shown or has no text that stands for it, a formula that is not drawn, a link to a page or a
+place in it that there is not, a page wider than a desktop's window or a phone, a table, code block
+or equation that is wider than its place (on a phone: and does not scroll in a box of its own), a
+search that finds nothing. Exits with 1 if there is any such thing.
 """
 
 from __future__ import annotations
@@ -17,20 +19,38 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, ViewportSize, sync_playwright
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 LOCAL = ("file:", "data:", "blob:")
-PHONE = {"width": 390, "height": 800}
+DESKTOP: ViewportSize = {"width": 1280, "height": 800}
+PHONE: ViewportSize = {"width": 390, "height": 800}
 FOUND = """() => ({
     formulas: [...document.querySelectorAll('.math')]
         .filter(e => !e.querySelector('mjx-container')).map(e => e.textContent),
     errors: [...document.querySelectorAll('[data-mml-node=merror], mjx-merror')]
         .map(e => e.getAttribute('data-mjx-error') || e.textContent),
     images: [...document.images].filter(e => !e.naturalWidth).map(e => e.src),
+    mute: [...document.images].filter(e => !e.alt).map(e => e.src),
     links: [...document.querySelectorAll('a[href]')].map(e => e.href),
-    width: document.documentElement.scrollWidth,
 })"""
+"""What a page holds."""
+WIDE = """() => {
+    const overflow = e => getComputedStyle(e).overflowX;
+    const found = {cut: [], scrolled: [], width: document.documentElement.scrollWidth};
+    for (const e of document.querySelectorAll('table, pre, mjx-container[display="true"]')) {
+        const text = `${e.tagName.toLowerCase()} "${e.textContent.trim().slice(0, 40)}"`;
+        let box = e.parentElement;
+        while (!box.matches('article, body') && overflow(box) === 'visible')
+            box = box.parentElement;
+        const within = e.getBoundingClientRect().right <= box.getBoundingClientRect().right + 1;
+        if (within && (overflow(e) === 'visible' || e.scrollWidth <= e.clientWidth + 1)) continue;
+        const scrolls = within || ['auto', 'scroll'].includes(overflow(box));
+        (scrolls ? found.scrolled : found.cut).push(text);
+    }
+    return found;
+}"""
+"""The tables, code blocks and equations that are wider than their place."""
 
 
 @cache
@@ -65,9 +85,16 @@ def wrong(page: Page, path: Path) -> Iterator[str]:
     yield from (f"formula not drawn: {text}" for text in found["formulas"])
     yield from (f"formula with an error: {text}" for text in found["errors"])
     yield from (f"image not shown: {source}" for source in found["images"])
+    yield from (f"image without a text: {source[:80]}" for source in found["mute"])
     yield from (f"dead link: {link}" for link in sorted(set(filter(dead, found["links"]))))
-    if found["width"] > PHONE["width"]:
-        yield f"{found['width']} pixels wide on a phone of {PHONE['width']}"
+    for size in (PHONE, DESKTOP):
+        page.set_viewport_size(size)
+        wide = page.evaluate(WIDE)
+        where = f"in a window of {size['width']} pixels"
+        if wide["width"] > size["width"]:
+            yield f"{wide['width']} pixels wide {where}"
+        for text in [*wide["cut"], *(wide["scrolled"] if size is DESKTOP else ())]:
+            yield f"too wide {where}: {text}"
 
 
 def search_finds(browser: Browser, site: Path, word: str) -> bool:

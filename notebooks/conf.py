@@ -7,6 +7,7 @@ as reStructuredText, what is indented or set in columns is shown as it stands.
 
 import importlib.metadata
 import importlib.util
+import json
 import re
 import shutil
 import sys
@@ -21,6 +22,7 @@ ROOT = HERE.parent
 sys.path.insert(0, str(HERE))
 
 import directives  # noqa: E402
+import public  # noqa: E402
 
 project = "fl_strategies"
 author = "the fl_strategies authors"
@@ -62,7 +64,7 @@ mathjax_path = "tex-svg-full.js"  # one file, without fonts to load
 html_static_path = ["site.css", str(Path(_mathjax.origin).parent / "static/mathjax" / mathjax_path)]
 
 CONTENTS = """
-```{{toctree}}
+```{toctree}
 :hidden:
 notebooks/pages/install
 notebooks/pages/quickstart
@@ -73,7 +75,7 @@ notebooks/pages/parts
 notebooks/pages/recipes/index
 ```
 
-```{{toctree}}
+```{toctree}
 :hidden:
 :caption: Operation
 simulations/README
@@ -82,12 +84,17 @@ notebooks/pages/faults
 notebooks/pages/heterogeneity
 simulations/DEPLOYMENT
 SECURITY
+```
+
+```{toctree}
+:hidden:
+:caption: Results
 notebooks/pages/board
 notebooks/pages/delta-sgd
 notebooks/pages/fedadmm-needs
 ```
 
-```{{toctree}}
+```{toctree}
 :hidden:
 :caption: Tutorials
 :glob:
@@ -95,7 +102,7 @@ notebooks/[0-9]-*
 notebooks/[0-9][0-9]-*
 ```
 
-```{{toctree}}
+```{toctree}
 :hidden:
 :caption: Project
 CONTRIBUTING
@@ -103,23 +110,43 @@ notebooks/pages/inside
 CHANGELOG
 ```
 
-```{{toctree}}
+```{toctree}
 :hidden:
 :caption: API
-:maxdepth: 1
-{api}
+notebooks/pages/api/fl_strategies
+notebooks/pages/api/clients
+notebooks/pages/api/parts
+notebooks/api/modules
 ```
 """
 
 
+FIGURE = re.compile(r"^!\[(.+?)\]\((\S+)\)\n\*([^*]+)\*$", re.MULTILINE)
+"""An image and the lines below it in italics, its caption."""
+
+
 def page(app: Sphinx, name: str, source: list[str]) -> None:
-    """Give the first page its table of contents, and a notebook the outputs it had last."""
+    """Give the first page its contents, a notebook its last outputs, and figures their captions."""
     if name == root_doc:
-        source[0] += CONTENTS.format(api="\n".join(directives.API))
+        source[0] += CONTENTS
     executed = ROOT / "build" / f"{name}.ipynb"
     if executed.exists():
         app.env.note_dependency(executed)
-        source[0] = executed.read_text()
+        source[0] = described(executed.read_text())
+    source[0] = re.sub(FIGURE, r"```{figure} \2\n:alt: \1\n\n\3\n```", source[0])
+
+
+def described(notebook: str) -> str:
+    """Return a notebook whose figures have an alternative text: the sentence that leads to them."""
+    content = json.loads(notebook)
+    before = ""
+    for cell in content["cells"]:
+        if cell["cell_type"] == "markdown":
+            text = "".join(cell["source"]).strip().split("\n\n")[-1]
+            before = " ".join(re.sub(r"[*`#$\\\[\]]|\(\S+\)", "", text).split())
+        else:
+            cell["metadata"]["mystnb"] = {"image": {"alt": before}}
+    return json.dumps(content)
 
 
 def docstring(
@@ -154,10 +181,12 @@ def setup(app: Sphinx) -> None:
     """Connect the above."""
     directives.write_api(HERE / "api")
     app.add_directive("algorithm", directives.Algorithm)
+    app.add_directive("algorithms", directives.Algorithms)
     app.add_directive("app-diff", directives.AppDiff)
     app.add_directive("board", directives.Board)
     app.add_directive("combinations", directives.Combinations)
     app.add_directive("hyperparameters", directives.Hyperparameters)
+    app.add_directive("names", public.Names)
     app.add_directive("options", directives.EveryStrategy)
     app.add_directive("paragraphs", directives.Paragraphs)
     app.add_directive("parts", directives.Parts)

@@ -31,17 +31,14 @@ def modules() -> list[str]:
     return found
 
 
-API = [f"notebooks/api/{name}" for name in modules()]
-"""Documents of the API, one a module."""
-
-
 def write_api(folder: Path) -> None:
-    """Write the page of every module, and delete those of modules that there are no more."""
+    """Write the page of every module and their list; delete pages of modules that are gone."""
     folder.mkdir(exist_ok=True)
     pages = {
         f"{name}.rst": f"{name}\n{'=' * len(name)}\n\n.. automodule:: {name}\n   :members:\n"
         for name in modules()
     }
+    pages["modules.rst"] = module_list(modules())
     for path in folder.glob("*.rst"):
         if path.name not in pages:
             path.unlink()
@@ -49,6 +46,20 @@ def write_api(folder: Path) -> None:
         path = folder / name
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
+
+
+def module_list(names: Sequence[str]) -> str:
+    """Return the page that lists all modules, by package."""
+    lines = ["Modules", "=======", "", "Each module's docstring, and all its names. Of them only"]
+    lines += [
+        "those on the three pages of public names stay as they are from release to release.",
+        "",
+    ]
+    packages = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    for package in packages:
+        lines += [package, "-" * len(package), "", ".. toctree::", "   :maxdepth: 1", ""]
+        lines += [f"   {name}" for name in names if name.rpartition(".")[0] == package] + [""]
+    return "\n".join(lines)
 
 
 def escaped(line: str) -> str:
@@ -88,10 +99,26 @@ def card(name: str) -> list[str]:
         "Strategy": f"`fl_strategies.{strategy.__name__}`, `--algorithms {name}` in commands",
         "Clients keep": about.keeps,
         "A client receives and sends": traffic(name),
-        "Paper": about.paper,
+        "Paper": about.paper + link(about.arxiv),
         "Source": f"[{module}](/notebooks/api/{module}.rst)",
     }
     return ["| | |", "|---|---|", *(f"| **{key}** | {text} |" for key, text in rows.items())]
+
+
+def link(arxiv: str) -> str:
+    """Return the link to a paper on arXiv."""
+    return f", [arXiv:{arxiv}](https://arxiv.org/abs/{arxiv})" if arxiv else ""
+
+
+class Algorithms(FromCode):
+    """``{algorithms}``: every algorithm in a line, and when to use it."""
+
+    required_arguments = 0
+
+    def lines(self) -> list[str]:
+        head = ["| algorithm | what it does | use it when |", "|---|---|---|"]
+        cards = ((name, strategy.card) for name, strategy in STRATEGIES.items())
+        return head + [f"| [{c.title}]({name}.md) | {c.about} | {c.when} |" for name, c in cards]
 
 
 def traffic(name: str) -> str:

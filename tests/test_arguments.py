@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from laws import START, local
 from problems import Linear, grid, half_mean_square, make_client_app, quadratics, to_record
 from torch import nn
 
+import fl_strategies
 from clients import (
     AnyAlgorithmClient,
     DirectoryStore,
@@ -252,3 +254,14 @@ def test_a_mistake_that_ends_no_run_is_told_once(
     mistake(tmp_path)
     assert sum(TOLD[mistake] in message for message in caplog.messages) == 1
     assert "hospital" not in caplog.text
+
+
+@pytest.mark.parametrize("strategy", fl_strategies.STRATEGIES.values(), ids=lambda s: s.__name__)
+def test_an_algorithms_own_hyperparameters_come_first_in_its_signature(strategy: Any) -> None:
+    own = strategy.hyperparameters()
+    assert {*[*inspect.signature(strategy).parameters][: len(own)]} == {*own}
+
+
+def test_a_client_for_any_algorithm_shows_the_arguments_that_it_takes() -> None:
+    shown = inspect.signature(AnyAlgorithmClient)
+    assert shown == inspect.signature(FedAvgClient)

@@ -19,7 +19,14 @@ FAULTS = {
     '<a href="away.html">there</a>': "dead link",
     '<a href="search.html#away">there</a>': "dead link",
     '<span class="math">\\(x\\)</span>': "formula not drawn",
+    '<img src="data:image/gif;base64,R0lGODlhAQABAIAAAAAAAP///yH5BAEAAAAALAAAAAABAAEAAAIBRAA7">': (
+        "image without a text"
+    ),
     '<div style="width: 900px">wide</div>': "pixels wide",
+    f'<div style="overflow: hidden"><table><td>{"wide" * 90}</table></div>': (
+        'too wide in a window of 390 pixels: table "wide'
+    ),
+    f'<pre style="overflow: auto">{"x = 1; " * 90}</pre>': 'of 1280 pixels: pre "x = 1; ',
 }
 
 

@@ -78,10 +78,30 @@ def test_a_page_quotes_paragraphs_that_the_docstring_has(name: str) -> None:
             assert directives.paragraphs(module, [word]), (name, word)
 
 
-def imported_directives() -> Any:
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithms_card_links_to_its_paper(name: str) -> None:
+    strategy = fl_strategies.STRATEGIES[name]
+    assert re.fullmatch(r"\d{4}\.\d{5}", strategy.card.arxiv)
+    assert f"https://arxiv.org/abs/{strategy.card.arxiv}" in "\n".join(
+        imported_directives().card(name)
+    )
+
+
+@pytest.mark.parametrize("page", sorted((PAGES / "api").glob("*.md")), ids=lambda page: page.stem)
+def test_a_page_of_public_names_has_all_of_them_each_once(page: Path) -> None:
+    public = imported_directives("public")
+    shown = []
+    for package, names in re.findall(r"```\{names\} (\S+) (.*)", page.read_text()):
+        shown += public.covered(package, names.split())
+        for name in names.split():
+            assert public.one_line(package, name, getattr(sys.modules[package], name))
+    assert sorted(shown) == sorted(set(sys.modules[package].__all__))
+
+
+def imported_directives(name: str = "directives") -> Any:
     sys.path.insert(0, str(ROOT / "notebooks"))
     try:
-        return importlib.import_module("directives")
+        return importlib.import_module(name)
     finally:
         sys.path.pop(0)
 

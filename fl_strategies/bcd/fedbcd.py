@@ -226,6 +226,7 @@ class FedBCD(SummingStrategy):
         when="each client needs a personalized model",
         keeps="model, last iterate",
         paper="Wu et al., AAAI 2021",
+        arxiv="2012.13900",
     )
 
     def aggregate(self, state: ServerState, round: Round, uploads: Sequence[Upload]) -> Next:

@@ -93,6 +93,7 @@ class FedBCDAsync(SummingStrategy):
         when="several cloud servers share the clients, and some are slow",
         keeps="model, last iterate",
         paper="Wu et al., AAAI 2021",
+        arxiv="2012.13900",
     )
     step_per_cloud = True
 

@@ -119,6 +119,7 @@ class FedBCDI(CloudStrategy):
         when="clients can compute while they are offline",
         keeps="model, last iterate",
         paper="Wu et al., AAAI 2021",
+        arxiv="2012.13900",
     )
     paper_rule: ClassVar[Mapping[str, Any]] = {
         "gamma": 0.2,

@@ -147,7 +147,8 @@ class Declared:
         inherited: dict[str, Hyperparameter] = {}
         for base in reversed(cls.__bases__):
             inherited |= getattr(base, "declarations", {})
-        cls.declarations = inherited | declared
+        new = {n: d for n, d in declared.items() if n not in inherited}
+        cls.declarations = new | inherited | declared  # a class's own before those of its bases
         cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=d.default)

@@ -48,6 +48,8 @@ class Card(NamedTuple):
     keeps: str
     """What the clients keep from round to round."""
     paper: str
+    arxiv: str = ""
+    """The paper's number on arXiv."""
 
 
 Next: TypeAlias = tuple[Vector, State, Mapping[str, float]]
