@@ -1,6 +1,6 @@
-"""Callbacks that show a run in TensorBoard or Weights & Biases, round by round.
+"""Callbacks that show a run in TensorBoard, Weights & Biases or MLflow, round by round.
 
-Both log the numbers of ``RoundInfo.metrics``. The extra ``trackers`` of this package installs both
+Each logs the numbers of ``RoundInfo.metrics``. The extra ``trackers`` of this package installs the
 libraries.
 """
 
@@ -60,8 +60,31 @@ class WandB:
         self.run.finish()
 
 
+class MLflow:
+    """Logs each round's metrics, by round, to the tracking server or folder ``uri`` of MLflow.
+
+    Further arguments are those of ``MlflowClient.create_run``: ``run_name="..."``, ``tags={...}``.
+    Without ``uri`` it is MLflow's own (``MLFLOW_TRACKING_URI``). Raises ``ImportError`` if MLflow
+    is not installed.
+    """
+
+    def __init__(self, experiment: str = "Default", *, uri: str | None = None, **run: Any) -> None:
+        self._client = _library("mlflow").MlflowClient(tracking_uri=uri)
+        known = self._client.get_experiment_by_name(experiment)
+        number = known.experiment_id if known else self._client.create_experiment(experiment)
+        self.run_id: str = self._client.create_run(number, **run).info.run_id
+
+    def __call__(self, info: RoundInfo) -> None:
+        for name, value in info.metrics.items():
+            self._client.log_metric(self.run_id, name, value, step=info.server_round)
+
+    def close(self) -> None:
+        """End the run."""
+        self._client.set_terminated(self.run_id)
+
+
 def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"{error}: pip install tensorboard wandb") from None
+        raise ImportError(f"{error}: pip install tensorboard wandb mlflow-skinny") from None

@@ -45,6 +45,7 @@ exclude_patterns = [".*", "build"]
 html_theme = "furo"
 html_title = f"fl_strategies {release}"
 html_copy_source = False
+html_domain_indices = False  # the page of modules lists them
 html_css_files = ["site.css"]
 highlight_language = "none"  # equations are no Python
 nb_execution_mode = "off"

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import importlib
+import io
+import json
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from flwr.app import Context, RecordDict
+from flwr.cli.build import build_fab_from_files
 
 from clients import InProcessGrid
 from fl_strategies import apps
+from fl_strategies.apps.stop import stop
 from simulations.lab.superlink import flwr_run
 
 ROOT = Path(__file__).parents[1]
@@ -168,6 +175,78 @@ def test_the_app_with_another_strategy_differs_from_flowers_in_two_statements() 
     assert (apps.HERE / "flower/my_app/client_app.py").read_text() == (
         apps.HERE / "strategy/my_app/client_app.py"
     ).read_text()
+
+
+def test_a_written_app_names_where_the_package_comes_from(tmp_path: Path) -> None:
+    """The clone that runs here; of an installed wheel the path that pip recorded."""
+    project = tomllib.loads((written("problem", tmp_path) / "pyproject.toml").read_text())
+    path = Path(project["tool"]["uv"]["sources"]["fl-strategies"]["path"])
+    assert path == ROOT
+
+
+@pytest.mark.parametrize("url", ["file:///{}/fl%20a.whl", "https://example.org/fl.whl", ""])
+def test_a_wheel_of_this_machine_is_a_source_and_an_index_is_not(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel = tmp_path / "fl a.whl"
+    wheel.touch()
+    record = json.dumps({"url": url.format(str(tmp_path)[1:])}) if url else None
+    monkeypatch.setattr(apps, "HERE", tmp_path / "site-packages/fl_strategies/apps")
+    installed = SimpleNamespace(read_text=lambda name: record)
+    monkeypatch.setattr(apps, "distribution", lambda name: installed)
+    assert apps.source() == (wheel if url.startswith("file") else None)
+
+
+LICENSES = {"0": 'license = "Apache-2.0"', "1": 'license = { file = "LICENSE" }'}
+"""The forms of an app's metadata: Flower's format 0 takes both."""
+
+
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")
+@pytest.mark.parametrize(("form", "license"), [("0", "0"), ("0", "1"), ("1", "1")])
+def test_flower_builds_an_app_of_both_forms_and_would_publish_it(
+    form: str, license: str, tmp_path: Path
+) -> None:
+    app = written("problem", tmp_path)
+    text = (app / "pyproject.toml").read_text()
+    assert LICENSES["1"] in text
+    assert "fab-format-version = 1" in text
+    text = text.replace("fab-format-version = 1", f"fab-format-version = {form}")
+    (app / "pyproject.toml").write_text(text.replace(LICENSES["1"], LICENSES[license]))
+    paths = {p.relative_to(app).as_posix(): p for p in app.rglob("*") if p.is_file()}
+    content, _ = build_fab_from_files(paths)
+    with zipfile.ZipFile(io.BytesIO(content)) as fab:
+        assert "LICENSE" in fab.namelist() or (form, license) == ("0", "0")
+    runpy.run_path(str(ROOT / ".ci/release-check"))["publishable"](app)
+
+
+def test_stop_ends_the_superlink_of_its_port_and_what_it_started_and_no_other() -> None:
+    def link(port: str) -> subprocess.Popen[str]:
+        script = f"exec -a flower-superlink {sys.executable} -c '{CHILD}' --port {port}"
+        return subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, text=True)
+
+    meant, other = link("7"), link("8")
+    try:
+        assert meant.stdout
+        assert other.stdout
+        child = int(meant.stdout.readline())
+        other.stdout.readline()
+        assert stop("7") == 2
+        meant.wait(10)
+        assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
+        assert other.poll() is None
+        assert stop("8") == 2
+    finally:
+        meant.kill()
+        other.kill()
+        for process in (meant, other):
+            process.communicate()
+
+
+CHILD = (
+    "import subprocess, time; "
+    'child = subprocess.Popen(["sleep", "100"], start_new_session=True); '
+    "print(child.pid, flush=True); time.sleep(100)"
+)
 
 
 def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:

@@ -48,10 +48,12 @@ def test_the_badges_say_what_pyproject_says() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     low, below = re.findall(r"3\.(\d+)", project["requires-python"])
     (flwr,) = re.findall(r"flwr>=([\d.]+),", " ".join(project["dependencies"]))
+    citation = (ROOT / "CITATION.cff").read_text()
+    (license,) = re.findall(r"^license: (.+)$", citation, re.MULTILINE)
     facts = [
         ("python", f"3.{low} to 3.{int(below) - 1}"),
         ("flwr", f">= {flwr}"),
-        ("license", project["license"]),
+        ("license", license),
     ]
     texts = [*ElementTree.parse(ROOT / "notebooks/badges.svg").iter(f"{SVG}text")]
     assert [text.text for text in texts] == [word for fact in facts for word in fact]

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases hold what the history holds."""
+"""TensorBoard, Weights & Biases and MLflow hold what the history holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto.wandb_internal_pb2 import Record
 
 from fl_strategies import Checkpoints, FedAvg, RoundInfo
-from fl_strategies.trackers import TensorBoard, WandB
+from fl_strategies.trackers import MLflow, TensorBoard, WandB
 
 
 def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
@@ -71,6 +71,21 @@ def test_weights_and_biases_offline_has_every_metric(
         )
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MLflow's own calls of SQLAlchemy
+def test_mlflow_has_every_metric_of_every_round(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    tracker = MLflow("digits", uri=uri, run_name="first")
+    strategy = FedAvg(local=local(), fraction_evaluate=0.0, callbacks=[tracker])
+    rows = strategy.start(grid(quadratics(3)), to_record(START), 3).train_metrics_clientapp
+    tracker.close()
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    assert client.get_run(tracker.run_id).info.status == "FINISHED"
+    for name in rows[1]:
+        found = client.get_metric_history(tracker.run_id, name)
+        assert {each.step: each.value for each in found} == {n: rows[n][name] for n in rows}
+
+
 def logged(path: Path) -> list[dict[str, float]]:
     """Return the rows of metrics in the file of an offline run: a log of LevelDB's format."""
     content, rows, parts, at = path.read_bytes(), [], b"", 7
@@ -96,7 +111,8 @@ def logged(path: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    ("library", "tracker"), [("torch.utils.tensorboard", TensorBoard), ("wandb", WandB)]
+    ("library", "tracker"),
+    [("torch.utils.tensorboard", TensorBoard), ("wandb", WandB), ("mlflow", MLflow)],
 )
 def test_a_library_that_is_not_installed_is_named(
     library: str, tracker: type, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

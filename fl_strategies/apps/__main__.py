@@ -1,4 +1,4 @@
-"""``python -m fl_strategies.apps KIND FOLDER``: write a small complete Flower App."""
+"""``python -m fl_strategies.apps``: write a small complete Flower App, or stop what ran it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,22 @@ def main() -> None:
         description=apps.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("kind", choices=apps.KINDS, help="one of the above")
-    parser.add_argument("folder", type=Path, help="where the app is written; must not exist")
+    parser.add_argument("kind", choices=[*apps.KINDS, "stop"], help="one of the above")
+    parser.add_argument("folder", type=Path, nargs="?", help="the app's; must not exist")
     given = parser.parse_args()
+    if given.kind == "stop":
+        from fl_strategies.apps.stop import stop  # needs psutil, of the extra `simulation`
+
+        print(f"{stop()} processes ended")
+        return
+    if given.folder is None:
+        parser.error("a folder for the app is missing")
     if given.folder.exists():
         parser.error(f"{given.folder} exists already")
     apps.write(given.kind, given.folder)
     print(
-        f"{given.folder} holds the app. Where fl-strategies[simulation] is installed:\n"
-        f"FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1 flwr run {given.folder} --stream"
-        ' --federation-config "num-supernodes=10"'
+        f"{given.folder} holds the app. To run it, installing first what it needs:\n"
+        f'flwr run {given.folder} --stream --federation-config "num-supernodes=10"'
     )
 
 
