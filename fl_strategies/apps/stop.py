@@ -38,6 +38,7 @@ def _is_link(process: psutil.Process, port: str) -> bool:
 
 def _children(process: psutil.Process) -> list[psutil.Process]:
     try:
-        return process.children(recursive=True)
+        children: list[psutil.Process] = process.children(recursive=True)
     except psutil.NoSuchProcess:
         return []
+    return children
