@@ -274,6 +274,17 @@ def kept(federation: InProcessGrid, acked: Mapping[int, int]) -> list[Fields]:
     return found
 
 
+def used_states(federation: InProcessGrid, acked: Mapping[int, int]) -> list[Fields]:
+    """Return these fields of the clients of which a reply was used."""
+    found = []
+    for node, context in federation.contexts.items():
+        if (last := acked.get(CLIENT_OF[node])) is not None:
+            fields = fields_of(context, last)
+            assert fields is not None
+            found.append(fields)
+    return found
+
+
 def forget(federation: InProcessGrid, client: int) -> None:
     """Let a client lose its state."""
     state = federation.contexts[NODES[client]].state

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from laws import START, TABLE, Row, every_algorithm, local, quiet, train
 from limits import STEPS
-from problems import CLIENT_OF, fields_of, grid, make_client_app, quadratics, to_record
+from problems import grid, make_client_app, quadratics, to_record, used_states
 
 from clients import Hosted
 from clients.node.in_process import InProcessGrid
@@ -122,7 +122,7 @@ def test_lost_work_leaves_nothing_behind() -> None:
     on = grid(problems)
 
     def check(info: RoundInfo) -> None:
-        fields = kept_of(on, strategy)
+        fields = used_states(on, strategy.ledger.acked)
         u = [np.asarray(f["w"]) + np.asarray(f["y"]) / 0.5 for f in fields]
         u += [START] * (5 - len(u))
         theta = np.concatenate([a.numpy().ravel() for a in info.arrays.values()])
@@ -134,14 +134,6 @@ def test_lost_work_leaves_nothing_behind() -> None:
     assert 10 < sum(dropped) < 38
     assert [5 - n for n in dropped] == metrics(strategy, "clients-used")
     assert max(np.diff(metrics(strategy))) <= STEPS
-
-
-def kept_of(on: InProcessGrid, strategy: FederatedStrategy) -> list[Any]:
-    found = []
-    for node, context in on.contexts.items():
-        if (acked := strategy.ledger.acked.get(CLIENT_OF[node])) is not None:
-            found.append(fields_of(context, acked))
-    return found
 
 
 # ---- who is there --------------------------------------------------------------------------------

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from laws import TABLE, local, train
+from laws import TABLE, another, local, train
 from problems import make_client_app, quadratics
 
 from clients import Hosted
 from clients.node.in_process import InProcessGrid
 from fl_strategies import STRATEGIES, Options
-from fl_strategies.parts import PARTS, STAGES, Adam, Momentum, Part, parse_part, parts_for
+from fl_strategies.parts import PARTS, STAGES, Adam, Clock, Momentum, Part, parse_part, parts_for
 from simulations.config import RunConfig
 from simulations.lab.compare import main
 from simulations.rules import configs_for, parse_rule
@@ -54,8 +54,7 @@ def test_a_parts_text_gives_the_part(part: type[Part]) -> None:
     assert parse_part(part.name) == one
     for name, declared in numbers.items():
         if declared.default:
-            value = declared.default
-            other = part(**{name: value + 1 if declared.kind is int else value * 0.5})
+            other = part(**{name: another(name, declared, declared.default)})
             assert parse_part(str(other), part.stage) == other != one
             assert eval(repr(other), {part.__name__: part}) == other
 
@@ -129,6 +128,11 @@ def parameters(part: type[Part]) -> dict[str, Any]:
     return {"attackers": 0} if "attackers" in part.declarations else {}
 
 
+def beside(stage: str) -> dict[str, Any]:
+    """Return what else a part of the stage needs."""
+    return {"clock": Clock(step=1.0)} if stage == "pace" else {}
+
+
 def sized() -> InProcessGrid:
     """Return four clients on one host, which says how many samples they have."""
     app = make_client_app(quadratics(4), hosts=lambda context: Hosted([*range(4)], [7, 9, 11, 13]))
@@ -141,7 +145,7 @@ def test_a_part_runs_a_round_around_every_algorithm_or_says_why_not(part: type[P
         uniform = part.stage == "privacy" and "weights" in row.others
         options: dict[str, Any] = {"weights": "uniform"} if uniform else {}
         rule = row.strategy(local=local(), **options)
-        given = {part.stage: part(**parameters(part))}
+        given = {**beside(part.stage), part.stage: part(**parameters(part))}
         if part.refusal(rule, row.name):
             with pytest.raises(ValueError, match=f"^{part.stage}=.* does not go with .*; use "):
                 row.strategy(local=local(), **given, **options)
@@ -167,11 +171,11 @@ def test_the_sites_table_says_what_strategies_do() -> None:
         for head, cell in zip(heads, cells, strict=True):
             called, _, other = head.split(", ")[0].partition(" ")
             part = by_class[called]
-            stage: dict[str, Any] = {other.strip("()") or part.stage: part()}
+            stage = {**beside(part.stage), other.strip("()") or part.stage: part()}
             if cell == "works":
                 STRATEGIES[algorithm](local=training, **given, **stage)
             else:
-                assert re.fullmatch(r"refused \(\d\)", cell)
+                assert re.fullmatch(r"refused \(\d+\)", cell)
                 with pytest.raises(ValueError, match="does not go with"):
                     STRATEGIES[algorithm](local=training, **given, **stage)
 

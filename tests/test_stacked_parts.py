@@ -27,9 +27,13 @@ from stacked_runs import nothing_was_said as nothing_was_said
 
 from clients import Hosted, client_app
 from clients.node.in_process import InProcessGrid
-from fl_strategies.parts import STAGES, BySize, parts_for
+from fl_strategies.parts import STAGES, BySize, Clock, parts_for
 
 GIVEN: dict[str, dict[str, Any]] = {
+    "clock": {"dropout": 0.5},
+    "daily": {"p": 0.7, "swing": 0.1},
+    "markov": {"on": 6.0, "off": 2.0},
+    "deadline": {"over_select": 1.5},
     "gaussian": {"clip": 0.05, "noise": 0.0},
     "probabilities": {"p": {0: 3.0, 2: 0.0}},
     "qsgd": {"levels": 3},
@@ -54,10 +58,12 @@ EVERY = [
 @pytest.mark.parametrize(("stage", "name", "algorithm"), EVERY)
 def test_every_part_on_a_stack_is_the_part(stage: str, name: str, algorithm: str) -> None:
     options: dict[str, Any] = {stage: parts_for(stage)[name](**GIVEN.get(name, {}))}
-    if stage == "selection":
+    if stage in ("selection", "pace"):
         options["fraction_train"] = 0.6
     if stage == "privacy" and algorithm == "fedavg":
         options["weights"] = "uniform"
+    if stage == "pace":
+        options["clock"] = Clock(step=1.0, spread=1.0)
     training = local(solver="sgd", **{"batch-size": 5})
     problems = classified(smooth())
     assert_alike(ROWS[algorithm], problems, local=training, **options)
@@ -66,7 +72,7 @@ def test_every_part_on_a_stack_is_the_part(stage: str, name: str, algorithm: str
         run(ROWS[algorithm], stacked(clients_of(problems), 5), problems, local=training, **given)
         for given in (options, plain)
     )
-    if name != "uniform":  # which asks others than no part does, or the same
+    if name not in ("uniform", "exponential", "trace"):  # which may change nothing
         arrays = (result.arrays.to_numpy_ndarrays() for result in (found, without))
         assert relative(*arrays) > 1e-6
 

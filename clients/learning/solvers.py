@@ -176,6 +176,8 @@ def planned(training: LocalTraining, per_epoch: int, rng: np.random.Generator) -
         epochs = int(rng.integers(1, training.epochs, endpoint=True))
     if training.random_steps:
         limit = int(rng.integers(1, limit, endpoint=True))
+    if training.step_limit and training.step_limit < (limit or epochs * per_epoch):
+        limit = training.step_limit
     if limit:
         epochs = math.ceil(limit / per_epoch)
     return epochs, limit

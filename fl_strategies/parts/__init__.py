@@ -14,12 +14,14 @@ from fl_strategies.parts.availability import Availability, Bernoulli, Daily, Mar
 from fl_strategies.parts.clock import Clock, VirtualClock
 from fl_strategies.parts.combine import Combine
 from fl_strategies.parts.compression import BFloat16, Compression, TopK
+from fl_strategies.parts.deadline import Deadline
 from fl_strategies.parts.exponential import Exponential
 from fl_strategies.parts.fedexp import FedExP
 from fl_strategies.parts.geometric_median import GeometricMedian
 from fl_strategies.parts.krum import Krum, MultiKrum
 from fl_strategies.parts.median import Median, TrimmedMean
 from fl_strategies.parts.momentum import Momentum
+from fl_strategies.parts.pace import Pace
 from fl_strategies.parts.part import Part
 from fl_strategies.parts.privacy import Gaussian
 from fl_strategies.parts.qsgd import QSGD
@@ -35,9 +37,10 @@ _REGULARIZER = (L1, L2, Box)
 _STEP = (Momentum, Adam, Yogi, Adagrad, FedExP)
 _CLOCK = (Clock, Exponential)
 _AVAILABILITY = (Bernoulli, Markov, Daily, Trace)
+_PACE = (Deadline,)
 _ALL: tuple[type[Part], ...] = (
     *(*_SELECTION, *_COMPRESSION, Gaussian, *_COMBINE),
-    *(*_REGULARIZER, *_STEP, *_CLOCK, *_AVAILABILITY),
+    *(*_REGULARIZER, *_STEP, *_CLOCK, *_AVAILABILITY, *_PACE),
 )
 PARTS = {part.name: part for part in _ALL}
 """Every part by its name."""
@@ -51,6 +54,7 @@ STAGES: dict[str, type[Part]] = {
     "server_step": ServerStep,
     "clock": VirtualClock,
     "availability": Availability,
+    "pace": Pace,
 }
 """The base of the parts that each option takes, in the order of a round."""
 
@@ -60,6 +64,7 @@ __all__ = [
     "Availability",
     "Combine",
     "Compression",
+    "Pace",
     "Part",
     "Regularizer",
     "Selection",

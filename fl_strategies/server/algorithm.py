@@ -151,7 +151,7 @@ class Algorithm(Options):
     def needs_each_upload(self) -> bool:
         """Whether a part needs each upload by itself, as its client sent it."""
         parts = self.combine, self.compression, self.privacy
-        loses = self.clock is not None and self.clock.loses
+        loses = self.pace is not None or (self.clock is not None and self.clock.loses)
         return parts != (None, None, None) or self.counts_draws or loses
 
     @property

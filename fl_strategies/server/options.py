@@ -18,6 +18,7 @@ from fl_strategies.parts.availability import Availability
 from fl_strategies.parts.clock import VirtualClock
 from fl_strategies.parts.combine import Combine
 from fl_strategies.parts.compression import BFloat16, Compression
+from fl_strategies.parts.pace import Pace
 from fl_strategies.parts.part import Part
 from fl_strategies.parts.privacy import Gaussian
 from fl_strategies.parts.regularizer import Regularizer
@@ -314,6 +315,11 @@ class Options(Declared):
         "availability",
         about="Which of the connected clients are there: `availability=Markov(on=8, off=4)`;"
         " selection chooses among them.",
+    )
+    pace: Pace | None = part(
+        Pace,
+        "pace",
+        about="What is waited for, by the clock: `pace=Deadline(seconds=30, over_select=1.3)`.",
     )
 
     @classmethod

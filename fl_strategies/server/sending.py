@@ -29,6 +29,7 @@ from fl_strategies.server.composition import Caller
 from fl_strategies.server.model import Model
 from fl_strategies.server.nodes import ANY_HOST, Nodes
 from fl_strategies.server.stages import requested
+from fl_strategies.server.timing import step_limits
 
 
 @dataclass
@@ -71,6 +72,9 @@ class Sender:
         configs = self._configs(state, round, config, caller)
         if trains:
             self._add_catch_up(state, asked, configs)
+        bytes_of = {c: each + len(config.get(CATCH_UP, b"")) for c, config in configs.items()}
+        for client, limit in step_limits(self.algorithm, round, bytes_of, size, trains=trains):
+            configs[client]["step-limit"] = limit
         requests, messages, down = [], [], 0
         terms = self._terms(round, configs, nodes, size) if trains else None
         work = self._expected(configs, trains=trains)
@@ -91,7 +95,6 @@ class Sender:
                 down += each * len(clients) + sum(map(len, catch_ups))
             else:
                 down += each + sum(map(len, {*catch_ups}))
-        bytes_of = {c: each + len(config.get(CATCH_UP, b"")) for c, config in configs.items()}
         return replace(
             asked, messages=messages, requests=requests, bytes_down=down, bytes_of=bytes_of
         )

@@ -24,10 +24,10 @@ from fl_strategies.messages.codes import CHANGES, CODEC, DOWNLOAD
 from fl_strategies.parts import STAGES
 from fl_strategies.parts.part import Part
 from fl_strategies.parts.privacy import Gaussian
-from fl_strategies.parts.selection import Selection
+from fl_strategies.parts.selection import Selection, Uniform
 from fl_strategies.server.composition import Averages
 from fl_strategies.server.model import Model
-from fl_strategies.server.timing import begun, check_clock, with_those_there
+from fl_strategies.server.timing import begun, check_clock, over_selected, with_those_there
 
 if TYPE_CHECKING:
     from fl_strategies.server.algorithm import Algorithm
@@ -149,11 +149,13 @@ def selected(
     part = algorithm.selection
     if not round.connected:
         return replace(round, asked=())
+    size = over_selected(algorithm, len(round.connected))
+    if part is None and size > algorithm.asked_of(len(round.connected)):
+        part = Uniform()
     if part is None:
         return replace(round, asked=tuple(algorithm.select(state, round)))
     known = {client: samples[client] for client in round.connected if client in samples}
     round = replace(round, samples=known)
-    size = algorithm.asked_of(len(round.connected))
     drawn = part.select(round, size) if isinstance(part, Selection) else list(part(round))
     if strangers := sorted({*drawn} - {*round.connected}):
         raise ValueError(f"selection returned {few(strangers)}, which are not connected clients")

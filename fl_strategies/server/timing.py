@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fl_strategies.core.records import Reply, Round, Upload
 from fl_strategies.core.schedules import at
 from fl_strategies.messages.wire import decoded
+from fl_strategies.parts.deadline import Deadline
+from fl_strategies.parts.selection import Selection
 from fl_strategies.solvers.local import default_training
 
 if TYPE_CHECKING:
@@ -30,13 +32,34 @@ class State(NamedTuple):
 
 
 def check_clock(algorithm: Algorithm, called: str) -> None:
-    """Raise ``ValueError`` for a clock that the algorithm, which counts time itself, ignores."""
-    clock = algorithm.clock
+    """Raise ``ValueError`` for a clock or pace that does not go with the algorithm or a part."""
+    clock, pace = algorithm.clock, algorithm.pace
+    if pace is not None and (why := _not_paced(algorithm, called)):
+        raise ValueError(f"pace={pace!r} does not go with {why}")
     if clock is not None and algorithm.counts_time and clock.links:
         raise ValueError(
             f"clock={clock!r} does not go with {called}, whose clock counts work alone: leave out"
             " links, dropout and files"
         )
+
+
+def _not_paced(algorithm: Algorithm, called: str) -> str:
+    """Return what the pace does not go with, and why; "" if there is nothing."""
+    pace, selection = algorithm.pace, algorithm.selection
+    if algorithm.clock is None:
+        return "no clock: it goes by clock=Clock(...)"
+    if algorithm.privacy is not None:
+        return f"privacy={algorithm.privacy!r}: who is late depends on the others; use no pace"
+    if algorithm.counts_draws:
+        return f"selection={selection!r}, which counts on each draw; use Uniform or Probabilities"
+    if not isinstance(pace, Deadline):
+        return ""
+    chosen = selection is not None and not isinstance(selection, Selection)
+    if pace.over_select > 1.0 and (algorithm.chooses_clients or chosen):
+        return f"{'a function' if chosen else called}, which itself says who is asked"
+    if pace.cut and not algorithm.uses_local:
+        return f"{called}, whose hyperparameters set its steps; use cut=False"
+    return ""
 
 
 def begun(algorithm: Algorithm, states: States) -> States:
@@ -81,8 +104,44 @@ def in_time(
             ends[client] *= share
     counts = {"clients-dropped": len(dropped)} if clock.loses else {}
     good = {client: pair for client, pair in good.items() if client not in dropped}
+    seconds = max(ends.values(), default=clock.idle)
+    late: dict[int, str] = {}
+    if isinstance(algorithm.pace, Deadline) and ends:
+        lost = {client: end for client, end in ends.items() if client not in good}
+        replies = {client: ends[client] for client in good}
+        used, seconds = algorithm.pace.first(replies, lost, wanted(algorithm, asked.round))
+        late = {c: f"it came after {end:g} s" for c, end in replies.items() if c not in used}
+        counts["clients-late"] = len(late)
+        good = {client: pair for client, pair in good.items() if client not in late}
     counts = {**sifted.counts, **counts, "clients-used": len(good)}
-    return replace(sifted, good=good, counts=counts), max(ends.values(), default=clock.idle)
+    unusable = {**sifted.unusable, **late}
+    return replace(sifted, good=good, counts=counts, unusable=unusable), seconds
+
+
+def wanted(algorithm: Algorithm, round: Round) -> int:
+    """Return how many replies a round waits for."""
+    pace, there = algorithm.pace, len(round.connected)
+    if not isinstance(pace, Deadline) or pace.over_select == 1.0:
+        return len(round.asked)
+    return min(len(round.asked), algorithm.asked_of(there))
+
+
+def over_selected(algorithm: Algorithm, there: int) -> int:
+    """Return how many clients are asked of those that are ``there``."""
+    size, pace = algorithm.asked_of(there), algorithm.pace
+    return pace.asked(size, there) if isinstance(pace, Deadline) else size
+
+
+def step_limits(
+    algorithm: Algorithm, round: Round, down: Mapping[int, int], up: int, *, trains: bool
+) -> Iterator[tuple[int, int]]:
+    """Yield the clients whose steps are limited to the deadline, and to how many."""
+    clock, pace = algorithm.clock, algorithm.pace
+    if clock is None or not isinstance(pace, Deadline) or not trains:
+        return
+    for client, size in down.items():
+        if steps := pace.steps(clock, round.seed, round.number, client, size, up):
+            yield client, steps
 
 
 def work_of(algorithm: Algorithm, asked: Asked, reply: Reply) -> tuple[float, int]:

@@ -83,6 +83,8 @@ class LocalTraining:
         Mini-batch steps to take instead of epochs.
     random_steps : bool (default False)
         Draw the number of steps from U{1, ..., ``steps``}, from the client's random stream.
+    step_limit : int >= 0 (default 0: no limit)
+        The most steps, whatever ``epochs`` or ``steps`` say.
     batch_size : int >= 0 (default 32; 0: the full batch)
         Samples in a mini-batch.
     momentum : float >= 0 (default 0)
@@ -126,6 +128,7 @@ class LocalTraining:
     random_epochs: bool = False
     steps: int = 0
     random_steps: bool = False
+    step_limit: int = 0
     batch_size: int = 32
     momentum: float = 0.0
     nesterov: bool = False
@@ -141,6 +144,7 @@ class LocalTraining:
         check("lr", self.rate, above=0.0)
         check("epochs", self.epochs, low=1)
         check("steps", self.steps, low=0)
+        check("step_limit", self.step_limit, low=0)
         check("batch_size", self.batch_size, low=0)
         check("momentum", self.momentum, low=0.0)
         check("weight_decay", self.weight_decay, low=0.0)
@@ -154,7 +158,13 @@ class LocalTraining:
             check("residual", self.residual, low=0.0)
         for name in ("random_epochs", "random_steps", "nesterov"):
             check_flag(name, getattr(self, name))
-        kinds = {"epochs": int, "steps": int, "batch_size": int, "solver_params": str}
+        kinds = {
+            "epochs": int,
+            "steps": int,
+            "step_limit": int,
+            "batch_size": int,
+            "solver_params": str,
+        }
         for name, kind in kinds.items():
             if not isinstance(value := getattr(self, name), kind):
                 raise ValueError(f"{name} must be {kind.__name__}, got {shown(value)}")
@@ -204,7 +214,8 @@ class LocalTraining:
         """Return the most steps; a step with ``max_iter`` iterations counts as ``max_iter``."""
         iterations = parse_params(self.solver_params).get("max_iter", 1)
         per_step = iterations if isinstance(iterations, int | float) else 1
-        return (self.steps or self.epochs * self.batches(samples)) * max(per_step, 1)
+        steps = self.steps or self.epochs * self.batches(samples)
+        return min(steps, self.step_limit or steps) * max(per_step, 1)
 
     def updated(self, config: Mapping[str, Any]) -> LocalTraining:
         """Return these settings with those that ``config`` (kebab-case keys) sets."""

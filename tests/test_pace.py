@@ -1,0 +1,168 @@
+"""Laws of deadlines and over-selection: who counts, for how long, and what late ones leave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from federations import CLIENTS, Troubled
+from federations import KNOBS as FAULTY
+from laws import START, Row, every_algorithm, local, quiet, train
+from limits import STEPS
+from problems import grid, quadratics, to_vector, used_states
+
+from fl_strategies import FedADMM, FedAvg, FederatedStrategy, FedNova, NothingUsable, RoundInfo
+from fl_strategies.bcd.latency import exponential_quantile, mean_order_statistic
+from fl_strategies.parts import BySize, Clock, Deadline, Exponential, Gaussian
+from fl_strategies.parts.pace import Pace
+
+KNOBS = FAULTY | {name: {"missing": "proceed"} for name in ("fedpd", "fedpd-vr")}
+CLOCK = Clock(step=1.0, spread=0.7, jitter=0.7)
+
+
+def rounds_of(strategy: FederatedStrategy, name: str) -> list[float]:
+    rounds = strategy.result.train_metrics_clientapp.values()
+    return [float(row[name]) for row in rounds]  # type: ignore[arg-type]
+
+
+@every_algorithm
+def test_a_late_reply_leaves_as_little_behind_as_a_lost_one(row: Row) -> None:
+    """Nothing: neither in the model nor in sums that must add up nor in a client's state."""
+    knobs = KNOBS.get(row.name, {})
+    rule = row.strategy(local=local(), **knobs)
+    if Pace.refusal(rule, row.name):
+        return
+    patient = row.strategy(local=local(), clock=CLOCK, **knobs)
+    train(patient, grid(quadratics(CLIENTS)), 1)
+    part = Deadline(seconds=0.6 * rounds_of(patient, "virtual-seconds")[0])
+    used: list[set[int]] = []
+    strategy = row.strategy(
+        local=local(),
+        clock=CLOCK,
+        pace=part,
+        callbacks=[lambda info: used.append({*info.clients})],
+        **knobs,
+    )
+    late = train(strategy, grid(quadratics(CLIENTS)), 8)
+    assert 0 < sum(map(len, used)) < 8 * CLIENTS
+
+    def lost(server_round: int, client: int) -> bool:
+        return client not in used[server_round - 1]
+
+    assert Troubled(lost=lost).run(row, 8, **knobs).tobytes() == late.tobytes()
+
+
+def test_sums_are_exact_after_any_pattern() -> None:
+    """FedADMM's theta is the mean of the clients' w + y/rho."""
+    on = grid(quadratics(6))
+
+    def check(info: RoundInfo) -> None:
+        u = [
+            np.asarray(f["w"]) + np.asarray(f["y"]) / 0.5
+            for f in used_states(on, strategy.ledger.acked)
+        ]
+        u += [START] * (6 - len(u))
+        np.testing.assert_allclose(to_vector(info.arrays), np.mean(u, 0), atol=1e-12)
+
+    strategy = quiet(
+        FedADMM,
+        eta="fraction",
+        rho=0.5,
+        clock=Clock(step=1.0, spread=0.7, jitter=0.7, dropout=0.1),
+        pace=Deadline(seconds=7.0, over_select=1.5, cut=True),
+        fraction_train=0.5,
+        callbacks=[check],
+    )
+    train(strategy, on, 15)
+    assert sum(rounds_of(strategy, "clients-late")) > 0
+
+
+@pytest.mark.parametrize("k", [2, 5])
+def test_of_those_asked_the_first_count_and_the_kth_arrival_ends_the_round(k: int) -> None:
+    clock = Exponential(mean_arrival=1.0, mean_work=2.0)
+    seen: list[set[int]] = []
+    strategy = quiet(
+        FedAvg,
+        clock=clock,
+        pace=Deadline(over_select=1.3),
+        fraction_train=k / 10,
+        callbacks=[lambda info: seen.append({*info.clients})],
+        seed=3,
+    )
+    train(strategy, grid(quadratics(10)), 6)
+    asked = rounds_of(strategy, "clients-asked")
+    assert asked == [{2: 3, 5: 7}[k]] * 6
+    assert rounds_of(strategy, "clients-used") == [k] * 6
+    assert rounds_of(strategy, "clients-late") == [asked[0] - k] * 6
+    ends = np.diff([0.0, *rounds_of(strategy, "virtual-seconds")])
+    for t, (clients, end) in enumerate(zip(seen, ends, strict=True), start=1):
+        latest = max(clock.seconds(3, t, client, STEPS) for client in clients)
+        assert end == pytest.approx(latest, rel=1e-9)
+
+
+@pytest.mark.parametrize(("k", "n"), [(1, 8), (3, 8), (8, 8)])
+def test_rounds_last_in_the_mean_as_the_formula_says(k: int, n: int) -> None:
+    clock, part = Exponential(mean_arrival=0.0, mean_work=1.0), Deadline()
+    times = [
+        part.first({i: clock.seconds(1, t, i, 1.0) for i in range(n)}, {}, k)[1]
+        for t in range(3000)
+    ]
+    expected = mean_order_statistic(exponential_quantile, k, n)
+    assert np.mean(times) == pytest.approx(expected, abs=4 * np.std(times) / 3000**0.5)
+
+
+@pytest.mark.parametrize(
+    ("replies", "lost", "wanted", "used", "seconds"),
+    [
+        ({1: 2.0, 2: 1.0, 3: 9.0}, {}, 2, [2, 1], 2.0),
+        ({1: 2.0, 2: 1.0, 3: 9.0}, {}, 3, [2, 1], 5.0),  # the deadline
+        ({1: 2.0, 2: 1.0}, {3: 4.0}, 3, [2, 1], 4.0),  # nobody is at work any more
+        ({1: 2.0, 2: 1.0}, {3: 7.0}, 3, [2, 1], 5.0),
+        ({1: 5.0, 2: 5.0}, {}, 1, [1], 5.0),
+        ({1: 6.0}, {}, 1, [], 5.0),
+        ({}, {}, 1, [], 0.0),
+    ],
+)
+def test_who_counts_and_when_the_round_ends(
+    replies: dict[int, float], lost: dict[int, float], wanted: int, used: list[int], seconds: float
+) -> None:
+    assert Deadline(seconds=5.0).first(replies, lost, wanted) == (used, seconds)
+
+
+@pytest.mark.parametrize("make", [FedNova, FedADMM])
+def test_work_is_cut_to_the_deadline(make: Any) -> None:
+    steps = {0: 0.5, 1: 1.0, 2: 2.0, 3: 30.0}
+    rows: list[dict[int, Any]] = []
+    strategy = quiet(
+        make,
+        clock=Clock(step=steps, latency=0.25),
+        pace=Deadline(seconds=2.5, cut=True),
+        callbacks=[lambda info: rows.append(dict(info.clients))],
+        **({"eta": "fraction"} if make is FedADMM else {}),
+    )
+    train(strategy, grid(quadratics(4)), 2)
+    for clients in rows:
+        assert {c: row["steps"] for c, row in clients.items()} == {0: STEPS, 1: 2, 2: 1}
+    assert rounds_of(strategy, "clients-late") == [1.0, 1.0]
+    assert rounds_of(strategy, "virtual-seconds") == [2.5, 5.0]
+
+
+def test_a_deadline_that_nobody_meets_ends_the_run_and_says_so() -> None:
+    strategy = quiet(FedAvg, clock=Clock(step=1.0), pace=Deadline(seconds=0.5))
+    with pytest.raises(NothingUsable, match="it came after 4 s"):
+        train(strategy, grid(quadratics(3)), 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"clock": None}, "pace=Deadline.* does not go with no clock: it goes by clock=Clock"),
+        ({"privacy": Gaussian(), "weights": "uniform"}, "who is late depends on the others"),
+        ({"selection": BySize()}, "which counts on each draw"),
+        ({"selection": lambda round: round.connected}, "a function, which itself says who"),
+    ],
+)
+def test_what_a_pace_does_not_go_with_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        FedAvg(**{"clock": CLOCK, "pace": Deadline(over_select=1.5), **options})
