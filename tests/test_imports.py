@@ -304,3 +304,23 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     while free := {name for name, modules in needs.items() if not modules & needs.keys()}:
         needs = {name: modules for name, modules in needs.items() if name not in free}
     assert not needs
+
+
+INTERNAL = re.compile(r"flwr\.(cli|proto|supercore|superlink|supernode|common\.\w+)\b")
+
+
+def test_flowers_internals_are_imported_in_one_module() -> None:
+    """But for the lab's tool that loads a SuperLink as SuperNodes do."""
+    importing = [
+        path.relative_to(ROOT).as_posix()
+        for package in ("fl_strategies", "clients", "simulations")
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if any(INTERNAL.match(name) for name in flower_modules(path))
+    ]
+    assert importing == ["fl_strategies/messages/internals.py", "simulations/lab/load.py"]
+
+
+def flower_modules(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flwr"):
+            yield str(node.module)

@@ -18,8 +18,6 @@ from typing import IO, Any
 import numpy as np
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
-from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
 from flwr.serverapp import Grid
 
 from clients.node.host import HostContext
@@ -32,6 +30,11 @@ from fl_strategies.core.randomness import stream
 from fl_strategies.core.reasons import of_exception
 from fl_strategies.core.schedules import check
 from fl_strategies.core.spelling import hinted
+from fl_strategies.messages.internals import (
+    RecordDictProto,
+    recorddict_from_proto,
+    recorddict_to_proto,
+)
 
 STATE_MEMORY = 10**9
 """Bytes of clients' states that are kept in memory."""

@@ -10,14 +10,13 @@ from typing import Any, TypeAlias
 import numpy as np
 from flwr.app import Context, Error, Message
 from flwr.client import NumPyClient
-from flwr.common.constant import ErrorCode
-from flwr.supercore.task_identity import TaskIdentity
 
 from fl_strategies.core.layout import few
 from fl_strategies.core.log import log
 from fl_strategies.core.reasons import TRACEBACK
 from fl_strategies.core.schedules import require
 from fl_strategies.messages.description import DESCRIBE, DESCRIPTION
+from fl_strategies.messages.internals import ErrorCode, TaskIdentity
 
 ClientFn: TypeAlias = Callable[[Context], NumPyClient]
 

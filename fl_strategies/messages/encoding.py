@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from flwr.app import Array
-from flwr.common.constant import SType
+
+from fl_strategies.messages.internals import SType
 
 
 def encoded(array: npt.ArrayLike) -> Array:

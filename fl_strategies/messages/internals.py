@@ -1,0 +1,15 @@
+"""What is imported of Flower's internals, which a new version of Flower may move: here alone."""
+
+from flwr.common.constant import ErrorCode, SType
+from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
+from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
+from flwr.supercore.task_identity import TaskIdentity
+
+__all__ = [
+    "ErrorCode",
+    "RecordDictProto",
+    "SType",
+    "TaskIdentity",
+    "recorddict_from_proto",
+    "recorddict_to_proto",
+]
