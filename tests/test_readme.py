@@ -120,7 +120,7 @@ def test_flwr_run_as_the_quickstart_types_it_works_and_is_stopped(tmp_path: Path
     }
     run, stop = (
         next(b for b in blocks("bash", QUICKSTART) if b.startswith(start))
-        for start in ("FLWR_DISABLE", "LINK=")
+        for start in ("FLWR_DISABLE", "python -m fl_strategies.apps stop")
     )
     run = run.replace("supernodes=100", "supernodes=4").strip()
     try:
@@ -137,8 +137,7 @@ def test_flwr_run_as_the_quickstart_types_it_works_and_is_stopped(tmp_path: Path
         results = re.findall(r"results: (\S+)", done.stdout)[-1]
         assert json.loads((Path(results) / "summary.json").read_text())["finished"]
     finally:
-        subprocess.run(["bash", "-c", stop.replace("39091", ports[0])], env=env)
-        time.sleep(1.0)
+        subprocess.run(["bash", "-c", stop], cwd=ROOT, env=env)
         left = with_home(tmp_path / "home")
         for process in left:
             process.kill()
