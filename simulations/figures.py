@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:  # drawing imports it: it takes half a second, and most commands draw nothing
     from matplotlib.axes import Axes
@@ -14,6 +18,39 @@ if TYPE_CHECKING:  # drawing imports it: it takes half a second, and most comman
 
 from fl_strategies import STRATEGIES
 from fl_strategies.core.files import DamagedFile, naming, read_lines
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+STYLE: Mapping[str, Any] = {
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": "medium",
+    "font.size": 10,
+    "grid.alpha": 0.3,
+    "legend.fontsize": "small",
+    "legend.frameon": False,
+    "svg.hashsalt": "fl_strategies",  # equal figures are equal files
+}
+"""How all figures look: ``plt.rcParams.update(STYLE)`` in a notebook."""
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#888888")
+"""Okabe's and Ito's, which colour-blind readers tell apart."""
+
+
+def styled(draw: Callable[P, T]) -> Callable[P, T]:
+    """Have a function draw and save its figure in this style."""
+
+    @functools.wraps(draw)
+    def drawn(*args: P.args, **kwargs: P.kwargs) -> T:
+        from cycler import cycler
+        from matplotlib import rc_context
+
+        style: Any = {**STYLE, "axes.prop_cycle": cycler(color=COLOURS)}
+        with rc_context(style):
+            return draw(*args, **kwargs)
+
+    return drawn
 
 
 class Panel(NamedTuple):
@@ -55,6 +92,7 @@ def read_history(path: Path, *names: str) -> list[dict[str, float]]:
     return rows
 
 
+@styled
 def draw_curves(
     rows: Sequence[Mapping[str, Any]], path: Path, panels: Sequence[Panel] = PANELS
 ) -> Figure:
@@ -80,7 +118,7 @@ def draw_curves(
         _draw_panel(axes, panel, rows)
         drawn.append(axes)
     if drawn:
-        drawn[0].legend(fontsize="small")
+        drawn[0].legend()
     seeds = len({row["seed"] for row in rows})
     if seeds > 1:
         caption = f"Lines: means over {seeds} seeds; bands: ± one standard deviation."
@@ -89,17 +127,56 @@ def draw_curves(
     return figure
 
 
+MOST_ROWS = 100
+"""Of a figure of a partition."""
+
+
+@styled
+def draw_partition(counts: NDArray[Any], path: Path) -> None:
+    """Draw each client's samples of each class, ``counts`` [clients, classes] of ``describe``.
+
+    Of more than ``MOST_ROWS`` clients it shows as many, evenly spaced. Written to ``path`` (PNG),
+    and as vectors (SVG) next to it; existing files are replaced.
+    """
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    known, classes = counts.shape
+    clients = min(known, MOST_ROWS)
+    shown = np.linspace(0, known - 1, clients).round().astype(int)
+    counts = counts[shown]
+    colours = colormaps["tab10" if classes <= 10 else "turbo"]
+    figure = Figure(figsize=(8, 2 + 0.1 * clients), layout="constrained")
+    axes = figure.add_subplot(xlabel="samples", ylabel="client", ylim=(clients - 0.5, -0.5))
+    some = f", {clients} of {known:,} clients" if clients < known else ""
+    axes.set_title(f"Samples of each class at each client{some}")
+    places = np.unique(np.linspace(0, clients - 1, min(clients, 11)).round().astype(int))
+    axes.set_yticks(places, [f"{shown[place]:,}" for place in places])
+    axes.grid(visible=False)
+    ends = np.cumsum(counts, axis=1)
+    for c in range(classes):
+        axes.stairs(  # one shape a class: a bar for each client and class would take minutes
+            ends[:, c],
+            np.arange(clients + 1) - 0.5,
+            baseline=ends[:, c] - counts[:, c],
+            orientation="horizontal",
+            fill=True,
+            color=colours(c if classes <= 10 else c / (classes - 1)),
+            label=str(c),
+        )
+    figure.legend(title="class", loc="outside right upper", ncols=-(-classes // 25))
+    save(figure, path)
+
+
 def save(figure: Figure, path: Path) -> None:
     """Write the figure to ``path`` (PNG), and as vectors (SVG) next to it, reproducibly."""
-    from matplotlib import rc_context
-
     with warnings.catch_warnings():
         # matplotlib warns of the second that a busy machine takes to place a legend
         warnings.filterwarnings("ignore", "Creating legend with loc")
         with naming(path):
             figure.savefig(path, dpi=120)
         vectors = path.with_suffix(".svg")
-        with rc_context({"svg.hashsalt": "fl_strategies"}), naming(vectors):
+        with naming(vectors):
             figure.savefig(vectors, metadata={"Date": None})
 
 

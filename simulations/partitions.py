@@ -29,7 +29,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from inspect import getfullargspec
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -38,7 +37,6 @@ from numpy.typing import NDArray
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.schedules import check, shown
 from fl_strategies.core.spelling import unknown, unknown_of
-from simulations.figures import save
 
 Rows: TypeAlias = NDArray[np.int64]
 Draw: TypeAlias = np.random.Generator
@@ -127,37 +125,6 @@ def describe(parts: Sequence[Rows], labels: NDArray[Any]) -> Rows:
     """Return how many samples of each class each client holds, [clients, classes]."""
     classes = int(np.max(labels)) + 1
     return np.stack([np.bincount(labels[rows], minlength=classes) for rows in parts])
-
-
-def draw(parts: Sequence[Rows], labels: NDArray[Any], path: str | Path) -> None:
-    """Draw the table of :func:`describe`: one row per client, one colour per class.
-
-    Written to ``path`` (PNG), and as vectors (SVG) next to it; existing files are replaced.
-    """
-    from matplotlib import colormaps  # here: most runs draw nothing
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    counts = describe(parts, labels)
-    clients, classes = counts.shape
-    colours = colormaps["tab10" if classes <= 10 else "turbo"]
-    figure = Figure(figsize=(8, min(2 + 0.16 * clients, 14)), layout="constrained")
-    axes = figure.add_subplot(xlabel="samples", ylabel="client", ylim=(clients - 0.5, -0.5))
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    ends = np.cumsum(counts, axis=1)
-    for c in range(classes):
-        colour = colours(c if classes <= 10 else c / (classes - 1))
-        axes.stairs(  # one shape a class: a bar for each client and class would take minutes
-            ends[:, c],
-            np.arange(clients + 1) - 0.5,
-            baseline=ends[:, c] - counts[:, c],
-            orientation="horizontal",
-            fill=True,
-            color=colour,
-            label=str(c),
-        )
-    figure.legend(title="class", loc="outside right upper", ncols=-(-classes // 25))
-    save(figure, Path(path))
 
 
 def _iid(labels: NDArray[Any], clients: int, rng: Draw) -> list[Rows]:

@@ -114,7 +114,7 @@ def shared_states(config: RunConfig, grid: Grid, *, shared: bool) -> Iterator[No
         states = own / config.algorithm
         states.mkdir(mode=0o700)
     if states is not None:
-        write_atomically(states / SHARED, b"")
+        write_atomically(states / SHARED, b"", private=True)
     try:
         yield
     finally:

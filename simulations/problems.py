@@ -20,7 +20,7 @@ from clients import FlatModel, Problem
 from clients.learning.problem import laid_out
 from fl_strategies.core.settings_text import parse_params
 from fl_strategies.core.spelling import unknown_of
-from simulations import data, generated, models, partitions
+from simulations import data, figures, generated, models, partitions
 from simulations.config import RunConfig
 
 CPU = torch.device("cpu")
@@ -144,7 +144,8 @@ def _parts(
 
 def draw_partition(config: RunConfig, path: Path) -> None:
     """Draw a figure: how many samples of each class each client trains on."""
-    partitions.draw([train for train, _ in parts(config)], dataset(config).y, path)
+    counts = partitions.describe([train for train, _ in parts(config)], dataset(config).y)
+    figures.draw_partition(counts, path)
 
 
 def fresh_model(config: RunConfig, device: torch.device = CPU) -> FlatModel:

@@ -38,7 +38,12 @@ def test_every_file_of_the_packages_is_in_the_wheel_and_in_the_bundle() -> None:
     """What the wheel leaves out are the pages and commands of a clone."""
     assert SETTINGS["hatch"]["build"]["targets"]["wheel"] == {
         "packages": ["fl_strategies", "clients", "simulations"],
-        "exclude": ["simulations/lab", "simulations/*.md", "simulations/*.png"],
+        "exclude": [
+            "simulations/lab",
+            "simulations/*.md",
+            "simulations/Dockerfile",
+            "simulations/compose.yml",
+        ],
     }
     wanted = {
         name for name in files_of("fl_strategies", "clients") if not name.startswith(LEFT_OUT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from PIL import Image
 
 from fl_strategies.core.schedules import shown
 from simulations import partitions
-from simulations.partitions import KINDS, describe, draw, partition, power_law, train_test
+from simulations.figures import draw_partition
+from simulations.partitions import KINDS, describe, partition, power_law, train_test
 
 # Crooked on purpose: unequal classes, in no order, sizes that nothing divides.
 LABELS = np.random.default_rng(5).choice(7, 1433, p=np.arange(1, 8) / 28)
@@ -255,13 +257,15 @@ def test_describe_counts_rows_by_client_and_class() -> None:
     assert np.array_equal(counts, expected)
 
 
-@pytest.mark.parametrize("clients", [1, 5, 200])
+@pytest.mark.parametrize("clients", [1, 50, 700])
 def test_draw_writes_a_picture_of_bounded_size(clients: int, tmp_path: Path) -> None:
     path = tmp_path / "partition.png"
-    draw(partition("iid", LABELS, clients, seed=1), LABELS, path)
+    draw_partition(describe(partition("iid", LABELS, clients, seed=1), LABELS), path)
     with Image.open(path) as image:
         assert image.width == 960
-        assert 240 <= image.height <= 1680
+        assert 240 <= image.height <= 1440
+    words = re.findall(r"<!-- (.*?) -->", path.with_suffix(".svg").read_text())
+    assert ("Samples of each class at each client, 100 of 700 clients" in words) == (clients > 100)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.2, 0.99])

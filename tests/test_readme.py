@@ -11,7 +11,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -25,8 +24,10 @@ import clients
 import fl_strategies
 import simulations
 from clients.keeping import to_fields
+from fl_strategies.parts import STAGES, parts_for
 from fl_strategies.proximity import State as FedBCState
 from simulations.config import RunConfig
+from simulations.lab import front
 from simulations.lab.superlink import with_home
 
 ROOT = Path(__file__).parents[1]
@@ -86,7 +87,7 @@ def test_the_readmes_comparison_runs(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.xdist_group("engine")
 def test_the_demo_ends_with_a_table_and_the_path_of_its_results(tmp_path: Path) -> None:
-    assert "make demo\n" in blocks("bash")
+    assert any("make demo\n" in block for block in blocks("bash"))
     assert "$(BIN)/python -m simulations.lab.demo" in (ROOT / "Makefile").read_text()
     short = ["--rounds", "2", "--clients", "10", "--output", str(tmp_path)]
     done = subprocess.run(
@@ -155,6 +156,26 @@ def test_the_readmes_table_is_that_of_the_code() -> None:
     assert "".join(rows) in text
     assert f"\n{len(rows)} algorithms by" in text
     assert list(fl_strategies.STRATEGIES) == list(clients.CLIENTS)
+
+
+def test_the_readme_names_the_parts_of_each_argument() -> None:
+    text = (ROOT / "README.md").read_text()
+    for stage in STAGES:
+        names = ", ".join(f"`{part.__name__}`" for part in parts_for(stage).values())
+        assert f"| `{stage}` | {names} | " in text
+
+
+def test_the_readmes_figure_is_drawn_from_the_boards_table(tmp_path: Path) -> None:
+    drawn = front.differences((front.PAGES / "board.md").read_text())
+    ahead = [e.rule for e in drawn if all(m > h for m, h in zip(e.means, e.halves, strict=True))]
+    assert ahead == ["a-fedpd", "feddyn", "fednova"]
+    assert "A-FedPD, FedDyn and FedNova are ahead on both" in (ROOT / "README.md").read_text()
+    front.draw(drawn, tmp_path / "figure.png")
+    words = [
+        re.findall("<!-- (.*?) -->", (folder / name).read_text())
+        for folder, name in ((tmp_path, "figure.svg"), (front.PAGES, "global-models.svg"))
+    ]
+    assert words[0] == words[1]
 
 
 def test_the_cards_count_the_numbers_that_clients_of_fedbc_keep() -> None:

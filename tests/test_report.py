@@ -39,7 +39,9 @@ def report(tmp_path: Path) -> Path:
 def test_the_report_holds_tables_pictures_settings_and_the_command(report: Path) -> None:
     text = report.read_text()
     assert text.count("<svg") == 2
-    ids = re.findall(r'<svg id="([^"]+)"', text)
+    ids = re.findall(r'<svg [^>]*\bid="([^"]+)"', text)
+    assert "<title>FedAvg, FedADMM on " in text
+    assert text.count("<figcaption>") == 2
     assert ids == ["c-a", "p-a"]
     assert all(f'href="#{name}-b"' in text and f"url(#{name}-b)" in text for name in "cp")
     assert "lr 0.1 &lt;rho=0.1&gt;" in text
@@ -48,6 +50,11 @@ def test_the_report_holds_tables_pictures_settings_and_the_command(report: Path)
     assert "rounds = 3" in text
     assert "python -m simulations.lab.compare --rounds 3" in text
     assert "Hyperparameters" not in text
+
+
+def test_others_may_read_what_they_may_read_of_any_file(report: Path, tmp_path: Path) -> None:
+    (tmp_path / "any").touch()
+    assert report.stat().st_mode == (tmp_path / "any").stat().st_mode
 
 
 def test_the_report_asks_for_no_other_file(report: Path) -> None:

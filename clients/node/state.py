@@ -230,7 +230,7 @@ class DirectoryStore:
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         manifest = self.directory / "owner.json"
         if not manifest.exists():  # of two runs that begin at once, one is first
-            write_atomically(manifest, json.dumps(asdict(owner)).encode(), new=True)
+            write_atomically(manifest, json.dumps(asdict(owner)).encode(), new=True, private=True)
         self.check(self.directory, owner)
         path = self._path(server_round)
         path.parent.mkdir(mode=0o700, exist_ok=True)

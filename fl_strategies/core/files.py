@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -49,22 +50,23 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_atomically(
-    path: Path, content: bytes, *, new: bool = False, durable: bool = True
+    path: Path, content: bytes, *, new: bool = False, durable: bool = True, private: bool = False
 ) -> None:
     """Write ``content`` to ``path`` through a temporary name next to it, fsynced, then renamed.
 
     With ``new`` an existing file stays as it is: of several writers, the first one wins. Without
     ``durable`` neither the file nor its folder is fsynced: the file survives a crash of the
-    process, not of the machine. An ``OSError`` names ``path``.
+    process, not of the machine. A ``private`` file is this user's alone, others have the rights of
+    any new file. An ``OSError`` names ``path``.
     """
     with naming(path):
-        _write_atomically(path, content, new=new, durable=durable)
+        _write_atomically(path, content, new=new, durable=durable, mode=0o600 if private else 0o666)
 
 
-def _write_atomically(path: Path, content: bytes, *, new: bool, durable: bool) -> None:
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+def _write_atomically(path: Path, content: bytes, *, new: bool, durable: bool, mode: int) -> None:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(content)
             file.flush()
             if durable:
@@ -84,7 +86,7 @@ def _write_atomically(path: Path, content: bytes, *, new: bool, durable: bool) -
             os.close(handle)
 
 
-def _link(temporary: str, path: Path) -> None:
+def _link(temporary: Path, path: Path) -> None:
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -102,7 +104,8 @@ def save_arrays(path: Path, arrays: Arrays, about: str, *, durable: bool = True)
     assert ABOUT not in arrays
     arrays = {name: np.asarray(value, order="C") for name, value in arrays.items()}
     arrays[ABOUT] = np.frombuffer(about.encode(), np.uint8)
-    write_atomically(path, save(arrays, metadata={"sha256": _digest(arrays)}), durable=durable)
+    content = save(arrays, metadata={"sha256": _digest(arrays)})
+    write_atomically(path, content, durable=durable, private=True)
 
 
 def load_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], str]:

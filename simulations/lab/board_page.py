@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from simulations.config import RunConfig
-from simulations.figures import PANELS, draw_curves, save, title
+from simulations.figures import PANELS, draw_curves, save, styled, title
 from simulations.lab.measured import KINDS, summary
 from simulations.lab.settings import Setting
 from simulations.lab.tuning import Search
@@ -244,6 +244,7 @@ def alike(board: Sequence[Judged]) -> list[list[Judged]]:
 # ---- figures -------------------------------------------------------------------------------------
 
 
+@styled
 def draw(judged: Judged, path: Path) -> None:
     """Draw each rule's mean with its 95 % interval, and the published number, to PNG and SVG.
 
@@ -260,15 +261,15 @@ def draw(judged: Judged, path: Path) -> None:
     axes = figure.add_subplot()
     for place, row in enumerate(rows):
         ends = interval(row.values)
-        colour = "C3" if row.rule == setting.ours else "C0"
+        colour = "C1" if row.rule == setting.ours else "C0"
         axes.errorbar(unit * ends.mean, place, xerr=unit * ends.half, fmt="o", color=colour)
         if row.published is not None and math.isfinite(row.published):
             axes.plot(unit * row.published, place, "x", color="0.4")
     axes.set_yticks(range(len(rows)), [title(row.rule) for row in rows])
     axes.invert_yaxis()
     axes.set(xlabel=KINDS[setting.figure].name)
-    axes.set_title(setting.where, fontsize="medium")
-    axes.grid(axis="x", alpha=0.3)
+    axes.set_title(setting.where)
+    axes.grid(visible=False, axis="y")
     crosses = "; crosses: published" if setting.published else ""
     seeds = max(len(row.values) for row in rows)
     figure.supxlabel(f"Means over {seeds} seeds, 95 % intervals{crosses}.", fontsize="small")
@@ -288,6 +289,7 @@ def draw_lines(board: Sequence[Judged], folder: Path) -> None:
         _draw_lines(drawn, folder / f"{name}.png")
 
 
+@styled
 def _draw_lines(board: Sequence[Judged], path: Path) -> None:
     from matplotlib.figure import Figure
 
@@ -316,9 +318,8 @@ def _draw_lines(board: Sequence[Judged], path: Path) -> None:
     axes.minorticks_off()
     axes.set_xlabel(setting.line.axis)
     axes.set_ylabel(KINDS[setting.figure].name, fontsize="small")
-    axes.set_title(setting.where.rpartition(",")[0], fontsize="medium")
-    axes.legend(fontsize="small")
-    axes.grid(alpha=0.3)
+    axes.set_title(setting.where.rpartition(",")[0])
+    axes.legend()
     seeds = max(len(row.values) for judged in board for row in judged.rows)
     figure.supxlabel(f"Means over {seeds} seeds, 95 % intervals.", fontsize="small")
     save(figure, path)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from simulations.figures import read_history, save
+from simulations.figures import read_history, save, styled
 from simulations.lab.command_line import Command
 from simulations.tables import write_csv
 
@@ -69,6 +69,7 @@ def fairness(runs: Mapping[str, Path], folder: Path) -> None:
     draw(rounds, clients, folder / "fairness.png")
 
 
+@styled
 def draw(
     rounds: Sequence[Mapping[str, Any]], clients: Sequence[Mapping[str, Any]], path: Path
 ) -> None:

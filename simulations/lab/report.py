@@ -17,6 +17,7 @@ from typing import Any
 
 from fl_strategies.core.files import write_atomically
 from simulations.config import RunConfig
+from simulations.figures import title as title_of
 from simulations.tables import grid
 
 PAGE = """<!doctype html>
@@ -35,7 +36,8 @@ th, td {{ border-bottom: 1px solid #8888; padding: .3rem .6rem; text-align: left
 th {{ cursor: pointer; white-space: nowrap; }}
 th[aria-sort=ascending]::after {{ content: " \\25b2"; }}
 th[aria-sort=descending]::after {{ content: " \\25bc"; }}
-figure {{ background: white; margin: 1rem 0; }}
+figure {{ background: white; color: black; margin: 1rem 0; }}
+figcaption {{ padding: .3rem .6rem; }}
 svg {{ max-width: 100%; height: auto; }}
 pre {{ overflow-x: auto; padding: .6rem; border: 1px solid #8888; }}
 </style>
@@ -68,8 +70,11 @@ def write_report(folder: Path, configs: Sequence[RunConfig], command: str = "") 
     table = (folder / "table.md").read_text()
     parts = [
         ("Results", from_markdown(table)),
-        ("Curves", picture(folder / "curves.svg", "c")),
-        ("Samples of each class at each client", picture(folder / "partition.svg", "p")),
+        ("Curves", picture(folder / "curves.svg", "c", "Each algorithm's mean over its seeds")),
+        (
+            "Partition",
+            picture(folder / "partition.svg", "p", "Samples of each class at each client"),
+        ),
         ("Settings of each algorithm", from_markdown(differing(configs))),
         ("Settings of all", f"<pre>{html.escape(common(configs))}</pre>"),
     ]
@@ -78,7 +83,9 @@ def write_report(folder: Path, configs: Sequence[RunConfig], command: str = "") 
     if command:
         parts.append(("Command", f"<pre>{html.escape(command)}</pre>"))
     body = "\n".join(f"<h2>{html.escape(head)}</h2>\n{text}" for head, text in parts if text)
-    title = html.escape(f"Comparison on {configs[0].dataset}")
+    rules = ", ".join(dict.fromkeys(title_of(config.rule) for config in configs))
+    first = configs[0]
+    title = html.escape(f"{rules} on {first.dataset}, {first.clients:,} clients")
     write_atomically(folder / "report.html", PAGE.format(title=title, body=body).encode())
 
 
@@ -105,13 +112,14 @@ def from_markdown(text: str) -> str:
     return "\n".join(blocks)
 
 
-def picture(path: Path, name: str) -> str:
-    """Return an SVG as part of a page, with ids made unique by ``name``; "" if there is none."""
+def picture(path: Path, name: str, caption: str) -> str:
+    """Return an SVG as a figure of a page, with ids made unique by ``name``; "" without a file."""
     if not path.exists():
         return ""
     drawn = path.read_text()
     drawn = re.sub(r'(\bid="|"#|url\(#)', rf"\g<1>{name}-", drawn[drawn.index("<svg") :])
-    return f"<figure>{drawn}</figure>"
+    drawn = drawn.replace("<svg", f'<svg role="img" aria-label="{html.escape(caption)}"', 1)
+    return f"<figure>{drawn}<figcaption>{html.escape(caption)}.</figcaption></figure>"
 
 
 def settings(config: RunConfig) -> dict[str, Any]:
