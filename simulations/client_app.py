@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numpy as np
 import torch
 from flwr.app import Context
 from torch.nn.functional import cross_entropy
@@ -83,8 +82,7 @@ def client_fn(context: Context) -> AnyAlgorithmClient:
     data_set = dataset(config)
     untouched = config.local_test == config.validation == 0.0
     if config.partition == "natural" and untouched and data_set.test_owner is not None:
-        assert data_set.owner is not None
-        own = np.flatnonzero(data_set.test_owner == data_set.owner[train[0]])
+        own = data_set.tests_of(train[0])
         test = problem(config, "test", own) if len(own) else None
     return AnyAlgorithmClient(
         problem(config, "train", train),

@@ -20,6 +20,7 @@ from numpy.typing import DTypeLike, NDArray
 from fl_strategies.core.log import log
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.schedules import check, one_of
+from simulations.drawn import AT_ONCE, Drawn, Owners, Population, Samples
 from simulations.images import Images, Scale, scaled
 from simulations.partitions import power_law
 from simulations.text import Symbols
@@ -29,7 +30,7 @@ WARN_BYTES = 10**9
 
 Floats: TypeAlias = NDArray[np.floating[Any]]
 Ints: TypeAlias = NDArray[np.int64]
-Inputs: TypeAlias = Floats | Symbols | Images
+Inputs: TypeAlias = Floats | Symbols | Images | Drawn
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,12 +42,12 @@ class Dataset:
 
     name: str
     x: Inputs  # [n, ...], images as they came, integers of text, else floats
-    y: Ints  # [n], classes 0 ... num_classes - 1
+    y: Ints | Drawn  # [n], classes 0 ... num_classes - 1
     test_x: Inputs  # [n_test, ...]
-    test_y: Ints  # [n_test]
+    test_y: Ints | Drawn  # [n_test]
     num_classes: int
-    owner: Ints | None = None  # [n], the natural client of each training sample
-    test_owner: Ints | None = None  # [n_test]
+    owner: Ints | Owners | None = None  # [n], the natural client of each training sample
+    test_owner: Ints | Owners | None = None  # [n_test]
     vocabulary: int | None = None  # of text: x are integers 0 ... vocabulary - 1
     scale: Scale | None = None  # of images
 
@@ -56,13 +57,28 @@ class Dataset:
             if isinstance(part, Images):
                 part.check()
 
-    def inputs(self, rows: slice = slice(None), *, test: bool = False) -> NDArray[Any]:
+    def tests_of(self, row: int) -> Ints:
+        """Return the test samples of the natural client of training sample ``row``."""
+        assert self.owner is not None
+        client = self.owner[row]
+        if isinstance(self.test_owner, Owners):
+            return self.test_owner.of(int(client))
+        return np.flatnonzero(self.test_owner == client)
+
+    def inputs(self, rows: Any = slice(None), *, test: bool = False) -> NDArray[Any]:
         """Return training or test samples as models take them: images in float32, to scale.
 
         Images [n, channels, height, width] lie channels-last. Made anew at each call.
         """
-        stored = (self.test_x if test else self.x)[rows]
-        return stored if self.scale is None else scaled(stored, self.scale)
+        return self.samples(rows, test=test)[0]
+
+    def samples(
+        self, rows: Any = slice(None), *, test: bool = False
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return training or test samples, as models take them, and their classes."""
+        stored, classes = (self.test_x, self.test_y) if test else (self.x, self.y)
+        x = stored[rows]
+        return x if self.scale is None else scaled(x, self.scale), classes[rows]
 
 
 def synthetic(
@@ -70,7 +86,7 @@ def synthetic(
     alpha: float = 0.5,
     beta: float = 0.5,
     clients: int = 30,
-    sizes: str = "power-law",
+    sizes: str = "auto",
     seed: int = 0,
     dtype: DTypeLike = np.float32,
 ) -> Dataset:
@@ -84,7 +100,8 @@ def synthetic(
 
     ``sizes``: ``"power-law"``, which the paper names without numbers: 50 samples, and a share,
     proportional to 1.1^-i, of 200 samples per device; ``"lognormal"``, the authors' code:
-    50 + lognormal(4, 2); ``"uniform"``: 20 to 60, for many devices.
+    50 + lognormal(4, 2); ``"uniform"``: 20 to 60; ``"auto"``: by the power law, uniform for more
+    than 1,000 devices, of which the power law gives the first 9 % of all samples.
 
     References: Bedi et al., "FedBC: Calibrating Global and Local Models via Federated Learning
     Beyond Consensus", appendix E.1; Li et al., "FedProx", MLSys 2020.
@@ -92,7 +109,9 @@ def synthetic(
     check("alpha", alpha, low=0.0)
     check("beta", beta, low=0.0)
     _check_counts(clients=clients, seed=seed)
-    one_of("sizes", sizes, ("power-law", "lognormal", "uniform"))
+    one_of("sizes", sizes, ("auto", "power-law", "lognormal", "uniform"))
+    if sizes == "auto":
+        sizes = "power-law" if clients <= AT_ONCE else "uniform"
     if sizes == "power-law":
         counts = 50 + power_law(200 * clients, clients, 1.1)
     elif sizes == "lognormal":
@@ -100,20 +119,16 @@ def synthetic(
         counts = 50 + extra
     else:
         counts = stream(seed, "synthetic-sizes").integers(20, 60, clients, endpoint=True)
-    _announce("synthetic", clients, _peak_bytes(int(counts.sum()), 60, dtype, copies=2))
-    train, test = [], []
-    for i, n in enumerate(counts.tolist()):
+
+    def draw(i: int) -> Samples:
         rng = stream(seed, "synthetic", i)
         u, centre = rng.normal(0, alpha), rng.normal(0, beta)
         w, b = rng.normal(u, 1, (60, 10)), rng.normal(u, 1, 10)
-        x = rng.normal(centre, 1, 60) + rng.normal(size=(n, 60)) * np.arange(1, 61) ** -0.6
-        y, owner = np.argmax(x @ w + b, axis=1), np.full(n, i)
-        x, cut = x.astype(dtype), round(0.8 * n)
-        train.append((x[:cut], y[:cut], owner[:cut]))
-        test.append((x[cut:], y[cut:], owner[cut:]))
-    x, y, owner = map(np.concatenate, zip(*train, strict=True))
-    test_x, test_y, test_owner = map(np.concatenate, zip(*test, strict=True))
-    return Dataset("synthetic", x, y, test_x, test_y, 10, owner, test_owner)
+        x = rng.normal(centre, 1, 60) + rng.normal(size=(counts[i], 60)) * np.arange(1, 61) ** -0.6
+        return x.astype(dtype), np.argmax(x @ w + b, axis=1)
+
+    train = np.rint(0.8 * counts).astype(np.int64)
+    return _dataset("synthetic", Population(draw, counts, train, 60, dtype), 10)
 
 
 def two_classes(
@@ -135,46 +150,36 @@ def two_classes(
     Reference: Zhang et al., "FedPD", IEEE Transactions on Signal Processing 2021, Section V.
     """
     _check_counts(clients=clients, samples=samples, test_samples=test_samples, seed=seed)
-    name, n = "fedpd-strong" if strong else "fedpd-weak", samples + test_samples
-    _announce(name, clients, _peak_bytes(clients * n, 20, np.float32, copies=3))
-    inputs, labels = [], []
-    for i in range(clients):
+    n = samples + test_samples
+
+    def draw(i: int) -> Samples:
         rng = stream(seed, "two-classes", i)
         a = np.column_stack([rng.normal(size=(n, 19)), np.ones(n)])
         score = a @ rng.uniform(-10, 10, 20) + rng.normal(size=n) if strong else rng.normal(size=n)
-        inputs.append(a.astype(np.float32))
-        labels.append((score > 0).astype(np.int64))
-    x, y, owner = np.stack(inputs), np.stack(labels), np.repeat(np.arange(clients)[:, None], n, 1)
-    return Dataset(
-        name,
-        x[:, :samples].reshape(-1, 20),
-        y[:, :samples].ravel(),
-        x[:, samples:].reshape(-1, 20),
-        y[:, samples:].ravel(),
-        2,
-        owner[:, :samples].ravel(),
-        owner[:, samples:].ravel(),
-    )
+        return a.astype(np.float32), (score > 0).astype(np.int64)
+
+    counts, train = np.full(clients, n), np.full(clients, samples)
+    name = "fedpd-strong" if strong else "fedpd-weak"
+    return _dataset(name, Population(draw, counts, train, 20, np.float32), 2)
+
+
+def _dataset(name: str, population: Population, classes: int) -> Dataset:
+    """Return the data of a population, warning of those that are drawn at once and are large."""
+    clients, samples = len(population.counts), int(population.counts.sum())
+    each = population.features * np.dtype(population.dtype).itemsize + 8 + 8  # classes, owners
+    if clients <= AT_ONCE and 2 * samples * each > WARN_BYTES:  # twice while they are put together
+        message = (
+            "the data of %d clients of %r take %.1f GB of memory in each process that makes them"
+        )
+        log(WARNING, message, clients, name, 2 * samples * each / 1e9)
+    (x, y, owner), (test_x, test_y, test_owner) = map(population.arrays, (False, True))
+    return Dataset(name, x, y, test_x, test_y, classes, owner, test_owner)
 
 
 def _check_counts(*, seed: int, **counts: int) -> None:
     check("seed", seed, low=0, integer=True)
     for name, count in counts.items():
         check(name, count, low=1, integer=True)
-
-
-def _peak_bytes(samples: int, features: int, dtype: DTypeLike, *, copies: int) -> int:
-    """Return the memory for features, labels and owners, of which so many copies live at once."""
-    return copies * samples * (features * np.dtype(dtype).itemsize + 8 + 8)
-
-
-def _announce(name: str, clients: int, peak: int) -> None:
-    """Warn, before data are made, of those that take more than ``WARN_BYTES`` of memory."""
-    if peak > WARN_BYTES:
-        message = (
-            "the data of %d clients of %r take %.1f GB of memory in each process that makes them"
-        )
-        log(WARNING, message, clients, name, peak / 1e9)
 
 
 def digits() -> Dataset:

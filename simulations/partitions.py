@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.schedules import check, shown
 from fl_strategies.core.spelling import unknown, unknown_of
+from simulations.drawn import Drawn, Owners
 
 Rows: TypeAlias = NDArray[np.int64]
 Draw: TypeAlias = np.random.Generator
@@ -48,7 +49,7 @@ def partition(
     clients: int,
     *,
     seed: int,
-    owner: Rows | None = None,
+    owner: Rows | Owners | None = None,
     **options: Any,
 ) -> list[Rows]:
     """Return the indices of the samples of each of ``clients`` clients.
@@ -121,10 +122,11 @@ def train_test(parts: Sequence[Rows], fraction: float, seed: int) -> list[tuple[
     return split
 
 
-def describe(parts: Sequence[Rows], labels: NDArray[Any]) -> Rows:
+def describe(parts: Sequence[Rows], labels: NDArray[Any] | Drawn) -> Rows:
     """Return how many samples of each class each client holds, [clients, classes]."""
-    classes = int(np.max(labels)) + 1
-    return np.stack([np.bincount(labels[rows], minlength=classes) for rows in parts])
+    theirs = [labels[rows] for rows in parts]
+    classes = 1 + max(int(np.max(one)) for one in theirs)
+    return np.stack([np.bincount(one, minlength=classes) for one in theirs])
 
 
 def _iid(labels: NDArray[Any], clients: int, rng: Draw) -> list[Rows]:
@@ -286,10 +288,11 @@ def _imbalanced(
 
 
 def _natural(
-    labels: NDArray[Any], clients: int, rng: Draw, *, owner: Rows | None = None
+    labels: NDArray[Any], clients: int, rng: Draw, *, owner: Rows | Owners | None = None
 ) -> list[Rows]:
     if owner is None:
         raise ValueError("partition 'natural' needs owner, the natural client of each sample")
+    owner = np.asarray(owner)
     if len(owner) != len(labels):
         raise ValueError(f"owner must have {len(labels)} entries (samples), got {len(owner)}")
     if (owners := len(np.unique(owner))) != clients:

@@ -22,6 +22,7 @@ from fl_strategies.core.settings_text import parse_params
 from fl_strategies.core.spelling import unknown_of
 from simulations import data, figures, generated, models, partitions
 from simulations.config import RunConfig
+from simulations.drawn import AT_ONCE, Owners, Parts
 
 CPU = torch.device("cpu")
 
@@ -63,7 +64,19 @@ def dataset(config: RunConfig) -> generated.Dataset:
     if name in generated.GENERATED:
         options = {"clients": config.clients, "seed": config.seed} | options
     data_set = data.load(name, normalise=config.normalise, **options)
-    return _pooled(data_set) if config.pooled else data_set
+    if config.pooled:
+        return _pooled(data_set)
+    return data_set if config.partition == "natural" else _whole(data_set)
+
+
+@functools.lru_cache(maxsize=4)
+def _whole(data_set: generated.Dataset) -> generated.Dataset:
+    """Return the data set with all its samples at hand."""
+    if not isinstance(data_set.owner, Owners):
+        return data_set
+    names = ("x", "y", "test_x", "test_y", "owner", "test_owner")
+    arrays: dict[str, Any] = {name: np.asarray(getattr(data_set, name)) for name in names}
+    return replace(data_set, **arrays)
 
 
 @functools.lru_cache(maxsize=4)
@@ -84,9 +97,9 @@ def placed(
     data_set: generated.Dataset, test: bool, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return inputs and labels of the training or test set, once per process, on ``device``."""
-    inputs = torch.as_tensor(data_set.inputs(test=test))
+    inputs, labels = map(torch.as_tensor, data_set.samples(test=test))
     inputs = inputs.to(device, dtype) if inputs.is_floating_point() else inputs.to(device)
-    return laid_out(inputs), torch.as_tensor(data_set.test_y if test else data_set.y).to(device)
+    return laid_out(inputs), labels.to(device)
 
 
 def _options(
@@ -99,7 +112,7 @@ def _options(
     return options
 
 
-def parts(config: RunConfig) -> list[tuple[np.ndarray, np.ndarray]]:
+def parts(config: RunConfig) -> Sequence[tuple[np.ndarray, np.ndarray]]:
     """Return each client's samples: (for training, for its own tests).
 
     Its own tests are on what ``validation`` holds out of its training samples, if it does.
@@ -112,7 +125,7 @@ def validation_rows(config: RunConfig) -> np.ndarray:
     return _split(config)[1]
 
 
-def _split(config: RunConfig) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.ndarray]:
+def _split(config: RunConfig) -> tuple[Sequence[tuple[np.ndarray, np.ndarray]], np.ndarray]:
     return _parts(dataset(config), config.partition, config.partition_params, config.clients,
                   config.seed, config.local_test, config.validation)  # fmt: skip
 
@@ -126,11 +139,13 @@ def _parts(
     seed: int,
     local_test: float,
     validation: float,
-) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.ndarray]:
+) -> tuple[Sequence[tuple[np.ndarray, np.ndarray]], np.ndarray]:
+    if kind == "natural" and isinstance(data_set.owner, Owners) and local_test == validation == 0:
+        return Parts(data_set.owner), np.empty(0, np.int64)
     known = partial(partitions.options_of, kind)
     options = _options(params, f"partition {kind!r}", partitions.partition, known)
     rows = partitions.partition(
-        kind, data_set.y, clients, seed=seed, owner=data_set.owner, **options
+        kind, np.asarray(data_set.y), clients, seed=seed, owner=data_set.owner, **options
     )
     split = partitions.train_test(rows, local_test, seed)
     if validation == 0.0:
@@ -143,9 +158,14 @@ def _parts(
 
 
 def draw_partition(config: RunConfig, path: Path) -> None:
-    """Draw a figure: how many samples of each class each client trains on."""
-    counts = partitions.describe([train for train, _ in parts(config)], dataset(config).y)
-    figures.draw_partition(counts, path)
+    """Draw a figure: how many samples of each class each client trains on.
+
+    Of a large population that is drawn it shows the first clients.
+    """
+    data_set, split = dataset(config), parts(config)
+    shown = AT_ONCE if isinstance(data_set.owner, Owners) else len(split)
+    shown_parts = [split[client][0] for client in range(shown)]
+    figures.draw_partition(partitions.describe(shown_parts, data_set.y), path)
 
 
 def fresh_model(config: RunConfig, device: torch.device = CPU) -> FlatModel:
@@ -184,7 +204,8 @@ def problem(config: RunConfig, which: str, rows: np.ndarray | None = None) -> Pr
     """Return the problem of the ``"train"`` or ``"test"`` set, or of some ``rows`` of it.
 
     If training samples are held out for validation, they are the test set; for pooled data the test
-    set is all that the clients hold out.
+    set is all that the clients hold out. Of a large population that is drawn, the test set is that
+    of some clients, always the same ones.
     """
     data_set, test = dataset(config), which == "test"
     if test and rows is None and config.validation > 0.0:
@@ -192,7 +213,12 @@ def problem(config: RunConfig, which: str, rows: np.ndarray | None = None) -> Pr
     elif test and config.pooled:
         rows, test = np.concatenate([held_out for _, held_out in parts(config)]), False
     device, dtype = config.torch_device, getattr(torch, config.dtype)
-    x, y = placed(data_set, test, device, dtype)
+    if isinstance(data_set.test_owner, Owners):
+        rows = data_set.test_owner.sample() if rows is None else rows
+        x, y = map(torch.from_numpy, data_set.samples(rows, test=test))
+        rows = None
+    else:
+        x, y = placed(data_set, test, device, dtype)
     index = None if rows is None else torch.from_numpy(rows)
     autocast = getattr(torch, config.autocast) if config.autocast else None
 

@@ -332,7 +332,7 @@ def test_every_option_of_a_built_in_set_is_checked(name: str, option: str) -> No
         ("synthetic", {"dtype": 3}, "has no option 'dtype'"),
         ("synthetic", {"beta": -1}, "beta must be >= 0, got -1"),
         ("synthetic", {"clients": 0}, "clients must be an integer >= 1, got 0"),
-        ("synthetic", {"sizes": "equal"}, r"sizes must be one of \['power-law', .*, got 'equal'"),
+        ("synthetic", {"sizes": "equal"}, r"sizes must be one of \['auto', .*, got 'equal'"),
     ],
 )
 def test_bad_input_is_refused_with_what_is_known(
