@@ -8,10 +8,12 @@ reads ``notebooks/pages/board.md`` and writes ``notebooks/pages/global-models.sv
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from simulations.figures import save, styled, title
+from simulations.lab.command_line import Command
 
 PAGES = Path(__file__).resolve().parents[2] / "notebooks/pages"
 SETS = ("digits, Dirichlet(0.1)", "synthetic, a distribution for each client")
@@ -59,9 +61,11 @@ def draw(found: list[Difference], path: Path) -> None:
     save(figure, path)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Write the figure."""
-    path = PAGES / "global-models.png"
+    parser = Command("front", __doc__)
+    parser.add_argument("--output", type=Path, default=PAGES, help="where the figure is written")
+    path = parser.read(arguments).output / "global-models.png"
     draw(differences((PAGES / "board.md").read_text()), path)
     path.unlink()  # the page shows the vectors
 
