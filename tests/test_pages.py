@@ -19,7 +19,12 @@ ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "notebooks/pages"
 QUICKSTART = PAGES / "quickstart.md"
 ALGORITHMS = list(fl_strategies.STRATEGIES)
-NEEDS = {"lora": "peft", "tokenizer": "transformers", "trackers": "tensorboard"}
+NEEDS = {
+    "lora": "peft",
+    "tokenizer": "transformers",
+    "trackers": "tensorboard",
+    "privacy": "dp_accounting",
+}
 """Packages, by the page whose examples need them."""
 
 
