@@ -181,7 +181,7 @@ ROUNDS = [
         {
             "asked.round.acked.get(client, -1)": "asked.round.number",
             "sum(map(len, {*catch_ups}))": "sum(map(len, catch_ups))",
-            "size * len(clients) + sum(map(len, catch_ups))": "size * len(clients)",
+            "each * len(clients) + sum(map(len, catch_ups))": "each * len(clients)",
             "            self._add_catch_up(state, asked, configs)\n": "            pass\n",
         },
     ),
