@@ -295,7 +295,7 @@ RULES = [
             "2 * self.latency +": "self.latency +",
             "work * each + sent": "work * each",
             "down / download + up / upload": "down / download",
-            "client % len(speeds(step))": "0",
+            "client % len(devices)": "0",
             '"dropout", server_round, client)': '"dropout", server_round)',
         },
     ),

@@ -128,7 +128,7 @@ def parameters(part: type[Part]) -> dict[str, Any]:
     return {"attackers": 0} if "attackers" in part.declarations else {}
 
 
-def beside(stage: str) -> dict[str, Any]:
+def needed_with(stage: str) -> dict[str, Any]:
     """Return what else a part of the stage needs."""
     return {"clock": Clock(step=1.0)} if stage == "pace" else {}
 
@@ -145,7 +145,7 @@ def test_a_part_runs_a_round_around_every_algorithm_or_says_why_not(part: type[P
         uniform = part.stage == "privacy" and "weights" in row.others
         options: dict[str, Any] = {"weights": "uniform"} if uniform else {}
         rule = row.strategy(local=local(), **options)
-        given = {**beside(part.stage), part.stage: part(**parameters(part))}
+        given = {**needed_with(part.stage), part.stage: part(**parameters(part))}
         if part.refusal(rule, row.name):
             with pytest.raises(ValueError, match=f"^{part.stage}=.* does not go with .*; use "):
                 row.strategy(local=local(), **given, **options)
@@ -171,7 +171,7 @@ def test_the_sites_table_says_what_strategies_do() -> None:
         for head, cell in zip(heads, cells, strict=True):
             called, _, other = head.split(", ")[0].partition(" ")
             part = by_class[called]
-            stage = {**beside(part.stage), other.strip("()") or part.stage: part()}
+            stage = {**needed_with(part.stage), other.strip("()") or part.stage: part()}
             if cell == "works":
                 STRATEGIES[algorithm](local=training, **given, **stage)
             else:

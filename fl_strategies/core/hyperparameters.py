@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias, dataclass_transform
 
@@ -140,6 +140,8 @@ class Declared:
     """
 
     declarations: ClassVar[Mapping[str, Hyperparameter]] = {}
+    common: ClassVar[Collection[str]] = ()
+    """Names that come after a class's own: those that all classes of a kind have."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -147,8 +149,8 @@ class Declared:
         inherited: dict[str, Hyperparameter] = {}
         for base in reversed(cls.__bases__):
             inherited |= getattr(base, "declarations", {})
-        new = {n: d for n, d in declared.items() if n not in inherited}
-        cls.declarations = new | inherited | declared  # a class's own before those of its bases
+        ordered = inherited | declared
+        cls.declarations = {n: d for n, d in ordered.items() if n not in cls.common} | ordered
         cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=d.default)

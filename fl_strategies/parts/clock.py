@@ -108,12 +108,13 @@ class Clock(VirtualClock):
 
     def _device(self, client: int) -> tuple[float, float, float]:
         """Return its seconds per step, and Mbit per second down and up, before any spread."""
-        step, usual = self.step, (self.download or math.inf, self.upload or math.inf)
+        step, links = self.step, [self.download or math.inf, self.upload or math.inf]
         if isinstance(step, str):
-            row = speeds(step)[client % len(speeds(step))]
-            return (*row, *usual[len(row) - 1 :])  # type: ignore[return-value]
-        if not isinstance(step, Mapping):
-            return step, *usual
-        if client not in step:
-            raise ValueError(f"step has no seconds of client {client}")
-        return step[client], *usual
+            devices = speeds(step)
+            step, *given = devices[client % len(devices)]
+            links[: len(given)] = given
+        elif isinstance(step, Mapping):
+            if client not in step:
+                raise ValueError(f"step has no seconds of client {client}")
+            step = step[client]
+        return step, links[0], links[1]

@@ -51,7 +51,8 @@ def run_rounds(
         ours=[*strategy.request(1, 0)],
         declared=[d.sent for d in type(strategy).declarations.values() if d.sent],
     )
-    train_config, evaluate_config = (config or ConfigRecord() for config in configs.values())
+    train_config = configs["train_config"] or ConfigRecord()
+    evaluate_config = configs["evaluate_config"] or ConfigRecord()
     try:
         last = run.take(strategy.checkpoints, resume=resume)
         strategy.settle(grid)

@@ -325,7 +325,7 @@ class Options(Declared):
     @classmethod
     def hyperparameters(cls) -> dict[str, Any]:
         """Return the algorithm's own hyperparameters, with their defaults."""
-        return {n: d.default for n, d in cls.declarations.items() if n not in Options.declarations}
+        return {n: d.default for n, d in cls.declarations.items() if n not in cls.common}
 
     @classmethod
     def unknown_names(cls, arguments: Mapping[str, Any]) -> str:
@@ -339,3 +339,6 @@ class Options(Declared):
         }
         text = f"{cls.__name__} has no argument {unknown(arguments, cls.declarations, use)}"
         return f"{text}; its own are {listed(cls.hyperparameters())}"
+
+
+Options.common = Options.declarations

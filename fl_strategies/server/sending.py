@@ -248,4 +248,4 @@ def _bytes(arrays: ArrayRecord) -> int:
 
 def _at(values: Mapping[str, Any], server_round: int) -> dict[str, Scalar]:
     """Return ``values`` with each schedule's value in the round."""
-    return {n: at(v, server_round) if isinstance(v, Mapping) else v for n, v in values.items()}
+    return {name: at(value, server_round) for name, value in values.items()}

@@ -148,10 +148,8 @@ def work_of(algorithm: Algorithm, asked: Asked, reply: Reply) -> tuple[float, in
     """Return the local steps that a reply reports, or its settings' most, and its bytes."""
     steps = reply.numbers.get("steps")
     if not isinstance(steps, int | float) or not 0.0 <= steps < math.inf:
-        local = {
-            name: at(value, asked.round.number) if isinstance(value, Mapping) else value
-            for name, value in (algorithm.local or {}).items()
-        }
+        local: Mapping[str, Any] = algorithm.local or {}
+        local = {name: at(value, asked.round.number) for name, value in local.items()}
         steps = default_training().updated(local).most_steps(int(reply.num_examples))
     records = getattr(reply.content, "array_records", None) or {}
     arrays = [a for record in records.values() for a in decoded(record).values()]

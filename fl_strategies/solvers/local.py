@@ -301,10 +301,7 @@ def check_local(local: Mapping[str, Any]) -> None:
             check(name, setting, scheduled=True)
             firsts |= setting.keys()
     for first in sorted(firsts):
-        now = {
-            name: at(setting, first) if isinstance(setting, Mapping) else setting
-            for name, setting in local.items()
-        }
+        now = {name: at(setting, first) for name, setting in local.items()}
         if callable(now.get("solver")):
             raise ValueError(
                 f"solver must be a name, which can be sent, got {shown(now['solver'])}"
