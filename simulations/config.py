@@ -148,6 +148,9 @@ class RunConfig:
     min_replies: int = key(1, "a round with fewer usable replies is skipped")
     clipping_norm: float = key(0.0, "bound on the norm of an upload's change; 0: none", low=0.0)
     timeout: float = key(3600.0, "seconds that a round waits for replies", above=0.0)
+    node_wait: float = key(
+        60.0, "seconds that a deployment's first round waits for all its SuperNodes", above=0.0
+    )
     lost_state: str = key("", "what to do with clients that lost their state: `reset refuse warn`")
     lost_rounds: int = key(
         3, "a simulation ends after so many rounds in a row with lost clients; 0: never", low=0

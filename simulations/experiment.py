@@ -130,7 +130,9 @@ class _Run:
             History(folder / "history.jsonl"),
             ClientHistory(folder / "clients.jsonl"),
         )
-        self.strategy = config.strategy(
+        # hosts of a simulation make all clients' data first
+        settings = replace(config, node_wait=config.timeout) if self.shared else config
+        self.strategy = settings.strategy(
             # on a busy machine some nodes answer late, and sampling must not depend on that
             min_available_nodes=config.clients if self.simulated else 1,
             callbacks=[
@@ -141,8 +143,6 @@ class _Run:
             ],
             checkpoints=self.checkpoints(),
             shared_population=self.shared,
-            # hosts make all clients' data first
-            **({"node_wait": config.timeout} if self.shared else {}),
         )
 
     def checkpoints(self) -> Checkpoints | None:

@@ -145,7 +145,8 @@ def compared(
 ) -> dict[str, str]:
     """Return the SHA-256 of the federation's model and of the in-process engine's."""
     common = {"algorithm": algorithm, "clients": supernodes, "rounds": rounds}
-    config = RunConfig.parse(common | {"partition": "shards", "fraction": 1.0})
+    # all take part in round 1, however slowly they start
+    config = RunConfig.parse(common | {"partition": "shards", "fraction": 1.0, "node-wait": 900.0})
     deployed, alone = (folder / name for name in ("deployment", "in-process"))
     there = replace(
         config, output=str(deployed), state_dir=str(deployed / "state") * config.stateful
