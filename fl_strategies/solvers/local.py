@@ -22,13 +22,7 @@ from fl_strategies.solvers import delta_sgd, sps
 OURS: dict[str, type] = {"delta-sgd": delta_sgd.Options, "sps": sps.Options}
 """The options of the solvers that are not torch's."""
 
-TORCH: dict[str, str] = {
-    "gd": "SGD",
-    "sgd": "SGD",
-    "adam": "Adam",
-    "adagrad": "Adagrad",
-    "lbfgs": "LBFGS",
-}
+TORCH = {"gd": "SGD", "sgd": "SGD", "adam": "Adam", "adagrad": "Adagrad", "lbfgs": "LBFGS"}
 """Our names for classes of ``torch.optim``. ``gd`` and ``lbfgs`` run on the full batch; ``lbfgs``
 uses the line search "strong_wolfe"."""
 
