@@ -36,18 +36,14 @@ class QSGD(Compression):
     def encode(self, p: Numbers, rng: np.random.Generator) -> Code:
         norm = np.linalg.norm(p).astype(p.dtype)
         scaled = self.levels * (p / norm) if norm else p
-        level = np.floor(scaled + rng.random(p.size)).astype(np.int32) + self.levels
-        level = np.clip(level, 0, 2 * self.levels).astype(">u2")
-        bits = np.unpackbits(level.view(np.uint8).reshape(-1, 2), axis=1)[:, 16 - self.bits :]
-        return np.concatenate([norm.reshape(1).view(np.uint8), np.packbits(bits)])
+        level = np.floor(scaled + rng.random(p.size)) + self.levels
+        code = _packed(np.clip(level, 0, 2 * self.levels), self.bits)
+        return np.concatenate([norm.reshape(1).view(np.uint8), code])
 
     def decode(self, code: Code, size: int, dtype: np.dtype[Any]) -> Numbers:
         check_size(code, dtype.itemsize + -(-size * self.bits // 8))
         norm = code[: dtype.itemsize].view(dtype)[0]
-        bits = np.unpackbits(code[dtype.itemsize :], count=size * self.bits).reshape(size, -1)
-        padded = np.zeros((size, 16), np.uint8)
-        padded[:, 16 - self.bits :] = bits
-        level = np.packbits(padded, axis=1).view(">u2").ravel().astype(np.int32)
+        level = _unpacked(code[dtype.itemsize :], size, self.bits)
         if level.max(initial=0) > 2 * self.levels or not 0 <= norm < math.inf:
             raise ValueError(f"it has a level above {self.levels}, or the norm {norm}")
         p: Numbers = norm * ((level - self.levels) / self.levels)
@@ -57,3 +53,22 @@ class QSGD(Compression):
     def bits(self) -> int:
         """Return q."""
         return math.ceil(math.log2(2 * self.levels + 1))
+
+
+def _packed(level: Numbers, bits: int) -> Code:
+    """Return whole numbers below 2^bits, ``bits`` each; what fills bytes needs no packing."""
+    width, kind = (8, "u1") if bits <= 8 else (16, ">u2")
+    code = level.astype(kind).view(np.uint8)
+    if bits == width:
+        return code
+    return np.packbits(np.unpackbits(code).reshape(-1, width)[:, width - bits :])
+
+
+def _unpacked(code: Code, size: int, bits: int) -> Numbers:
+    """Return the ``size`` numbers that were packed."""
+    width, kind = (8, "u1") if bits <= 8 else (16, ">u2")
+    if bits < width:
+        padded = np.zeros((size, width), np.uint8)
+        padded[:, width - bits :] = np.unpackbits(code, count=size * bits).reshape(size, bits)
+        code = np.packbits(padded)
+    return code.view(kind).astype(np.int32)
