@@ -49,6 +49,20 @@ def no_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(experiment, "draw_curves", lambda *_: None)
 
 
+@pytest.fixture
+def federation() -> Generator[Any]:
+    """Yield a SuperLink with TLS; afterwards none of its processes is left."""
+    from processes import members
+
+    from simulations.lab.deployment import Federation
+    from simulations.lab.superlink import running
+
+    with running(Federation) as link:
+        link.open()
+        yield link
+    assert members(link.group) == []
+
+
 @pytest.fixture(scope="session")
 def few_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a few random images under the names of the real data sets."""

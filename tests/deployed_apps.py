@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from simulations.lab.superlink import ROOT
 
@@ -132,3 +136,17 @@ def app_with(folder: Path, **modules: str) -> Path:
         path.rename(path.with_stem(f"plain_{name}"))
         path.write_text(source)
     return folder
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def until(found: Callable[[], Any]) -> Any:
+    """Return what ``found`` returns once that is something."""
+    deadline = time.monotonic() + 300
+    while not (value := found()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return value

@@ -7,21 +7,16 @@ import os
 import re
 import signal
 import stat
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from cryptography import x509
-from deployed_apps import HELD, LATE, MORTAL, app_with
+from deployed_apps import HELD, LATE, app_with, lines_of, until
 from flwr.app import Message
 from problems import CLIENT_OF
-from processes import groups, members
+from processes import groups
 from safetensors.numpy import load_file
 
 from clients import DirectoryStore, Owner
@@ -35,21 +30,8 @@ from simulations.lab.superlink import ROOT, running, with_home
 
 pytestmark = pytest.mark.xdist_group("engine")  # one at a time: each takes all cores
 
-KILLS = 4
 ALL = {"fraction": 1.0, "node-wait": 900.0}
 """All clients take part in round 1, however slowly their SuperNodes start."""
-
-
-@pytest.fixture
-def federation() -> Iterator[Federation]:
-    with running(Federation) as link:
-        link.open()
-        yield link
-    assert members(link.group) == []
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.slow
@@ -103,15 +85,6 @@ def test_async_fedbcd_by_arrival_goes_on_without_a_late_device_and_loses_nothing
     assert 3 in mixed[4] | mixed[5] | mixed[6]
     times = [row["virtual-seconds"] for row in history]
     assert times == sorted(times)
-
-
-def until(found: Callable[[], Any]) -> Any:
-    """Return what ``found`` returns once that is something."""
-    deadline = time.monotonic() + 300
-    while not (value := found()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return value
 
 
 @pytest.mark.slow
@@ -234,58 +207,6 @@ def test_many_clients_in_one_process_do_the_work_of_as_many_supernodes(tmp_path:
     usual = {"output": str(tmp_path / "in-process"), "state_dir": ""}
     model = experiment.run_in_process(RunConfig(**settings | usual)).model_sha256
     assert json.loads((tmp_path / "run/summary.json").read_text())["model_sha256"] == model
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("waits")  # beside the other engines: most of its minutes are waits
-def test_fedadmm_whose_server_is_killed_four_times_ends_with_the_in_process_model(
-    federation: Federation, tmp_path: Path
-) -> None:
-    """A run whose ServerApp is dead is stopped by `flwr stop` and started again; after the last
-    kill nobody stops it, and the SuperLink takes note by itself within a minute."""
-    for i in range(2):
-        federation.register(f"node-{i}")
-        federation.supernode(f"node-{i}", i, 2)
-    config = RunConfig.parse(
-        {
-            "params": "eta=fraction",
-            "clients": 2,
-            "rounds": 8,
-            **ALL,
-            "fraction": 0.5,
-            "epochs": 1,
-            "checkpoint-every": 1,
-            "resume": True,
-            "state-dir": str(tmp_path / "state"),
-            "output": str(tmp_path / "run"),
-        }
-    )
-    app = app_with(tmp_path / "app", server_app=MORTAL.replace("KILLS", str(KILLS)))
-    (tmp_path / "lives").mkdir()
-
-    def stop(run_id: str, life: int) -> None:
-        note = tmp_path / f"lives/{life}"
-        until(lambda: note.exists() and note.read_text())
-        federation.start(["flwr", "stop", run_id]).wait()
-
-    def stop_the_dead(pool: ThreadPoolExecutor, life: int, line: str) -> None:
-        if started := re.search(r"started run (\d+)", line):
-            pool.submit(stop, started[1], life)
-
-    for life in range(1, KILLS + 1):
-        with ThreadPoolExecutor() as pool:
-            watched = partial(stop_the_dead, pool, life)
-            on_line, end = (watched, "stopped") if life < KILLS else (print, "failed")
-            with pytest.raises(RuntimeError, match=f"finished:{end}"):
-                federation.run(app, config.to_run_config(), on_line=on_line)
-    federation.run(app, config.to_run_config())
-    assert len(list((tmp_path / "lives").iterdir())) == KILLS + 1
-    rows = lines_of(tmp_path / "run/history.jsonl")
-    assert [row["round"] for row in rows] == list(range(1, config.rounds + 1))
-    assert all(row["clients-used"] == 1 for row in rows)
-    again = replace(config, output=str(tmp_path / "again"), state_dir=str(tmp_path / "others"))
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["model_sha256"] == experiment.run_in_process(again).model_sha256
 
 
 @pytest.mark.slow

@@ -314,7 +314,7 @@ def _environment(home: str, extra: Mapping[str, str]) -> dict[str, str]:
         "FLWR_HOME": home,
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5",
         "RAY_TMPDIR": home,
         "RAY_raylet_start_wait_time_s": "300",  # 30 are too few on a machine that is busy
         "RAY_USAGE_STATS_ENABLED": "0",
