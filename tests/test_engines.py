@@ -46,6 +46,13 @@ while thread.is_alive():
 """A ServerApp that makes data while the main thread starts processes by fork, as Ray does."""
 
 
+@pytest.mark.xdist_group("engine")
+def test_tests_that_start_engines_run_in_one_process(request: pytest.FixtureRequest) -> None:
+    """pytest-xdist marks the group by the end of the test's name."""
+    workers = hasattr(request.config, "workerinput")
+    assert not workers or request.node.nodeid.endswith("@engine")
+
+
 @pytest.mark.slow
 @pytest.mark.xdist_group("engine")  # one at a time: each takes all cores
 @pytest.mark.parametrize(
