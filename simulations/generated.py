@@ -8,6 +8,7 @@ fedpd-weak, fedpd-strong
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from fl_strategies.core.log import log
 from fl_strategies.core.randomness import stream
-from fl_strategies.core.schedules import check, one_of
+from fl_strategies.core.schedules import check, one_of, shown
 from simulations.drawn import AT_ONCE, Drawn, Owners, Population, Samples
 from simulations.images import Images, Scale, scaled
 from simulations.partitions import power_law
@@ -101,7 +102,8 @@ def synthetic(
     ``sizes``: ``"power-law"``, which the paper names without numbers: 50 samples, and a share,
     proportional to 1.1^-i, of 200 samples per device; ``"lognormal"``, the authors' code:
     50 + lognormal(4, 2); ``"uniform"``: 20 to 60; ``"auto"``: by the power law, uniform for more
-    than 1,000 devices, of which the power law gives the first 9 % of all samples.
+    than 1,000 devices, of which the power law gives the first 9 % of all samples; ``"authors"``:
+    sizes and samples that the authors' code draws for this seed, of at most 1,000 devices.
 
     References: Bedi et al., "FedBC: Calibrating Global and Local Models via Federated Learning
     Beyond Consensus", appendix E.1; Li et al., "FedProx", MLSys 2020.
@@ -109,7 +111,9 @@ def synthetic(
     check("alpha", alpha, low=0.0)
     check("beta", beta, low=0.0)
     _check_counts(clients=clients, seed=seed)
-    one_of("sizes", sizes, ("auto", "power-law", "lognormal", "uniform"))
+    one_of("sizes", sizes, ("auto", "power-law", "lognormal", "uniform", "authors"))
+    if sizes == "authors":
+        return _authors(alpha, beta, clients, seed, dtype)
     if sizes == "auto":
         sizes = "power-law" if clients <= AT_ONCE else "uniform"
     if sizes == "power-law":
@@ -129,6 +133,28 @@ def synthetic(
 
     train = np.rint(0.8 * counts).astype(np.int64)
     return _dataset("synthetic", Population(draw, counts, train, 60, dtype), 10)
+
+
+def _authors(alpha: float, beta: float, clients: int, seed: int, dtype: DTypeLike) -> Dataset:
+    """Return the arrays of the FedBC authors' code.
+
+    One generator draws all devices in turn, and another one shuffles the samples of each.
+    """
+    if clients > AT_ONCE:
+        raise ValueError(f'clients must be <= {AT_ONCE} with sizes="authors", got {shown(clients)}')
+    rng, order = np.random.RandomState(seed), random.Random(seed)
+    counts = 50 + rng.lognormal(4, 2, clients).astype(np.int64)
+    shifts, centres = rng.normal(0, alpha, clients), rng.normal(0, beta, clients)
+    means = [rng.normal(centre, 1, 60) for centre in centres]
+    devices = []
+    for u, mean, n in zip(shifts, means, counts, strict=True):
+        w, b = rng.normal(u, 1, (60, 10)), rng.normal(u, 1, 10)
+        x = mean + rng.standard_normal((n, 60)) * np.sqrt(np.arange(1, 61) ** -1.2)
+        rows = [*range(n)]
+        order.shuffle(rows)
+        devices.append((x[rows].astype(dtype), np.argmax(x @ w + b, axis=1)[rows]))
+    train = (0.8 * counts).astype(np.int64)
+    return _dataset("synthetic", Population(devices.__getitem__, counts, train, 60, dtype), 10)
 
 
 def two_classes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import tracemalloc
 from pathlib import Path
@@ -258,6 +259,30 @@ def test_a_synthetic_device_keeps_a_fifth_for_testing(sizes: str) -> None:
     assert (train + test).max() > 5 * (train + test).min()
     if sizes == "power-law":
         assert (train + test).sum() == 30 * 250
+
+
+AUTHORS = {
+    1: ("0f014a358d53a149", "9259dc545cdd2387", "b74ddcbb85af0fd1", "01874d1d07c1a9d8"),
+    2: ("268bb47da85bf716", "becc792c3e05f765", "e089f5fdb4e2322e", "f4091e36503f7f85"),
+    3: ("f425f6a98c037e7a", "ff28897f4a4efea6", "53471e2d31d036a7", "e25a4a49a72b1d5c"),
+}
+"""sha256 of x, y, test_x and test_y of the FedBC authors' own program, by its seed."""
+
+
+@pytest.mark.parametrize("seed", AUTHORS)
+def test_synthetic_data_of_the_authors_are_theirs_to_the_bit(seed: int) -> None:
+    made = data.load("synthetic", sizes="authors", seed=seed)
+    arrays = (made.x, made.y, made.test_x, made.test_y)
+    found = [hashlib.sha256(np.ascontiguousarray(array)).hexdigest()[:16] for array in arrays]
+    assert found == [*AUTHORS[seed]]
+    sizes = np.bincount(np.asarray(made.owner)) + np.bincount(np.asarray(made.test_owner))
+    if seed == 1:
+        assert sizes[:8].tolist() == [1456, 66, 68, 56, 358, 50, 1839, 61]
+
+
+def test_the_authors_program_draws_at_most_a_thousand_devices() -> None:
+    with pytest.raises(ValueError, match='clients must be <= 1000 with sizes="authors", got 1001'):
+        data.load("synthetic", sizes="authors", clients=1001)
 
 
 @pytest.mark.parametrize("name", generated.GENERATED)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from fl_strategies import FedBC
 from simulations.lab.settings import Rule, Setting, centralised
+from simulations.lab.tuners import Space
 
 RATES = (0.001, 0.01, 0.1, 0.5, 1.0)
 RULES = ("fedavg", "q-fedavg", "fedprox", "scaffold", "fedbc")
 TABLE_1 = {
-    1: dict(zip(RULES, (0.8361, 0.8712, 0.8623, 0.8384, 0.8783), strict=True)),
-    5: dict(zip(RULES, (0.8342, 0.8676, 0.8559, 0.8295, 0.8748), strict=True)),
+    epochs: dict(zip(RULES, accuracies, strict=True))
+    for epochs, accuracies in {
+        1: (0.8361, 0.8712, 0.8623, 0.8384, 0.8783),
+        5: (0.8342, 0.8676, 0.8559, 0.8295, 0.8748),
+        10: (0.8349, 0.8646, 0.8534, 0.8348, 0.8743),
+        25: (0.8373, 0.8676, 0.8500, 0.8360, 0.8699),
+        50: (0.8294, 0.8671, 0.8534, 0.8280, 0.8726),
+    }.items()
 }
 """Global test accuracy by E."""
 
@@ -46,6 +56,59 @@ def table_1(data: int, epochs: int) -> Setting:
         },
         tune={"lr": RATES},
     )
+
+
+LAMBDA: dict[str, Any] = {**FedBC.paper_rule, "lambda_min": 1.0, "lambda_max": 2.0}
+"""The paper's form with lambda where its proof needs it at the least."""
+
+
+def authors_data(epochs: int) -> tuple[Setting, Setting]:
+    """Return Table 1 for one E on the authors' arrays, and the same on ten of their data sets.
+
+    The first is their data set 1 with five seeds of the run; in the second, run i has data set i.
+    Rates and penalties are chosen from parts of the paper's grids, on data set 1 and in 50 of the
+    200 rounds.
+    """
+    base = table_1(1, epochs)
+    rates = (0.01, 0.1, 0.5) if epochs == 1 else (0.001, 0.01, 0.1)
+
+    def penalised(algorithm: str, penalty: Space, form: Mapping[str, Any] = {}) -> Rule:
+        reference = bool(form.get("dual_momentum") or form.get("lambda_min"))
+        return Rule(algorithm, form, {}, reference, tune={"lr": rates, **penalty})
+
+    alpha: Space = {"alpha": (1e-3, 1e-2)}
+    one = base._replace(
+        name=f"fedbc-authors-E{epochs}-set1",
+        where=f"FedBC, Table 1: the authors' data set 1, E = {epochs}",
+        rules={
+            "fedavg": base.rules["fedavg"],
+            "fedavg-uniform": base.rules["fedavg-uniform"],
+            "q-fedavg": penalised("q-fedavg", {"q": (0.01, 0.1)}),
+            "fedprox": penalised("fedprox", {"mu": (0.1, 1.0)}),
+            "scaffold": base.rules["scaffold"],
+            "fedbc": penalised("fedbc", alpha, {"local_start": "global"}),
+            "fedbc-authors": penalised("fedbc", alpha, FedBC.authors_rule),
+            "fedbc-lambda": penalised("fedbc", alpha, LAMBDA),
+        },
+        config={
+            **base.config,
+            "dataset-params": "sizes=authors seed=1",
+            "rounds": 200,
+            "random-epochs": "false",
+            "gradient-norm": "false",
+        },
+        tune={"lr": rates},
+    )
+    short = {**one.config, "rounds": 50}
+    one = one._replace(tuned_by=one._replace(name=f"{one.name}-rates", config=short))
+    ten = one._replace(
+        name=f"fedbc-authors-E{epochs}-ten-sets",
+        where=f"FedBC, Table 1: ten data sets of the authors' generator, E = {epochs}",
+        published={},
+        config={**one.config, "dataset-params": "sizes=authors"},
+        seeds=tuple(range(1, 11)),
+    )
+    return one, ten
 
 
 def fairness() -> Setting:
@@ -121,3 +184,14 @@ def table_7() -> list[Setting]:
     first = cell(1, 1.3)
     others = [cell(*key) for key in TABLE_7 if key != (1, 1.3)]
     return [first, *(one._replace(tuned_by=first) for one in others)]
+
+
+STUDIES: dict[str, list[Setting]] = {
+    "fedbc": [table_1(data, epochs) for epochs in (1, 5) for data in range(5)],
+    "fedbc-authors": [
+        *(authors_data(epochs)[0] for epochs in TABLE_1),
+        *(authors_data(epochs)[1] for epochs in (1, 5)),
+    ],
+    "fedbc-fairness": [fairness()],
+    "fedbc-mnist": table_7(),
+}

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from simulations.lab import fedbc_tables, fedbcd_curves, fedpd_curves, local_solvers
+from simulations.lab import fedadmm_rho, fedbc_tables, fedbcd_curves, fedpd_curves, local_solvers
 from simulations.lab.comparisons import (
     BATCH_SIZES,
     FEDADMM_AUTHORS,
@@ -326,11 +326,10 @@ BOARD: dict[str, list[Setting]] = {
         cifar10_subset("shards"),
     ],
     "fedadmm-needs": FEDADMM_NEEDS,
+    "fedadmm-rho": fedadmm_rho.SETTINGS,
     "global-models": GLOBAL_MODELS,
     "personalized-models": PERSONALIZED_MODELS,
-    "fedbc": [fedbc_tables.table_1(data, epochs) for epochs in (1, 5) for data in range(5)],
-    "fedbc-fairness": [fedbc_tables.fairness()],
-    "fedbc-mnist": fedbc_tables.table_7(),
+    **fedbc_tables.STUDIES,
     "local-solvers": local_solvers.ALPHAS,
     "delta-sgd-inside": local_solvers.INSIDE,
     "q-fedavg": [Q_FEDAVG, *(q_fedavg(figure)._replace(runs_in=Q_FEDAVG) for figure in FAIRNESS)],
