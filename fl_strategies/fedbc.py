@@ -102,3 +102,7 @@ class FedBC(ProximityStrategy):
         about="Whether (1) starts from z or, as in the paper, from the client's own x.",
         sent="local-start",
     )
+
+    @property
+    def moves_received(self) -> bool:  # type: ignore[override]  # a constant of other rules
+        return self.local_start == "global"

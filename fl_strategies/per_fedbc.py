@@ -105,6 +105,7 @@ class PerFedBC(ProximityStrategy):
     """
 
     algorithm = "per-fedbc"
+    moves_received = True
     card = Card(
         "Per-FedBC",
         "FedBC with first-order meta-learning as local work",
