@@ -154,7 +154,7 @@ ROUNDS = [
         {
             "bounds[DISTANCE] = 0.0, (most": "bounds[DISTANCE] = -math.inf, (most",
             "(most * (1.0 + ROUNDING)) ** 2": "math.inf",
-            "self._bound(bound * (1.0 + ROUNDING))": "self._bound(math.inf)",
+            "self._bound(bound * (1.0 + ROUNDING), ": "self._bound(math.inf, ",
             "np.dot(weights, distances2)) / total": "np.dot(weights, distances2))",
             "most + rounding:": "math.inf:",
             "ROUNDING * most + 1e-12 * norm(mean)": "0.0",

@@ -15,8 +15,8 @@ from problems import CLIENT_OF, NODES, make_client_app, quadratics, to_record
 
 from clients.node.in_process import InProcessGrid
 from fl_strategies import FedADMM, FedBCDAsync, FederatedStrategy, RoundInfo
-from fl_strategies.bcd import phases
 from fl_strategies.core.reasons import brief
+from fl_strategies.server import phases
 from simulations.client_app import app
 from simulations.config import RunConfig
 from simulations.experiment import run

@@ -14,7 +14,7 @@ from problems import CLIENT_OF, NODES, grid, make_client_app, quadratics, to_rec
 
 from clients.node.in_process import InProcessGrid
 from fl_strategies import FedBCDAsync, RoundInfo
-from fl_strategies.bcd import phases
+from fl_strategies.server import phases
 
 
 class Slow(InProcessGrid):

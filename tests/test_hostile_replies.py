@@ -35,8 +35,9 @@ from scripted import (
 from tampering import Tamper, arrays_of, fresh, headed, measured, silence
 
 from fl_strategies import FederatedStrategy
-from fl_strategies.bcd import fedbcd_async, phases
+from fl_strategies.bcd import fedbcd_async
 from fl_strategies.messages.wire import MAX_SAMPLES
+from fl_strategies.server import phases
 
 not_finite = st.sampled_from([math.nan, math.inf, -math.inf])
 indices = st.integers(0, 2**16)

@@ -37,26 +37,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from fl_strategies.bcd.fedbcd import ServerState as SumState
 from fl_strategies.bcd.fedbcd import Sum, SummingStrategy, mean, server_rule
-from fl_strategies.bcd.phases import Phase, Phases, as_one_phase
 from fl_strategies.core.hyperparameters import choice, flag, number
-from fl_strategies.core.records import Round, Upload
+from fl_strategies.core.records import BadReply, Round, Upload
 from fl_strategies.core.vectors import Vector
 from fl_strategies.messages.wire import decode
 from fl_strategies.server.algorithm import Card, Next
 from fl_strategies.server.enough import check_enough, clients_needed
+from fl_strategies.server.phases import Phase, Phases, as_one_phase
+from fl_strategies.server.replies import content_as
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord, ConfigRecord
     from flwr.serverapp import Grid
 
-    from fl_strategies.messages.wire import Content
     from fl_strategies.server.asked import Asked
 
 
@@ -206,10 +208,7 @@ class FedBCDAsync(SummingStrategy):
             phases = self.phases = Phases(started=time.monotonic() - self.state.seconds)
         nobody = self._ask_clouds(grid, timeout, config)
         if self.order == "virtual":
-            new = [p for p in phases.open.values() if p.end is None]
-            messages = [message for phase in new for message in phase.asked.messages]
-            replies = grid.send_and_receive(messages, timeout=timeout)
-            phases.take_replies(replies, self._numbers, self._end)
+            phases.send_and_receive(grid, timeout, self._end)
         else:
             phases.push(grid)
         while (ready := self.first_done(self.state, number, phases)) is None:
@@ -218,7 +217,7 @@ class FedBCDAsync(SummingStrategy):
         ends = {n: phases.ends[n] for n in ready + alone}
         closed = dict(zip(ends, phases.close(ends), strict=True))
         asked, replies = as_one_phase([*closed.values()], nobody)
-        at_work = {n: phase.unfinished for n, phase in phases.open.items()}
+        at_work = {n: unfinished(phase) for n, phase in phases.open.items()}
         # work whose clients are not connected stays unfinished
         waiting = {n: work for n, work in self.state.unfinished.items() if n not in closed}
         self.state = replace(
@@ -246,17 +245,28 @@ class FedBCDAsync(SummingStrategy):
             if n in state.unfinished:
                 begun, before, buffers = state.unfinished[n]
                 chosen = [client for client in before if client in free]
-            own = replace(round, number=begun, asked=tuple(chosen))
-            asked = self.send(own, model.with_vector(state.z[n], buffers), config, nodes)
-            self.phases.open[n] = Phase(asked, time.monotonic() + timeout, buffers)
+            own = replace(round, number=begun, theta=state.z[n], asked=tuple(chosen))
+            sent = model.with_vector(state.z[n], buffers)
+            asked = self.send(own, sent, config, nodes)
+            self.phases.open[n] = Phase(asked, sent, time.monotonic() + timeout)
         return self.send(round, model, config, nodes)
 
-    def _numbers(self, asked: Asked, client: int, content: Content) -> Mapping[str, Any]:
-        return self.reader.reported(self.state, asked, client, content, self.caller)
-
-    def _end(self, cloud: int, round: Round, work: Mapping[int, float]) -> float:
+    def _end(self, cloud: int, phase: Phase) -> float:
+        """Return when the cloud server is done, by the K that its devices report."""
+        round, work = phase.asked.round, dict[int, float]()
+        read = partial(self.reader.reply, self.state, phase.asked, self.caller)
+        for client, content in phase.contents():
+            work[client] = 1.0
+            with suppress(BadReply):
+                work[client] = float(content_as(client, content, read).numbers["work"])
         took = self.duration(round.seed, round.number, round.asked, work)
         return float(self.state.clocks[cloud] + took)
+
+
+def unfinished(phase: Phase) -> list[Any]:
+    """Return the round in which a cloud server's devices were asked, these, and their buffers."""
+    buffers = {name: phase.model.arrays[name] for name in phase.model.layout.buffers}
+    return [phase.asked.round.number, list(phase.asked.clients), buffers]
 
 
 def as_sent(vector: Vector, round: Round) -> Vector:

@@ -47,6 +47,7 @@ class Upload(NamedTuple):
     by name, ``buffers`` the arrays that are not trained. ``newcomer`` says that no reply of this
     client was used before; ``round`` is the round of the request. If ``vector`` is a host's mean,
     ``distance2`` is the host's word for ||v - theta||^2, v being the client's own vector.
+    ``received`` is the model [d] that the client was sent, where it is that of an earlier phase.
     """
 
     client: int
@@ -59,6 +60,7 @@ class Upload(NamedTuple):
     round: int = 0
     nonce: str = ""
     distance2: float | None = None
+    received: Vector | None = None
 
 
 @dataclass(frozen=True)
@@ -95,3 +97,7 @@ class Round:
     def received(self) -> Vector:
         """The global model [d] as clients received it."""
         return self.theta if self.rounded is None else self.rounded
+
+    def received_by(self, upload: Upload) -> Vector:
+        """Return the model [d] from which the client of ``upload`` began."""
+        return self.received if upload.received is None else upload.received

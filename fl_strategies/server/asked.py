@@ -48,13 +48,17 @@ class Asked:
     """By client, the bytes of arrays that it is sent."""
     started: float = 0.0
     bound: float = math.inf
-    rounds: Mapping[int, int] = field(default_factory=dict)
-    """By client, the round of its request if it is not the current one."""
+    by_client: Mapping[int, Asked] = field(default_factory=dict)
+    """By client, the phase in which it was asked, if it is an earlier one."""
 
     @property
     def clients(self) -> tuple[int, ...]:
         """The clients asked."""
         return self.round.asked
+
+    def of(self, client: int) -> Asked:
+        """Return the phase in which ``client`` was asked."""
+        return self.by_client.get(client, self)
 
     @cached_property
     def by_node(self) -> dict[int, list[Request]]:

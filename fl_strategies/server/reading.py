@@ -136,12 +136,11 @@ class Reader:
         faults, unusable = sifted.faults, sifted.unusable
         return Read(asked.round, [], metrics, rows, {}, faults, unusable, {})
 
-    def reported(
-        self, state: State, asked: Asked, client: int, content: Content, caller: Caller
-    ) -> Mapping[str, Any]:
-        """Return the numbers in a reply; raise :class:`BadReply` for one that cannot be used."""
-        reply, _ = Phase(self, state, asked, caller).read(client, content)
-        return reply.numbers
+    def reply(
+        self, state: State, asked: Asked, caller: Caller, client: int, content: Content
+    ) -> Reply:
+        """Return a reply, and record nothing; raise :class:`BadReply` if it cannot be used."""
+        return Phase(self, state, asked, caller).read(client, content)[0]
 
     @property
     def _in_training(self) -> Naming:
@@ -207,8 +206,7 @@ class Phase:
 
     def read(self, client: int, content: Content) -> tuple[Reply, Upload]:
         """Return a reply and its upload; raise :class:`BadReply` if it breaks a bound."""
-        algorithm = self.algorithm
-        number = self.asked.rounds.get(client, self.asked.round.number)
+        algorithm, asked = self.algorithm, self.asked.of(client)
         fold = getattr(content, "fold", None)
         bounds = dict(algorithm.scalar_bounds)
         if fold is not None and algorithm.sends_distances:
@@ -216,7 +214,7 @@ class Phase:
             bounds[DISTANCE] = 0.0, (most * (1.0 + ROUNDING)) ** 2
         reply = open_reply(
             client,
-            number,
+            asked.round.number,
             content,
             algorithm.weighted_by_key,
             len(self.wire.shapes),
@@ -234,23 +232,26 @@ class Phase:
         intact = self.caller.intact(algorithm.mean_of, self.wire)
         check_intact(replace(reply, arrays=arrays), self.identity.strategy, intact, self.wire)
         if codec:
-            arrays = decode_model(self._decompressed(codec, reply, arrays), self.wire)
+            arrays = decode_model(self._decompressed(codec, reply, arrays, asked.model), self.wire)
         reply = replace(reply, arrays=arrays)
-        check_clipped(reply, self.caller, self.asked.bound, self.asked.round)
+        check_clipped(reply, self.caller, asked.bound, asked.round)
         upload = upload_of(reply, self.layout, algorithm.extra_vectors)
         if algorithm.clipping_norm is not None:
-            upload = self._bound(algorithm.clipping_norm).check(upload)
-        return reply, upload
+            upload = self._bound(algorithm.clipping_norm, asked).check(upload)
+        received = None if asked is self.asked else asked.round.received
+        return reply, upload._replace(received=received)
 
-    def _decompressed(self, codec: Compression, reply: Reply, codes: Arrays) -> Arrays:
+    def _decompressed(
+        self, codec: Compression, reply: Reply, codes: Arrays, model: Arrays
+    ) -> Arrays:
         if reply.words[CODEC] != str(codec):
             raise BadReply(f"its codec is {reply.words[CODEC]!r}, the one asked for {str(codec)!r}")
-        start = {} if self.algorithm.accumulates_changes else self.asked.model
+        start = {} if self.algorithm.accumulates_changes else model
         return decompressed(codes, self.layout, self.algorithm.extra_vectors, codec.decode, start)
 
-    def _bound(self, bound: float) -> NormBound:
-        reference = partial(self.algorithm.reference, self.state, self.asked.round)
-        return NormBound(bound, reference, self.algorithm.accumulates_changes, self.asked.model)
+    def _bound(self, bound: float, asked: Asked) -> NormBound:
+        reference = partial(self.algorithm.reference, self.state, asked.round)
+        return NormBound(bound, reference, self.algorithm.accumulates_changes, asked.model)
 
     def _folded(self, reply: Reply, fold: Fold) -> tuple[Reply, Upload]:
         """Return a folded client's reply and upload, which is its host's mean.
@@ -262,7 +263,7 @@ class Phase:
             folded = replace(reply, arrays=arrays)
             mean = upload_of(folded, self.layout, self.algorithm.extra_vectors)
             if (bound := self.algorithm.clipping_norm) is not None:
-                mean = self._bound(bound * (1.0 + ROUNDING)).check(mean)
+                mean = self._bound(bound * (1.0 + ROUNDING), self.asked).check(mean)
             self._folds[id(fold)] = mean
         numbers = dict(reply.numbers)
         distance2 = numbers.pop(DISTANCE) if self.algorithm.sends_distances else None

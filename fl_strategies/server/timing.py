@@ -97,7 +97,7 @@ def in_time(
     dropped: set[int] = set()
     for client in asked.clients:
         steps, up = work_of(algorithm, asked, good[client][0]) if client in good else (0.0, 0)
-        about = asked.round.seed, asked.rounds.get(client, asked.round.number), client
+        about = asked.round.seed, asked.of(client).round.number, client
         ends[client] = clock.seconds(*about, steps, asked.bytes_of.get(client, 0), up)
         if (share := clock.drops_out(*about)) is not None:
             dropped.add(client)

@@ -1,28 +1,27 @@
-"""The phases of several cloud servers at a time: what is asked, what came back, who is done.
+"""The phases that are open at a time: what is asked, what came back, and when it was done.
 
-A cloud server's phase opens when its devices are asked, and closes when it mixes. Phases end by the
-virtual clock or by arrival; in both cases the strategy decides which of the ended ones close.
+A phase opens when its clients are asked, and closes when their replies are used. It ends by a
+virtual clock or by arrival; who opened it decides which of the ended ones close. FedBCD's cloud
+servers have a phase each, a buffered pace (:mod:`.buffering`) one for each client at work.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fl_strategies.core.records import BadReply, Round
-from fl_strategies.server.replies import content_as, contents, lost_request, sender
+from fl_strategies.core.records import BadReply
+from fl_strategies.server.replies import contents, lost_request, sender
 
 if TYPE_CHECKING:
     from flwr.app import Message
     from flwr.serverapp import Grid
 
-    from fl_strategies.core.layout import Arrays
-    from fl_strategies.messages.wire import Content
     from fl_strategies.server.asked import Asked, Request
+    from fl_strategies.server.model import Model
 
 PAUSE = 0.5
 """Seconds between two looks for replies, while none come."""
@@ -30,36 +29,41 @@ PAUSE = 0.5
 
 @dataclass
 class Phase:
-    """A cloud server's devices at work: who was asked, what came back, and when it was done."""
+    """Clients at work: who was asked, what came back, and when it was done."""
 
     asked: Asked
     """With late ones of earlier phases once they answer in this one."""
+    model: Model
+    """What the clients train, before any rounding."""
     deadline: float
-    buffers: Arrays
-    """What its devices were sent in addition to the cloud server's model."""
     waiting: set[str] = field(default_factory=set)
     """Ids of this phase's messages without a reply."""
     replies: list[Message] = field(default_factory=list)
     end: float | None = None
 
-    @property
-    def unfinished(self) -> list[Any]:
-        """The round in which its devices were asked, these devices, and the buffers."""
-        return [self.asked.round.number, list(self.asked.clients), self.buffers]
+    def contents(self) -> Iterator[tuple[int, Any]]:
+        """Yield what the first reply of each client has; faults are logged when it is used."""
+        answered = set[int]()
+        for reply in self.replies:
+            with suppress(BadReply):
+                for client, content in contents(reply, sender(reply, self.asked)).items():
+                    if client in self.asked.clients and client not in answered:
+                        answered.add(client)
+                        yield client, content
 
 
 @dataclass(frozen=True)
 class Late:
-    """A request without a reply: its round and its cloud server."""
+    """A request without a reply: what it is part of, and the key of its phase."""
 
     request: Request
-    server_round: int
-    cloud: int
+    asked: Asked
+    key: int
 
 
 @dataclass
 class Phases:
-    """The open phases by cloud server, and the requests under way."""
+    """The open phases by key, and the requests under way."""
 
     open: dict[int, Phase] = field(default_factory=dict)
     underway: dict[str, Late] = field(default_factory=dict)
@@ -72,52 +76,66 @@ class Phases:
         return {client for late in self.underway.values() for client in late.request.clients}
 
     @property
-    def ends(self) -> dict[int, float]:
-        """When each cloud server was done, of those that are."""
-        return {n: phase.end for n, phase in self.open.items() if phase.end is not None}
+    def at_work(self) -> set[int]:
+        """The clients of the open phases."""
+        return {client for phase in self.open.values() for client in phase.asked.clients}
 
-    def close(self, clouds: Iterable[int]) -> list[Phase]:
-        """Close the phases of ``clouds`` and return them."""
-        return [self.open.pop(n) for n in clouds]
+    @property
+    def ends(self) -> dict[int, float]:
+        """When each phase ended, of those that did."""
+        return {key: phase.end for key, phase in self.open.items() if phase.end is not None}
+
+    @property
+    def new(self) -> dict[int, Phase]:
+        """The phases that have not ended."""
+        return {key: phase for key, phase in self.open.items() if phase.end is None}
+
+    def close(self, keys: Iterable[int]) -> list[Phase]:
+        """Close the phases of these keys and return them."""
+        return [self.open.pop(key) for key in keys]
 
     # ---- by the virtual clock -----------------------------------------------------------------
 
-    def take_replies(
-        self,
-        replies: Iterable[Message],
-        read: Callable[[Asked, int, Content], Mapping[str, Any]],
-        end: Callable[[int, Round, Mapping[int, float]], float],
+    def send_and_receive(
+        self, grid: Grid, timeout: float, end: Callable[[int, Phase], float]
     ) -> None:
-        """Hand each reply to the phase in which its node was asked, and end the new phases.
+        """Have the clients of the new phases work, and end these phases.
 
-        ``read`` returns a reply's numbers, ``end`` when a cloud server is done whose devices did
-        that work.
+        ``end`` returns when the phase of a key is done, which has its replies.
         """
-        new = {n: phase for n, phase in self.open.items() if phase.end is None}
+        new = self.new
+        self._take_replies(grid.send_and_receive(messages_of([*new.values()]), timeout=timeout))
+        for key, phase in new.items():
+            phase.end = end(key, phase)
+
+    def _take_replies(self, replies: Iterable[Message]) -> None:
+        """Hand each reply to the phases that asked for it."""
+        new = [*self.new.values()]
+        of_node: dict[int, list[Phase]] = {}
+        for phase in new:
+            for node in phase.asked.by_node:
+                of_node.setdefault(node, []).append(phase)
         for reply in replies:
-            node = reply.metadata.src_node_id
-            asked = [phase for phase in new.values() if is_reply_to(reply, phase.asked)]
-            asked = asked or [phase for phase in new.values() if node in phase.asked.by_node]
-            for phase in (asked or list(new.values()))[:1]:  # a stray reply goes to any
+            theirs = of_node.get(reply.metadata.src_node_id, [])
+            asked = [phase for phase in theirs or new if is_reply_to(reply, phase.asked)]
+            for phase in asked or (theirs or new)[:1]:  # a stray reply goes to any
                 phase.replies.append(reply)
-        for n, phase in new.items():
-            phase.end = end(n, phase.asked.round, _work(phase, read))
 
     # ---- by arrival ---------------------------------------------------------------------------
 
     def push(self, grid: Grid) -> None:
         """Send the messages of the phases that are new."""
         new = [
-            (message, request, n, phase)
-            for n, phase in self.open.items()
-            if phase.end is None and not phase.waiting and not phase.replies
+            (message, request, key, phase)
+            for key, phase in self.new.items()
+            if not phase.waiting and not phase.replies
             for message, request in zip(phase.asked.messages, phase.asked.requests, strict=False)
         ]
         ids = grid.push_messages([message for message, *_ in new])
         # a request that Flower could not send has the id None, and all of them may have no id
-        for message_id, (_, request, n, phase) in zip(ids, new, strict=False):
+        for message_id, (_, request, key, phase) in zip(ids, new, strict=False):
             if message_id:
-                self.underway[message_id] = Late(request, phase.asked.round.number, n)
+                self.underway[message_id] = Late(request, phase.asked, key)
                 phase.waiting.add(message_id)
 
     def pull(self, grid: Grid) -> None:
@@ -126,10 +144,10 @@ class Phases:
         for reply in replies:
             self._take_reply(reply)
         now = time.monotonic()
-        underway = {late.cloud for late in self.underway.values()}
-        for n, phase in self.open.items():
+        underway = {late.key for late in self.underway.values()}
+        for key, phase in self.open.items():
             # with no reply yet, one that is late from an earlier phase is waited for
-            complete = not phase.waiting and (phase.replies or n not in underway)
+            complete = not phase.waiting and (phase.replies or key not in underway)
             if phase.end is None and (complete or now >= phase.deadline):
                 phase.end = now - self.started
         if not replies:
@@ -140,13 +158,19 @@ class Phases:
         by_node = (k for k, late in self.underway.items() if late.request.node == about.src_node_id)
         # Flower's replies name the message, its own error replies, which come from no node, too
         late = self.underway.pop(about.reply_to_message_id or next(by_node, ""), None)
-        if late is None or late.cloud not in self.open:
+        if late is None or late.key not in self.open:
             return
-        phase, request = self.open[late.cloud], late.request
+        phase, request = self.open[late.key], late.request
         phase.waiting &= self.underway.keys()
         phase.replies.append(reply)
         if request not in phase.asked.requests:
             phase.asked = _with_late(phase.asked, late)
+
+
+def messages_of(phases: Iterable[Phase]) -> list[Message]:
+    """Return the messages of ``phases``; several may have one to a host in common."""
+    every = (message for phase in phases for message in phase.asked.messages)
+    return [*{id(message): message for message in every}.values()]
 
 
 def as_one_phase(phases: Sequence[Phase], nobody: Asked) -> tuple[Asked, list[Message]]:
@@ -158,17 +182,13 @@ def as_one_phase(phases: Sequence[Phase], nobody: Asked) -> tuple[Asked, list[Me
     asked = replace(
         nobody,
         round=replace(nobody.round, asked=clients),
-        rounds={
-            client: number
-            for phase in phases
-            for client in phase.asked.clients
-            for number in [phase.asked.rounds.get(client, phase.asked.round.number)]
-        },
+        by_client={c: phase.asked.of(c) for phase in phases for c in phase.asked.clients},
         requests=[request for phase in phases for request in phase.asked.requests],
         bytes_down=sum(phase.asked.bytes_down for phase in phases),
         started=min([nobody.started, *(phase.asked.started for phase in phases)]),
     )
-    return asked, [reply for phase in phases for reply in phase.replies]
+    replies = {id(reply): reply for phase in phases for reply in phase.replies}
+    return asked, [*replies.values()]
 
 
 def is_reply_to(reply: Message, asked: Asked) -> bool:
@@ -186,25 +206,6 @@ def _with_late(asked: Asked, late: Late) -> Asked:
     return replace(
         asked,
         round=replace(asked.round, asked=clients),
-        rounds={**asked.rounds, **dict.fromkeys(late.request.clients, late.server_round)},
+        by_client={**asked.by_client, **dict.fromkeys(late.request.clients, late.asked)},
         requests=[*asked.requests, late.request],
     )
-
-
-def _work(
-    phase: Phase, read: Callable[[Asked, int, Content], Mapping[str, Any]]
-) -> dict[int, float]:
-    """Return the K that each client's first reply reports, where that can be read."""
-    numbers, work = partial(read, phase.asked), dict[int, float]()
-    for client, content in _first_contents(phase):
-        if client in phase.asked.clients and client not in work:
-            work[client] = 1.0
-            with suppress(BadReply):
-                work[client] = float(content_as(client, content, numbers)["work"])
-    return work
-
-
-def _first_contents(phase: Phase) -> Iterator[tuple[int, Any]]:
-    for reply in phase.replies:
-        with suppress(BadReply):  # which is logged when the phase is used
-            yield from contents(reply, sender(reply, phase.asked)).items()
