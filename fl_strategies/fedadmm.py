@@ -209,6 +209,10 @@ class FedADMM(FederatedStrategy):
     def model_from_state(self) -> bool:
         return self.eta == "fraction"
 
+    @property
+    def takes_late_changes(self) -> bool:
+        return self.eta == "fraction" and self.tracking == "client"
+
     def proximal_rate(self, server_round: int) -> float | None:
         by_sum = self.eta == "fraction" and self.tracking == "client"
         return 1.0 / at(self.rho, server_round) if by_sum and self.newcomer != "received" else None
@@ -222,17 +226,19 @@ class FedADMM(FederatedStrategy):
         theta, m = round.theta, round.population
         if state is None or self.eta != "fraction":
             step = len(uploads) / m if self.eta == "fraction" else at(self.eta, round.number)
-            shift = None if state is None else round.received - state.origin
-            deltas = (changed(upload, shift) for upload in uploads)
+            origin = None if state is None else state.origin
+            deltas = (changed(upload, round, origin) for upload in uploads)
             return server_rule(theta, deltas, step=step), state, {}
-        deltas = (changed(upload, round.received - state.origin) for upload in uploads)
+        deltas = (changed(upload, round, state.origin) for upload in uploads)
         theta, total = sum_rule(state.origin, state.total, deltas, clients=m)
         return theta, ServerState(state.origin, total), {}
 
 
-def changed(upload: Upload, shift: Vector | None) -> Vector:
-    """Return Delta as the change of a client that began at theta^0 = theta received - ``shift``.
+def changed(upload: Upload, round: Round, origin: Vector | None) -> Vector:
+    """Return Delta as the change of a client that began at theta^0 = ``origin``, if that is given.
 
     A client that lost its state is known, and D holds its changes already.
     """
-    return upload.vector + shift if upload.newcomer and shift is not None else upload.vector
+    if not upload.newcomer or origin is None:
+        return upload.vector
+    return upload.vector + (round.received_by(upload) - origin)

@@ -83,6 +83,7 @@ simulations/README
 notebooks/pages/scale
 notebooks/pages/faults
 notebooks/pages/heterogeneity
+notebooks/pages/asynchronous
 simulations/DEPLOYMENT
 SECURITY
 ```

@@ -94,7 +94,7 @@ class RunConfig:
     server_step: str = key("", f"part: one of {_parts('server_step')}, `adam lr=0.1`")
     clock: str = key("", f"part: one of {_parts('clock')}, `clock step=0.01 spread=0.5`")
     availability: str = key("", f"part: one of {_parts('availability')}, `markov on=8 off=4`")
-    pace: str = key("", f"part: one of {_parts('pace')}, `deadline seconds=2 over_select=1.3`")
+    pace: str = key("", f"part: one of {_parts('pace')}, `buffered size=10 concurrency=50`")
     dataset: str = key("digits", "short name, folder or Hub name, see `simulations.data`")
     dataset_params: str = key("", "options of the data set: `alpha=1 beta=1`")
     normalise: str = key("own", "image normalisation: `own`, `authors`, `none`")

@@ -300,6 +300,32 @@ RULES = [
         },
     ),
     *of(
+        "fl_strategies/parts/buffered.py",
+        "tests/test_buffered.py",
+        {
+            "(1.0 + age) ** -(": "(1.0 + age) ** (",
+            "late <= 0 else": "late < 0 else",
+            "(self.power or 10.0) * late": "(self.power or 10.0) * age",
+            "* (self.mixing or 1.0)": "",
+            "theta if self.mixing else round.received_by(upload)": "round.received_by(upload)",
+            "(np.asarray(upload.vector) - begun)": "(np.asarray(upload.vector) - theta)",
+        },
+    ),
+    *of(
+        "fl_strategies/server/buffering.py",
+        "tests/test_buffered.py",
+        {
+            "usable += works[key][1]": "usable += 1",
+            "key=lambda key: (works[key][0], key)": "",
+            "work.since - now + work.took": "work.took",
+            "return work.since + work.took": "return work.took",
+            "Work(own, model, math.inf, since=since)": "Work(own, model, math.inf)",
+            "rest = work.since, work.model.arrays": "rest = 0.0, work.model.arrays",
+            "(number, nodes), theta=model.theta, asked=there": "(number, nodes), asked=there",
+            "strategy.make_round(number, nodes)": "strategy.make_round(number + 1, nodes)",
+        },
+    ),
+    *of(
         "fl_strategies/parts/availability.py",
         "tests/test_clock.py",
         {

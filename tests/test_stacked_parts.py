@@ -33,6 +33,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "clock": {"dropout": 0.5},
     "daily": {"p": 0.7, "swing": 0.1},
     "markov": {"on": 6.0, "off": 2.0},
+    "buffered": {"size": 2, "concurrency": 3},
     "deadline": {"over_select": 1.5},
     "gaussian": {"clip": 0.05, "noise": 0.0},
     "probabilities": {"p": {0: 3.0, 2: 0.0}},

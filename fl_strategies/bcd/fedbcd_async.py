@@ -131,7 +131,6 @@ class FedBCDAsync(SummingStrategy):
             )
         if self.rigorous and self.order == "arrival":
             raise ValueError('rigorous needs order="virtual", got order="arrival"')
-        self.phases = Phases()
 
     overlaps = True
 

@@ -56,6 +56,7 @@ from fl_strategies.core.log import quiet_log
 from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.schedules import check
 from fl_strategies.messages.wire import decode
+from fl_strategies.parts.buffered import Buffered
 from fl_strategies.server.composition import Caller
 from fl_strategies.server.loop import EvaluateFn, close_round
 from fl_strategies.server.replies import one_line
@@ -107,9 +108,10 @@ def as_legacy(
         raise ValueError(
             "checkpoints need Strategy.start: a legacy server counts its rounds itself, from 1"
         )
-    if type(strategy).train_round is not FederatedStrategy.train_round:
+    own_rounds = type(strategy).train_round is not FederatedStrategy.train_round
+    if own_rounds or isinstance(strategy.pace, Buffered):
         raise ValueError(
-            f"{type(strategy).__name__} has no legacy form: it does not wait for the replies of a"
+            f"{described(strategy)} has no legacy form: it does not wait for the replies of a"
             " round, and a legacy server does"
         )
     if strategy.download is not None:

@@ -49,6 +49,8 @@ SERVER = frozenset(
         "virtual-seconds",
         "clients-late",
         "clients-dropped",
+        "reply-age",
+        "oldest-reply",
         *(f"{phase}{name}" for name in ("samples", *COUNTS) for phase in ("", "eval-")),
         *(f"{share}{end}" for share in SHARES for end in ("", "-smallest", "-largest")),
     }

@@ -11,6 +11,7 @@ from fl_strategies.core.settings_text import parse_params
 from fl_strategies.core.spelling import unknown
 from fl_strategies.parts.adaptive import Adagrad, Adam, Yogi
 from fl_strategies.parts.availability import Availability, Bernoulli, Daily, Markov
+from fl_strategies.parts.buffered import Buffered
 from fl_strategies.parts.clock import Clock, VirtualClock
 from fl_strategies.parts.combine import Combine
 from fl_strategies.parts.compression import BFloat16, Compression, TopK
@@ -37,7 +38,7 @@ _REGULARIZER = (L1, L2, Box)
 _STEP = (Momentum, Adam, Yogi, Adagrad, FedExP)
 _CLOCK = (Clock, Exponential)
 _AVAILABILITY = (Bernoulli, Markov, Daily, Trace)
-_PACE = (Deadline,)
+_PACE = (Deadline, Buffered)
 _ALL: tuple[type[Part], ...] = (
     *(*_SELECTION, *_COMPRESSION, Gaussian, *_COMBINE),
     *(*_REGULARIZER, *_STEP, *_CLOCK, *_AVAILABILITY, *_PACE),

@@ -101,7 +101,8 @@ class Probabilities(Selection):
 
     def select(self, round: Round, size: int) -> list[int]:
         weights = np.array([self.p.get(client, 1.0) for client in round.connected], np.float64)
-        possible = int((weights > 0.0).sum())
+        if not (possible := int((weights > 0.0).sum())):
+            return []
         rng = stream(round.seed, "probabilities", round.number)
         places = rng.choice(
             len(weights), min(size, possible), replace=False, p=weights / weights.sum()

@@ -128,6 +128,11 @@ class Algorithm(Options):
         return type(self).select is not Algorithm.select
 
     @property
+    def takes_late_changes(self) -> bool:
+        """Whether the model follows from the sum of all changes, each as of its own request."""
+        return False
+
+    @property
     def equal_weights(self) -> bool:
         """Whether each upload has the same weight in the rule."""
         return type(self).weight is equal

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -28,6 +28,8 @@ class Request:
     about: Metadata | None = None
     hosted: bool = False
     folds: bool = False
+    together: Collection[int] = ()
+    """The clients of the whole message, where those of ``clients`` are used alone."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Asked:
     """By client, the bytes of arrays that it is sent."""
     started: float = 0.0
     bound: float = math.inf
+    seconds: float | None = None
+    """How long the phase lasts by the virtual clock, if that is known before it is read."""
     by_client: Mapping[int, Asked] = field(default_factory=dict)
     """By client, the phase in which it was asked, if it is an earlier one."""
 

@@ -319,7 +319,8 @@ class Options(Declared):
     pace: Pace | None = part(
         Pace,
         "pace",
-        about="What is waited for, by the clock: `pace=Deadline(seconds=30, over_select=1.3)`.",
+        about="What is waited for: `pace=Deadline(seconds=30, over_select=1.3)` by the clock,"
+        " `pace=Buffered(size=10, concurrency=50)` for asynchronous training.",
     )
 
     @classmethod

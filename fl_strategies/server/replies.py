@@ -87,12 +87,15 @@ def sift(
         except BadReply as fault:
             left_out(None, fault)
             continue
-        bytes_up += _bytes(message)
+        part = len(request.clients) / len(request.together or request.clients)
+        bytes_up += int(part * _bytes(message))
         if request.hosted and message.has_content():
-            seconds = busy_seconds(message.content)
+            seconds = part * busy_seconds(message.content)
             busy[request.node] = busy.get(request.node, 0.0) + seconds
         for client, content in contents(message, request).items():
             if client not in request.clients:
+                if client in request.together:
+                    continue
                 left_out(
                     None,
                     BadReply(

@@ -16,7 +16,7 @@ import numpy as np
 from fl_strategies.core.layout import Arrays, Layout, negative_variance
 from fl_strategies.core.records import NOTHING, Round, Upload
 from fl_strategies.core.vectors import finite
-from fl_strategies.server.stages import States, as_moved, merged, stepped, with_mean
+from fl_strategies.server.stages import States, aged, as_moved, merged, stepped, with_mean
 
 if TYPE_CHECKING:
     from fl_strategies.server.algorithm import Algorithm
@@ -51,6 +51,7 @@ def next_model(
     states. Arguments stay as they are.
     """
     assert round.layout is not None
+    uploads, ages = aged(algorithm, round, uploads)
     needed = algorithm.replies_needed(round)
     if len(uploads) < needed:
         fault = f"{len(uploads)} usable replies, at least {needed} needed"
@@ -63,7 +64,7 @@ def next_model(
             theta, kept, numbers = stepped(algorithm, parts, round, aggregated, uploads)
             model = round.layout.unpack(np.asarray(theta), merged(algorithm, round, uploads))
         if not (fault := _unusable(model, round.layout)):
-            return Outcome(model, after, {**info, **numbers}, parts=kept)
+            return Outcome(model, after, {**info, **numbers, **ages}, parts=kept)
     after, info = algorithm.skipped(state, round, uploads)
     return Outcome(None, after, info, skipped=fault, parts={**parts})
 

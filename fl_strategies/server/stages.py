@@ -9,7 +9,7 @@ A part's state stands, by its stage, next to the algorithm's state: ``{"server-s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +22,7 @@ from fl_strategies.core.schedules import shown as shortly
 from fl_strategies.core.vectors import Vector, weighted_mean
 from fl_strategies.messages.codes import CHANGES, CODEC, DOWNLOAD
 from fl_strategies.parts import STAGES
+from fl_strategies.parts.buffered import Buffered
 from fl_strategies.parts.part import Part
 from fl_strategies.parts.privacy import Gaussian
 from fl_strategies.parts.selection import Selection, Uniform
@@ -140,17 +141,27 @@ def mean_of(algorithm: Algorithm) -> Averages:
 
 
 def selected(
-    algorithm: Algorithm, state: Any, states: States, round: Round, samples: Mapping[int, int]
+    algorithm: Algorithm,
+    state: Any,
+    states: States,
+    round: Round,
+    samples: Mapping[int, int],
+    at_work: Collection[int] = (),
 ) -> Round:
-    """Return the round with the clients that are asked; ``samples`` as they are known."""
+    """Return the round with the clients that are asked; ``samples`` as they are known.
+
+    Those ``at_work`` are not asked, and not connected for whoever selects.
+    """
     round = with_those_there(algorithm, state, states, round)
+    idle = tuple(client for client in round.connected if client not in at_work)
+    round = replace(round, connected=idle)
     if algorithm.privacy is not None:
         return _selected_privately(algorithm, algorithm.privacy, states, round)
     part = algorithm.selection
-    if not round.connected:
+    size = over_selected(algorithm, len(round.connected), len(at_work))
+    if not round.connected or not size:
         return replace(round, asked=())
-    size = over_selected(algorithm, len(round.connected))
-    if part is None and size > algorithm.asked_of(len(round.connected)):
+    if part is None and size != algorithm.asked_of(len(round.connected)):
         part = Uniform()
     if part is None:
         return replace(round, asked=tuple(algorithm.select(state, round)))
@@ -210,6 +221,20 @@ def min_replies(algorithm: Algorithm) -> int:
 def as_moved(algorithm: Algorithm, round: Round) -> Round:
     """Return the round from whose theta the uploaded models were moved."""
     return replace(round, theta=round.received) if algorithm.moves_received else round
+
+
+def aged(
+    algorithm: Algorithm, round: Round, uploads: Sequence[Upload]
+) -> tuple[Sequence[Upload], Mapping[str, float]]:
+    """Return the uploads as they count at their age, and numbers of their ages."""
+    pace = algorithm.pace
+    if not isinstance(pace, Buffered) or not uploads:
+        return uploads, NOTHING
+    ages = [round.number - upload.round for upload in uploads]
+    numbers = {"reply-age": float(np.mean(ages)), "oldest-reply": float(max(ages))}
+    if algorithm.averages == "models":
+        uploads = [pace.aged(round, upload) for upload in uploads]
+    return uploads, numbers
 
 
 def with_mean(

@@ -32,6 +32,7 @@ from fl_strategies.core.spelling import hinted
 from fl_strategies.server import stages
 from fl_strategies.server.algorithm import Algorithm, State
 from fl_strategies.server.asked import Asked
+from fl_strategies.server.buffering import asked_and_replies
 from fl_strategies.server.composition import (
     Caller,
     check_hosts,
@@ -46,6 +47,7 @@ from fl_strategies.server.model import Model, decoded
 from fl_strategies.server.nodes import Nodes
 from fl_strategies.server.options import Options
 from fl_strategies.server.patience import Patience
+from fl_strategies.server.phases import Phases
 from fl_strategies.server.reading import Read, Reader
 from fl_strategies.server.round import next_model, shares
 from fl_strategies.server.run import Result, Run
@@ -98,6 +100,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         self.run = Run(self.algorithm, self.reports, Patience(self.max_unusable_rounds))
         self.sender = Sender(self, self.ledger, self.nodes)
         self.reader = Reader(self, self.ledger)
+        self.phases = Phases()
         self.caller = Caller()
         self.model: Model | None = None
         self._asked = Asked(Round())
@@ -170,9 +173,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
 
     def train_round(self, grid: Grid, timeout: float, config: ConfigRecord) -> ArrayRecord | None:
         """Have clients train, and return the next global model; None if the round is skipped."""
-        asked = self.ask(config, grid)
-        replies = grid.send_and_receive(asked.messages, timeout=timeout)
-        return self.use(asked, replies)[0]
+        return self.use(*asked_and_replies(self, grid, timeout, config))[0]
 
     # ---- a round ------------------------------------------------------------------------------
 
@@ -182,8 +183,9 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         check_hosts(type(self).__name__, self.caller, self.nodes.hosts)
         self.state = self.on_connect(self.state, self.nodes.known)
         round = self.make_round(self.run.number, nodes)
-        round = stages.selected(self, self.state, self.parts, round, self.nodes.samples)
-        check_enough(self, len(round.asked), "asked")
+        busy, samples = self.phases.at_work, self.nodes.samples
+        round = stages.selected(self, self.state, self.parts, round, samples, busy)
+        check_enough(self, len(round.asked) + len(busy), "asked")
         return self.send(round, self.opened_model, config, nodes)
 
     def send(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fl_strategies.core.records import Reply, Round, Upload
 from fl_strategies.core.schedules import at
 from fl_strategies.messages.wire import decoded
+from fl_strategies.parts.buffered import Buffered
 from fl_strategies.parts.deadline import Deadline
 from fl_strategies.parts.selection import Selection
 from fl_strategies.solvers.local import default_training
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
     from fl_strategies.server.replies import Sifted
 
 States = Mapping[str, Any]
-CLOCK = "clock"
-"""The name of the clock's state."""
+WEIGHTS = ("staleness", "power", "grace", "mixing")
+"""Hyperparameters of a buffered pace that are of models alone."""
+CLOCK, PACE = "clock", "pace"
+"""The names of the clock's and of a buffered pace's state."""
 SECONDS = "virtual-seconds"
 
 
@@ -29,6 +32,16 @@ class State(NamedTuple):
     """The virtual seconds since the beginning of the run."""
 
     seconds: float = 0.0
+
+
+class AtWork(NamedTuple):
+    """By round, the clients that were asked in it and are at work, since when, and their model.
+
+    A run that resumes from a checkpoint asks them again, and by the round's random streams gets
+    what it would have got.
+    """
+
+    unfinished: Mapping[int, Sequence[Any]] = {}  # which nobody changes
 
 
 def check_clock(algorithm: Algorithm, called: str) -> None:
@@ -46,15 +59,20 @@ def check_clock(algorithm: Algorithm, called: str) -> None:
 def _not_paced(algorithm: Algorithm, called: str) -> str:
     """Return what the pace does not go with, and why; "" if there is nothing."""
     pace, selection = algorithm.pace, algorithm.selection
-    if algorithm.clock is None:
+    by_arrival = isinstance(pace, Buffered) and pace.order == "arrival"
+    if algorithm.clock is None and not by_arrival:
         return "no clock: it goes by clock=Clock(...)"
+    if algorithm.clock is not None and by_arrival:
+        return f"clock={algorithm.clock!r}: replies arrive in real time; leave out the clock"
     if algorithm.privacy is not None:
         return f"privacy={algorithm.privacy!r}: who is late depends on the others; use no pace"
     if algorithm.counts_draws:
         return f"selection={selection!r}, which counts on each draw; use Uniform or Probabilities"
+    chosen = selection is not None and not isinstance(selection, Selection)
+    if isinstance(pace, Buffered):
+        return _not_buffered(algorithm, pace, called, chosen=chosen)
     if not isinstance(pace, Deadline):
         return ""
-    chosen = selection is not None and not isinstance(selection, Selection)
     if pace.over_select > 1.0 and (algorithm.chooses_clients or chosen):
         return f"{'a function' if chosen else called}, which itself says who is asked"
     if pace.cut and not algorithm.uses_local:
@@ -62,11 +80,26 @@ def _not_paced(algorithm: Algorithm, called: str) -> str:
     return ""
 
 
+def _not_buffered(algorithm: Algorithm, pace: Buffered, called: str, *, chosen: bool) -> str:
+    """Return what a buffered pace does not go with, and why; "" if there is nothing."""
+    least = max(algorithm.min_replies, algorithm.combine.least if algorithm.combine else 1)
+    if chosen:
+        return "a function, which itself says who is asked"
+    if algorithm.averages != "models" and {*pace.values} & {*WEIGHTS}:
+        return f"{called}, which takes changes whole: leave out {', '.join(WEIGHTS)}"
+    if pace.size < least:
+        return f"rounds that need {least} replies: use a larger size"
+    return ""
+
+
 def begun(algorithm: Algorithm, states: States) -> States:
-    """Return the clock's state, by its name, at the beginning of a ``start``."""
-    if algorithm.clock is None or algorithm.counts_time:
-        return {}
-    return {CLOCK: states.get(CLOCK, State())}
+    """Return the states of clock and pace, by name, at the beginning of a ``start``."""
+    first: dict[str, Any] = {}
+    if algorithm.clock is not None and not algorithm.counts_time:
+        first[CLOCK] = states.get(CLOCK, State())
+    if isinstance(algorithm.pace, Buffered):
+        first[PACE] = states.get(PACE, AtWork())
+    return first
 
 
 def with_those_there(algorithm: Algorithm, state: Any, states: States, round: Round) -> Round:
@@ -96,12 +129,9 @@ def in_time(
     ends: dict[int, float] = {}
     dropped: set[int] = set()
     for client in asked.clients:
-        steps, up = work_of(algorithm, asked, good[client][0]) if client in good else (0.0, 0)
-        about = asked.round.seed, asked.of(client).round.number, client
-        ends[client] = clock.seconds(*about, steps, asked.bytes_of.get(client, 0), up)
-        if (share := clock.drops_out(*about)) is not None:
-            dropped.add(client)
-            ends[client] *= share
+        reply = good[client][0] if client in good else None
+        ends[client], leaves = ends_after(algorithm, asked.of(client), client, reply)
+        dropped |= {client} if leaves else set()
     counts = {"clients-dropped": len(dropped)} if clock.loses else {}
     good = {client: pair for client, pair in good.items() if client not in dropped}
     seconds = max(ends.values(), default=clock.idle)
@@ -115,7 +145,23 @@ def in_time(
         good = {client: pair for client, pair in good.items() if client not in late}
     counts = {**sifted.counts, **counts, "clients-used": len(good)}
     unusable = {**sifted.unusable, **late}
+    seconds = seconds if asked.seconds is None else asked.seconds
     return replace(sifted, good=good, counts=counts, unusable=unusable), seconds
+
+
+def ends_after(
+    algorithm: Algorithm, asked: Asked, client: int, reply: Reply | None
+) -> tuple[float, bool]:
+    """Return the seconds from a client's request to its reply, and whether it leaves before.
+
+    ``reply`` is None if there is none to be used.
+    """
+    assert algorithm.clock is not None
+    steps, up = (0.0, 0) if reply is None else work_of(algorithm, asked, reply)
+    about = asked.round.seed, asked.round.number, client
+    seconds = algorithm.clock.seconds(*about, steps, asked.bytes_of.get(client, 0), up)
+    share = algorithm.clock.drops_out(*about)
+    return (seconds, False) if share is None else (seconds * share, True)
 
 
 def wanted(algorithm: Algorithm, round: Round) -> int:
@@ -126,9 +172,11 @@ def wanted(algorithm: Algorithm, round: Round) -> int:
     return min(len(round.asked), algorithm.asked_of(there))
 
 
-def over_selected(algorithm: Algorithm, there: int) -> int:
-    """Return how many clients are asked of those that are ``there``."""
+def over_selected(algorithm: Algorithm, there: int, busy: int) -> int:
+    """Return how many are asked of the clients that are ``there``, while ``busy`` are at work."""
     size, pace = algorithm.asked_of(there), algorithm.pace
+    if isinstance(pace, Buffered):
+        return min(there, max(pace.concurrency - busy, 0))
     return pace.asked(size, there) if isinstance(pace, Deadline) else size
 
 

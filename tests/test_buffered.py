@@ -1,0 +1,425 @@
+"""Laws of asynchronous training: who is asked, what counts and how much, what open work leaves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from federations import drop
+from flwr.app import Message
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
+from laws import RATE, START, TABLE, Row, Shuffled, local, quiet, train
+from limits import STEPS
+from problems import (
+    CLIENT_OF,
+    grid,
+    make_client_app,
+    optimum,
+    quadratics,
+    to_record,
+    to_vector,
+    used_states,
+)
+
+from clients import Hosted
+from clients.node.in_process import InProcessGrid
+from fl_strategies import (
+    Checkpoints,
+    FedADMM,
+    FedAvg,
+    FederatedStrategy,
+    Round,
+    RoundInfo,
+    as_legacy,
+)
+from fl_strategies.parts import (
+    Buffered,
+    Clock,
+    Deadline,
+    Krum,
+    Markov,
+    Momentum,
+    Probabilities,
+    Uniform,
+)
+
+KNOBS: dict[str, dict[str, Any]] = {"fedadmm": {"eta": "fraction"}}
+CLOCK = Clock(step=1.0, spread=1.0, jitter=0.5)
+CLIENTS = 6
+
+
+def options(row: Row) -> dict[str, Any]:
+    return {"local": local(), **KNOBS.get(row.name, {})}
+
+
+TAKEN = [row for row in TABLE if not Buffered.refusal(row.strategy(**options(row)), row.name)]
+every_taken = pytest.mark.parametrize("row", TAKEN, ids=str)
+ADMM: dict[str, Any] = {"eta": "fraction", "rho": 0.5, "clock": CLOCK}
+
+
+def rounds_of(strategy: FederatedStrategy, name: str) -> list[float]:
+    rounds = strategy.result.train_metrics_clientapp.values()
+    return [float(row[name]) for row in rounds]  # type: ignore[arg-type]
+
+
+def asynchronous(row: Row, size: int = 2, concurrency: int = 4, **others: Any) -> FederatedStrategy:
+    pace = Buffered(size=size, concurrency=concurrency)
+    return row.strategy(**options(row), clock=CLOCK, pace=pace, **others)
+
+
+def test_it_goes_around_what_averages_models_and_around_fedadmm_with_a_fraction() -> None:
+    assert {row.name for row in TAKEN} == {
+        "fedsgd", "fedavg", "fedprox", "fedadmm", "ditto", "moon", "per-fedavg", "pfedme",
+    }  # fmt: skip
+
+
+# ---- its limits ---------------------------------------------------------------------------------
+
+
+@every_taken
+def test_all_at_work_and_all_waited_for_is_the_synchronous_run_to_the_bit(row: Row) -> None:
+    alike = asynchronous(row, CLIENTS, CLIENTS)
+    plain = row.strategy(**options(row), clock=CLOCK)
+    runs = [train(one, grid(quadratics(CLIENTS)), 4).tobytes() for one in (alike, plain)]
+    assert runs[0] == runs[1]
+    assert rounds_of(alike, "virtual-seconds") == rounds_of(plain, "virtual-seconds")
+    assert rounds_of(alike, "oldest-reply") == [0.0] * 4
+
+
+@pytest.mark.slow
+def test_asynchronous_fedadmm_reaches_the_optimum_of_the_mean_loss() -> None:
+    given = ADMM | {"rho": 1.0}
+    strategy = quiet(FedADMM, **given, pace=Buffered(size=1, concurrency=4))
+    found = train(strategy, grid(quadratics(5)), 500)
+    assert max(rounds_of(strategy, "oldest-reply")) > 10
+    np.testing.assert_allclose(found, optimum(quadratics(5)), atol=1e-6)
+
+
+# ---- what counts, and how much ------------------------------------------------------------------
+
+
+def played_out(
+    clients: int,
+    rounds: int,
+    *,
+    seed: int,
+    size: int,
+    concurrency: int,
+    step: Callable[[np.ndarray, list[tuple[int, np.ndarray, np.ndarray]]], np.ndarray],
+) -> tuple[np.ndarray, list[float]]:
+    """Return the model and the times of a run, event by event, with Uniform's draws.
+
+    ``step`` takes the model and (age, model received, model trained) of the replies used.
+    """
+    problems, theta, now = quadratics(clients), START, 0.0
+    work: dict[int, tuple[float, int, np.ndarray]] = {}
+    times = []
+    for t in range(1, rounds + 1):
+        idle = tuple(i for i in range(clients) if i not in work)
+        missing = concurrency - len(work)
+        for i in Uniform().select(Round(t, connected=idle, seed=seed), missing):
+            work[i] = now + CLOCK.seconds(seed, t, i, STEPS), t, theta
+        first = sorted(work, key=lambda i: work[i][0])[:size]
+        replies = []
+        for i in sorted(first):
+            end, begun, w = work.pop(i)
+            received, now = w, max(now, end)
+            for _ in range(STEPS):
+                w = w - RATE * problems[i].gradient(w)
+            replies.append((t - begun, received, w))
+        theta = step(theta, replies)
+        times.append(now)
+    return theta, times
+
+
+@pytest.mark.parametrize(("size", "lr"), [(3, 1.0), (2, 0.7)])
+def test_fedbuff_is_the_paper_played_out_event_by_event(size: int, lr: float) -> None:
+    """theta <- theta + lr (1/K) sum_i (w_i - theta received) / sqrt(1 + age)."""
+
+    def step(theta: np.ndarray, replies: list[Any]) -> np.ndarray:
+        return theta + lr * np.mean([(w - old) / (1 + a) ** 0.5 for a, old, w in replies], axis=0)
+
+    strategy = quiet(
+        FedAvg,
+        weights="uniform",
+        clock=CLOCK,
+        pace=Buffered(size=size, concurrency=5),
+        server_step=Momentum(lr=lr, beta=0.0),
+        seed=3,
+    )
+    found = train(strategy, grid(quadratics(8)), 12)
+    expected, times = played_out(8, 12, seed=3, size=size, concurrency=5, step=step)
+    np.testing.assert_allclose(found, expected, rtol=1e-10)
+    np.testing.assert_allclose(rounds_of(strategy, "virtual-seconds"), times, rtol=1e-12)
+    assert max(rounds_of(strategy, "oldest-reply")) > 1
+
+
+STALENESS: dict[str, tuple[dict[str, Any], Callable[[int], float]]] = {
+    "constant": ({}, lambda a: 1.0),
+    "polynomial": ({"power": 0.7}, lambda a: (a + 1) ** -0.7),
+    "hinge": ({"power": 2.0, "grace": 1}, lambda a: 1.0 if a <= 1 else 1 / (2.0 * (a - 1) + 1)),
+}
+
+
+@pytest.mark.parametrize("staleness", STALENESS)
+def test_fedasync_is_the_paper_played_out_event_by_event(staleness: Any) -> None:
+    """theta <- (1 - alpha s) theta + alpha s w, with one reply a step."""
+    given, s = STALENESS[staleness]
+
+    def step(theta: np.ndarray, replies: list[Any]) -> np.ndarray:
+        ((age, _, w),) = replies
+        return (1 - 0.6 * s(age)) * theta + 0.6 * s(age) * w
+
+    pace = Buffered(size=1, concurrency=4, staleness=staleness, mixing=0.6, **given)
+    strategy = quiet(FedAvg, clock=CLOCK, pace=pace, seed=5)
+    found = train(strategy, grid(quadratics(6)), 15)
+    expected, times = played_out(6, 15, seed=5, size=1, concurrency=4, step=step)
+    np.testing.assert_allclose(found, expected, rtol=1e-10)
+    np.testing.assert_allclose(rounds_of(strategy, "virtual-seconds"), times, rtol=1e-12)
+    assert max(rounds_of(strategy, "oldest-reply")) > 2
+
+
+@pytest.mark.parametrize("staleness", STALENESS)
+def test_age_0_has_weight_1_and_older_replies_have_no_more(staleness: Any) -> None:
+    for part in (Buffered(staleness=staleness), Buffered(staleness=staleness, mixing=1.0)):
+        weights = [part.weight(age) for age in range(20)]
+        assert weights[0] == 1.0
+        assert weights == sorted(weights, reverse=True)
+        assert weights[-1] > 0.0
+
+
+# ---- who is asked -------------------------------------------------------------------------------
+
+
+class Noted(InProcessGrid):
+    """Notes who is asked to train in which round, and what was acknowledged then."""
+
+    def __init__(self, clients: int, **options: Any) -> None:
+        super().__init__(make_client_app(quadratics(clients)), clients, **options)
+        self.asked: list[tuple[int, int]] = []
+
+    def answer(self, message: Message) -> Message | None:
+        if message.metadata.message_type == "train":
+            config = message.content.config_records["config"]
+            number = int(config["server-round"])  # type: ignore[arg-type]
+            self.asked.append((number, CLIENT_OF[message.metadata.dst_node_id]))
+        return super().answer(message)
+
+
+@pytest.mark.parametrize("selection", [None, Probabilities(p={0: 5.0, 3: 0.0, 4: 0.0})], ids=str)
+@pytest.mark.parametrize("availability", [None, Markov(on=3, off=3)], ids=str)
+def test_a_client_at_work_is_never_asked_and_so_many_are_at_work(
+    selection: Any, availability: Any
+) -> None:
+    on = Noted(8)
+    at_work: list[set[int]] = [set()]
+    used: list[set[int]] = [set()]
+
+    def note(info: RoundInfo) -> None:
+        at_work.append(strategy.phases.at_work)
+        used.append({*info.clients})
+
+    strategy = quiet(
+        FedAvg,
+        clock=CLOCK,
+        pace=Buffered(size=2, concurrency=4),
+        selection=selection,
+        availability=availability,
+        callbacks=[note],
+    )
+    train(strategy, on, 20)
+    for t in range(1, 21):
+        asked = [client for number, client in on.asked if number == t]
+        assert len({*asked}) == len(asked)
+        assert not {*asked} & at_work[t - 1]
+        assert at_work[t] | used[t] == at_work[t - 1] | {*asked}
+        assert not at_work[t] & used[t]
+        assert len(at_work[t] | used[t]) <= 4
+        if availability is None:
+            assert len(at_work[t] | used[t]) == 4
+            assert len(used[t]) == 2
+    assert max(rounds_of(strategy, "oldest-reply")) > 1
+
+
+# ---- sums, states, lost replies -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("lost", [0.0, 0.3])
+def test_booked_changes_add_up_to_the_clients_states_at_any_time(
+    lost: float, dropout: float
+) -> None:
+    """FedADMM's theta is the mean of the clients' w + y/rho, whatever is late, lost or new."""
+    on = grid(quadratics(CLIENTS), fault=drop(lost))
+
+    def check(info: RoundInfo) -> None:
+        fields = used_states(on, strategy.ledger.acked)
+        u = [np.asarray(f["w"]) + np.asarray(f["y"]) / 0.5 for f in fields]
+        u += [START] * (CLIENTS - len(u))
+        np.testing.assert_allclose(to_vector(info.arrays), np.mean(u, 0), atol=1e-12)
+
+    clock = Clock(step=1.0, spread=1.0, jitter=0.5, dropout=dropout)
+    strategy = quiet(
+        FedADMM,
+        eta="fraction",
+        rho=0.5,
+        clock=clock,
+        pace=Buffered(size=1, concurrency=4),
+        callbacks=[check],
+    )
+    train(strategy, on, 25)
+    assert max(rounds_of(strategy, "oldest-reply")) > 3
+    assert sum(rounds_of(strategy, "clients-lost")) > 0 or not lost
+
+
+def test_a_lost_reply_frees_its_client() -> None:
+    def lose(request: Message, reply: Message) -> Message | None:
+        trains = request.metadata.message_type == "train"
+        first = trains and len(on.asked) < 7
+        return None if first and CLIENT_OF[request.metadata.dst_node_id] == 1 else reply
+
+    on = Noted(3, fault=lose)
+    strategy = quiet(FedAvg, clock=Clock(step=1.0), pace=Buffered(size=3, concurrency=3))
+    train(strategy, on, 5)
+    assert [number for number, client in on.asked if client == 1] == [1, 2, 3, 4, 5]
+    assert rounds_of(strategy, "clients-used") == [2.0, 2.0, 3.0, 3.0, 3.0]
+
+
+# ---- the same run -------------------------------------------------------------------------------
+
+
+def test_a_run_is_the_same_on_nodes_and_hosts_and_in_any_order_of_replies() -> None:
+    problems = quadratics(8)
+    app = make_client_app(problems, hosts=lambda context: Hosted([*range(8)]))
+    plain = make_client_app(problems)
+    runs = []
+    for on in (grid(problems), InProcessGrid(app, 8, hosts=1), Shuffled(plain, 8)):
+        strategy = quiet(FedADMM, **ADMM, pace=Buffered(size=2, concurrency=5), seed=2)
+        found = train(strategy, on, 8).tobytes()
+        runs.append((found, rounds_of(strategy, "virtual-seconds")))
+    assert runs[0] == runs[1] == runs[2]
+
+
+class Killed(BaseException):
+    pass
+
+
+@every_taken
+def test_killed_amid_open_work_it_ends_with_the_undisturbed_model(row: Row, tmp_path: Path) -> None:
+    settings = local(solver="sgd", **{"batch-size": 3, "random-epochs": True})
+
+    def run(folder: str, lives: list[int], **how: Any) -> tuple[bytes, list[float]]:
+        on = grid(quadratics(CLIENTS))
+        for rounds in lives:
+
+            def ends(info: RoundInfo, rounds: int = rounds) -> None:
+                if info.server_round > rounds:
+                    raise Killed
+
+            given = options(row) | ({} if row.name == "fedsgd" else {"local": settings})
+            strategy = row.strategy(
+                **given,
+                clock=CLOCK,
+                pace=Buffered(size=2, concurrency=5),
+                checkpoints=Checkpoints(tmp_path / folder, every=2),
+                callbacks=[ends],
+            )
+            with suppress(Killed):
+                strategy.start(on, to_record(START), 9, resume=True)
+        vector = to_vector(strategy.result.arrays).tobytes()
+        return vector, rounds_of(strategy, "virtual-seconds")
+
+    assert run("cut", [3, 6, 99]) == run("whole", [99])
+
+
+def test_two_starts_are_one_that_is_as_long() -> None:
+    pace = Buffered(size=1, concurrency=4)
+    one, two = (quiet(FedADMM, **ADMM, pace=pace) for _ in range(2))
+    whole = train(one, grid(quadratics(CLIENTS)), 9)
+    on = grid(quadratics(CLIENTS))
+    half = two.start(on, to_record(START), 5)
+    rest = two.start(on, half.arrays, 4)
+    np.testing.assert_array_equal(to_vector(rest.arrays), whole)
+    assert rounds_of(two, "virtual-seconds") == rounds_of(one, "virtual-seconds")[5:]
+
+
+def test_clients_that_are_gone_at_the_next_start_are_free() -> None:
+    on = Noted(4)
+    strategy = quiet(FedAvg, clock=CLOCK, pace=Buffered(size=1, concurrency=4), node_wait=0.01)
+    theta = train(strategy, on, 3)
+    gone = {*strategy.phases.at_work}
+    contexts = copy.copy(on.contexts)
+    for node in contexts:
+        if CLIENT_OF[node] in gone:
+            del on.contexts[node]
+    on.asked.clear()
+    strategy.start(on, to_record(theta), 1)
+    assert not {client for _, client in on.asked} & gone
+    on.contexts.update(contexts)
+    strategy.start(on, to_record(theta), 2)
+    assert gone <= {client for _, client in on.asked}
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"size": 0}, r"size must be an integer >= 1, got 0"),
+        ({"size": 5, "concurrency": 4}, r"size must be <= concurrency=4, got 5"),
+        ({"concurency": 4}, r"no argument 'concurency' \(did you mean 'concurrency'\?\)"),
+        ({"staleness": "old"}, r"staleness must be one of .*, got 'old'"),
+        ({"staleness": "constant", "power": 1.0}, 'power needs staleness "polynomial" or "hinge"'),
+        ({"grace": 2}, 'grace needs staleness "hinge", got "polynomial"'),
+        ({"mixing": 1.5}, r"mixing must be .*<= 1.*, got 1.5"),
+        ({"order": "random"}, r"order must be one of \['virtual', 'arrival'\], got 'random'"),
+    ],
+)
+def test_bad_hyperparameters_are_refused_with_bound_and_value(
+    values: dict[str, Any], said: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=said):
+        Buffered(**values)
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        ({"clock": None}, "does not go with no clock: it goes by clock=Clock"),
+        ({"pace": Buffered(order="arrival")}, "replies arrive in real time; leave out the clock"),
+        ({"selection": lambda round: round.connected}, "a function, which itself says who"),
+        ({"min_replies": 11}, "rounds that need 11 replies: use a larger size"),
+        ({"combine": Krum(attackers=4)}, "rounds that need 11 replies: use a larger size"),
+    ],
+)
+def test_what_it_does_not_go_with_is_refused(others: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        FedAvg(**{"clock": CLOCK, "pace": Buffered(), **others})
+
+
+def test_a_recorded_change_is_never_scaled() -> None:
+    for weights in ({"mixing": 0.5}, {"staleness": "constant"}, {"power": 1.0}):
+        with pytest.raises(ValueError, match="FedADMM, which takes changes whole: leave out"):
+            FedADMM(eta="fraction", clock=CLOCK, pace=Buffered(**weights))
+
+
+@pytest.mark.parametrize("others", [{"eta": 1.0}, {"eta": "fraction", "tracking": "global"}])
+def test_other_steps_of_fedadmm_say_what_to_use(others: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match='FedADMM with eta="fraction"'):
+        FedADMM(clock=CLOCK, pace=Buffered(), **others)
+
+
+def test_wrappers_and_legacy_servers_are_refused() -> None:
+    strategy = FedAvg(clock=CLOCK, pace=Buffered())
+    wrapper = DifferentialPrivacyServerSideFixedClipping(strategy, 0.1, 1.0, 2)
+    with pytest.raises(ValueError, match="cannot be run by a wrapper"):
+        wrapper.start(grid(quadratics(2)), to_record(START), 1)
+    with pytest.raises(ValueError, match=r"pace=Buffered.* has no legacy form"):
+        as_legacy(FedAvg(clock=CLOCK, pace=Buffered()), to_record(START))
+    as_legacy(FedAvg(clock=CLOCK, pace=Deadline()), to_record(START))
