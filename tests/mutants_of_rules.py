@@ -83,7 +83,7 @@ RULES = [
             "theta + step * weighted_mean": "theta - step * weighted_mean",
             "[(total, 1.0), *(": "[*(",
             "origin + next_total / clients": "origin + next_total",
-            "upload.vector + shift if": "upload.vector - shift if",
+            "upload.vector + (round": "upload.vector - (round",
             "len(uploads) / m if": "1.0 if",
             "y=0.0 * theta": "y=theta",
             '"origin" and not round.acked': '"origin" and True',
