@@ -125,15 +125,19 @@ def test_flwr_run_as_the_quickstart_types_it_works_and_is_stopped(tmp_path: Path
     )
     run = run.replace("supernodes=100", "supernodes=4").strip()
     try:
-        done = subprocess.run(
-            f"{run} --run-config 'clients=4 rounds=2 fraction=0.5 model=\"logistic\"'",
-            shell=True,
-            cwd=tmp_path / "clone",
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        for _ in range(5):
+            done = subprocess.run(
+                f"{run} --run-config 'clients=4 rounds=2 fraction=0.5 model=\"logistic\"'",
+                shell=True,
+                cwd=tmp_path / "clone",
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=600,
+            )
+            if "SuperLink within 15s" not in done.stderr:  # Flower's patience, on a busy machine
+                break
+            subprocess.run(["bash", "-c", stop], cwd=ROOT, env=env)
         assert "fedadmm round 2/2" in done.stdout, done.stdout + done.stderr
         results = re.findall(r"results: (\S+)", done.stdout)[-1]
         assert json.loads((Path(results) / "summary.json").read_text())["finished"]
