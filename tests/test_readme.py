@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import psutil
 import pytest
 import torch
 
@@ -143,7 +144,8 @@ def test_flwr_run_as_the_quickstart_types_it_works_and_is_stopped(tmp_path: Path
         assert json.loads((Path(results) / "summary.json").read_text())["finished"]
     finally:
         subprocess.run(["bash", "-c", stop], cwd=ROOT, env=env)
-        left = with_home(tmp_path / "home")
+        # Ray's actors end by themselves, soon after their raylet
+        _, left = psutil.wait_procs(with_home(tmp_path / "home"), timeout=60)
         for process in left:
             process.kill()
     assert not left
