@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from federations import drop
-from flwr.app import Message
+from flwr.app import Error, Message
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 from laws import RATE, START, TABLE, Row, Shuffled, local, quiet, train
 from limits import STEPS
 from problems import (
     CLIENT_OF,
+    NODES,
     grid,
     make_client_app,
     optimum,
@@ -47,6 +48,7 @@ from fl_strategies.parts import (
     Probabilities,
     Uniform,
 )
+from fl_strategies.server import phases
 
 KNOBS: dict[str, dict[str, Any]] = {"fedadmm": {"eta": "fraction"}}
 CLOCK = Clock(step=1.0, spread=1.0, jitter=0.5)
@@ -423,3 +425,112 @@ def test_wrappers_and_legacy_servers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"pace=Buffered.* has no legacy form"):
         as_legacy(FedAvg(clock=CLOCK, pace=Buffered()), to_record(START))
     as_legacy(FedAvg(clock=CLOCK, pace=Deadline()), to_record(START))
+
+
+# ---- by arrival ---------------------------------------------------------------------------------
+
+
+class Slow(InProcessGrid):
+    """Replies of some clients come only when so many looks for replies have been made."""
+
+    def __init__(self, clients: int, looks: dict[int, int], **options: Any) -> None:
+        problems = quadratics(clients)
+        app = make_client_app(problems, hosts=options.pop("served", None))
+        super().__init__(app, clients, **options)
+        self.looks, self.due, self.now = looks, dict[str, int](), 0
+        self.asked: list[tuple[int, int]] = []
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        ids = list(super().push_messages(messages))
+        for message_id, message in zip(ids, messages, strict=True):
+            if message.metadata.message_type == "train" and not self.clients:
+                client = CLIENT_OF[message.metadata.dst_node_id]
+                config = message.content.config_records["config"]
+                self.asked.append((int(config["server-round"]), client))  # type: ignore[arg-type]
+                self.due[message_id] = self.now + self.looks.get(client, 0)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        self.now += 1
+        ready = [key for key in message_ids if self.due.get(key, 0) < self.now]
+        return super().pull_messages(ready)
+
+
+@pytest.fixture
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "PAUSE", 0.0)
+
+
+def by_arrival(size: int, concurrency: int, **others: Any) -> FederatedStrategy:
+    pace = Buffered(size=size, concurrency=concurrency, order="arrival")
+    return quiet(FedADMM, eta="fraction", rho=0.5, pace=pace, **others)
+
+
+@every_taken
+@pytest.mark.usefixtures("no_pause")
+def test_by_arrival_all_at_work_and_all_waited_for_is_the_synchronous_run(row: Row) -> None:
+    pace = Buffered(size=CLIENTS, concurrency=CLIENTS, order="arrival")
+    found = train(row.strategy(**options(row), pace=pace), Slow(CLIENTS, {2: 3, 4: 1}), 3)
+    plain = train(row.strategy(**options(row)), grid(quadratics(CLIENTS)), 3)
+    assert found.tobytes() == plain.tobytes()
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_by_arrival_a_slow_client_is_not_waited_for_and_its_late_change_counts() -> None:
+    on = Slow(4, {1: 6})
+    used: list[set[int]] = []
+
+    def check(info: RoundInfo) -> None:
+        used.append({*info.clients})
+        fields = used_states(on, strategy.ledger.acked)
+        u = [np.asarray(f["w"]) + np.asarray(f["y"]) / 0.5 for f in fields]
+        u += [START] * (4 - len(u))
+        np.testing.assert_allclose(to_vector(info.arrays), np.mean(u, 0), atol=1e-12)
+
+    strategy = by_arrival(2, 4, callbacks=[check])
+    train(strategy, on, 12)
+    (late, *_) = [t for t, clients in enumerate(used, start=1) if 1 in clients]
+    assert late > 2
+    assert [t for t, client in on.asked if client == 1][:2] == [1, late + 1]
+    assert rounds_of(strategy, "oldest-reply")[late - 1] == late - 1
+    assert rounds_of(strategy, "clients-used") == [2.0] * 12
+    assert "virtual-seconds" not in strategy.result.train_metrics_clientapp[1]
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_by_arrival_a_round_ends_after_the_timeout_with_those_that_are_there() -> None:
+    on = Slow(3, {2: 10**9})
+    strategy = by_arrival(3, 3)
+    strategy.start(on, to_record(START), 2, timeout=0.2)
+    assert rounds_of(strategy, "clients-used") == [2.0, 2.0]
+    assert [client for _, client in on.asked] == [0, 1, 2, 0, 1]
+    assert strategy.phases.at_work == {2}
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_by_arrival_an_error_reply_frees_its_client() -> None:
+    def broken(request: Message, reply: Message) -> Message:
+        trains = request.metadata.message_type == "train"
+        if trains and request.metadata.dst_node_id == NODES[1]:
+            return Message(Error(3, "the node died"), reply_to=request)
+        return reply
+
+    on = Slow(3, {}, fault=broken)
+    strategy = by_arrival(2, 3)
+    train(strategy, on, 3)
+    assert strategy.ledger.acked == {0: 3, 2: 3}
+    assert [t for t, client in on.asked if client == 1] == [1, 2, 3]
+    assert strategy.phases.underway == {}
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_by_arrival_a_hosts_message_brings_all_its_clients() -> None:
+    def served(context: Any) -> Hosted:
+        first = 3 * int(context.node_config["partition-id"])
+        return Hosted([*range(first, first + 3)])
+
+    strategy = by_arrival(2, 6)
+    train(strategy, Slow(6, {}, hosts=2, served=served), 4)
+    assert rounds_of(strategy, "clients-used") == [3.0] * 4
+    assert rounds_of(strategy, "clients-rejected") == [0.0] * 4
