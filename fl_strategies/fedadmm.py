@@ -25,8 +25,9 @@ m       clients ever connected, departed ones included, or ``num_clients`` if th
 
 Facts. By (5), theta = (1/m) sum_i (w_i + y_i/rho) after every round that is not skipped, whoever
 takes part, joins late or loses a reply; a client that never took part counts with w = theta^0, y =
-0. By (4) with w = theta for newcomers (``newcomer="received"``, the default with a number for eta),
-the same holds after a round of all m clients with eta = 1, and with eta = |S|/m from then on.
+0. So a Delta counts whole, however late it comes: ``pace=Buffered()`` is asynchronous FedADMM. By
+(4) with w = theta for newcomers (``newcomer="received"``, the default with a number for eta), the
+same holds after a round of all m clients with eta = 1, and with eta = |S|/m from then on.
 
 - With all clients in all rounds theta converges to the optimum, with eta = 1 as well. With some of
   them it does so with eta = "fraction". With a number for eta it stops near the optimum or
