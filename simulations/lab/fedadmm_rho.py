@@ -26,7 +26,7 @@ def _fedadmm(**params: Any) -> Rule:
 RULES: dict[str, Rule] = {
     "fedadmm": Rule(
         "fedadmm",
-        {"eta": 1.0, **FEDADMM_PAPER},
+        {"rho": 1.0, "eta": 1.0, **FEDADMM_PAPER},
         FIXED,
         tune={"rho": (0.1, 0.3, 1.0), **RATES},
     ),
