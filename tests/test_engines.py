@@ -45,6 +45,8 @@ while thread.is_alive():
 """
 """A ServerApp that makes data while the main thread starts processes by fork, as Ray does."""
 
+PARTS = {"server-step": "adam lr=0.05", "compression": "topk share=0.2", "download": "bfloat16"}
+
 
 @pytest.mark.xdist_group("engine")
 def test_tests_that_start_engines_run_in_one_process(request: pytest.FixtureRequest) -> None:
@@ -56,11 +58,11 @@ def test_tests_that_start_engines_run_in_one_process(request: pytest.FixtureRequ
 @pytest.mark.slow
 @pytest.mark.xdist_group("engine")  # one at a time: each takes all cores
 @pytest.mark.parametrize(
-    ("model", "clients", "workers"),
-    [("logistic", 4, 1), pytest.param("cnn1", 8, 2, marks=pytest.mark.slow)],
+    ("model", "clients", "workers", "parts"),
+    [("logistic", 4, 1, PARTS), ("cnn1", 8, 2, {})],
 )
 def test_ray_and_in_process_give_the_same_model(
-    model: str, clients: int, workers: int, tmp_path: Path
+    model: str, clients: int, workers: int, parts: dict[str, str], tmp_path: Path
 ) -> None:
     """FedADMM, so that state is kept too; a CNN on real images of digits, so that threads count."""
     config = RunConfig.parse(
@@ -76,6 +78,7 @@ def test_ray_and_in_process_give_the_same_model(
             "momentum": 0.5,
             "lr": 0.05,
             "output": str(tmp_path / "ray"),
+            **parts,
         }
     )
     lines: list[str] = []
