@@ -215,8 +215,8 @@ class FedADMM(FederatedStrategy):
         return self.eta == "fraction" and self.tracking == "client"
 
     def proximal_rate(self, server_round: int) -> float | None:
-        by_sum = self.eta == "fraction" and self.tracking == "client"
-        return 1.0 / at(self.rho, server_round) if by_sum and self.newcomer != "received" else None
+        by_sum = self.takes_late_changes and self.newcomer != "received"
+        return 1.0 / at(self.rho, server_round) if by_sum else None
 
     def begin(self, state: ServerState | None, round: Round, num_rounds: int) -> ServerState | None:
         if self.newcomer == "origin" and not round.acked:
@@ -225,12 +225,11 @@ class FedADMM(FederatedStrategy):
 
     def aggregate(self, state: ServerState | None, round: Round, uploads: Sequence[Upload]) -> Next:
         theta, m = round.theta, round.population
+        origin = None if state is None else state.origin
+        deltas = (changed(upload, round, origin) for upload in uploads)
         if state is None or self.eta != "fraction":
             step = len(uploads) / m if self.eta == "fraction" else at(self.eta, round.number)
-            origin = None if state is None else state.origin
-            deltas = (changed(upload, round, origin) for upload in uploads)
             return server_rule(theta, deltas, step=step), state, {}
-        deltas = (changed(upload, round, state.origin) for upload in uploads)
         theta, total = sum_rule(state.origin, state.total, deltas, clients=m)
         return theta, ServerState(state.origin, total), {}
 

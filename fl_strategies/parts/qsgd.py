@@ -57,7 +57,7 @@ class QSGD(Compression):
 
 def _packed(level: Numbers, bits: int) -> Code:
     """Return whole numbers below 2^bits, ``bits`` each; what fills bytes needs no packing."""
-    width, kind = (8, "u1") if bits <= 8 else (16, ">u2")
+    width, kind = _bytes_for(bits)
     code = level.astype(kind).view(np.uint8)
     if bits == width:
         return code
@@ -66,9 +66,14 @@ def _packed(level: Numbers, bits: int) -> Code:
 
 def _unpacked(code: Code, size: int, bits: int) -> Numbers:
     """Return the ``size`` numbers that were packed."""
-    width, kind = (8, "u1") if bits <= 8 else (16, ">u2")
+    width, kind = _bytes_for(bits)
     if bits < width:
         padded = np.zeros((size, width), np.uint8)
         padded[:, width - bits :] = np.unpackbits(code, count=size * bits).reshape(size, bits)
         code = np.packbits(padded)
     return code.view(kind).astype(np.int32)
+
+
+def _bytes_for(bits: int) -> tuple[int, str]:
+    """Return how many bits the bytes have that hold so many, and their type."""
+    return (8, "u1") if bits <= 8 else (16, ">u2")

@@ -24,12 +24,7 @@ def _fedadmm(**params: Any) -> Rule:
 
 
 RULES: dict[str, Rule] = {
-    "fedadmm": Rule(
-        "fedadmm",
-        {"rho": 1.0, "eta": 1.0, **FEDADMM_PAPER},
-        FIXED,
-        tune={"rho": (0.1, 0.3, 1.0), **RATES},
-    ),
+    "fedadmm": _fedadmm()._replace(reference=False, tune={"rho": (0.1, 0.3, 1.0), **RATES}),
     "fedavg": Rule("fedavg", config=FIXED),
     "fedprox": Rule("fedprox", config=FIXED, tune={"mu": (0.01, 0.1), **RATES}),
     "rho-0.01": _fedadmm(rho=0.01),
