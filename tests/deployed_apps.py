@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable
@@ -136,11 +135,6 @@ def app_with(folder: Path, **modules: str) -> Path:
         path.rename(path.with_stem(f"plain_{name}"))
         path.write_text(source)
     return folder
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file of JSON lines."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def until(found: Callable[[], Any]) -> Any:

@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from deployed_apps import MORTAL, app_with, lines_of, until
+from deployed_apps import MORTAL, app_with, until
 
+from fl_strategies.core.files import read_lines
 from simulations import experiment
 from simulations.config import RunConfig
 from simulations.lab import chaos
@@ -77,7 +78,7 @@ def test_fedadmm_whose_server_is_killed_four_times_ends_with_the_in_process_mode
                 federation.run(app, config.to_run_config(), on_line=on_line)
     federation.run(app, config.to_run_config())
     assert len(list((tmp_path / "lives").iterdir())) == KILLS + 1
-    rows = lines_of(tmp_path / "run/history.jsonl")
+    rows = read_lines(tmp_path / "run/history.jsonl")
     assert [row["round"] for row in rows] == list(range(1, config.rounds + 1))
     assert all(row["clients-used"] == 1 for row in rows)
     again = replace(config, output=str(tmp_path / "again"), state_dir=str(tmp_path / "others"))

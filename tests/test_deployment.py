@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cryptography import x509
-from deployed_apps import HELD, LATE, app_with, lines_of, until
+from deployed_apps import HELD, LATE, app_with, until
 from flwr.app import Message
 from problems import CLIENT_OF
 from processes import groups
@@ -21,6 +21,7 @@ from safetensors.numpy import load_file
 
 from clients import DirectoryStore, Owner
 from clients.node.in_process import InProcessGrid
+from fl_strategies.core.files import read_lines
 from fl_strategies.core.reasons import brief
 from simulations import client_app, experiment, problems
 from simulations.config import RunConfig
@@ -74,11 +75,11 @@ def test_async_fedbcd_by_arrival_goes_on_without_a_late_device_and_loses_nothing
     )
     app = app_with(tmp_path / "app", client_app=LATE)
     federation.run(app, config.to_run_config(), on_line=on_line)
-    history = lines_of(tmp_path / "run" / "history.jsonl")
+    history = read_lines(tmp_path / "run" / "history.jsonl")
     assert len(history) == 6
     assert all(row["clients-lost"] == row["clients-rejected"] == 0 for row in history)
     mixed: dict[int, set[int]] = {n: set() for n in range(1, 7)}
-    for row in lines_of(tmp_path / "run" / "clients.jsonl"):
+    for row in read_lines(tmp_path / "run" / "clients.jsonl"):
         mixed[row["round"]].add(row["client"])
     assert (mixed[1], mixed[2]) == ({0, 2}, {0, 2})
     assert 3 in mixed[3]  # cloud server 1 is waited for: it mixes in one of every three rounds
@@ -133,9 +134,9 @@ def test_killed_restarted_and_replaced_clients_are_named_and_leave_the_state_as_
     app = app_with(tmp_path / "app", client_app=HELD)
     federation.run(app, config.to_run_config(), on_line=on_line)
 
-    rounds = lines_of(output / "history.jsonl")
+    rounds = read_lines(output / "history.jsonl")
     used: dict[int, set[int]] = {n: set() for n in range(1, 6)}
-    for row in lines_of(output / "clients.jsonl"):
+    for row in read_lines(output / "clients.jsonl"):
         used[row["round"]].add(row["client"])
     everyone = {0, 1, 2}
     assert (used[1], used[2], used[5]) == (everyone, {2}, everyone)
@@ -189,7 +190,7 @@ def test_supernodes_that_host_clients_and_parts_give_the_in_process_model_to_the
     alone = replace(config, output=str(tmp_path / "in-process"), state_dir="")
     model = experiment.run_in_process(alone).model_sha256
     assert json.loads((tmp_path / "run/summary.json").read_text())["model_sha256"] == model
-    rows = lines_of(tmp_path / "run/history.jsonl")
+    rows = read_lines(tmp_path / "run/history.jsonl")
     assert [row["clients-used"] for row in rows] == [6, 6, 6]
     up, down = (sorted({row[f"bytes-{way}"] for row in rows}) for way in ("up", "down"))
     assert (up, down) == (

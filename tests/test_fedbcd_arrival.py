@@ -7,39 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from arrivals import Slow
 from bcd import async_, devices, mixed_in, sum_of_last_models
 from flwr.app import Error, Message
 from laws import START, train
-from problems import CLIENT_OF, NODES, grid, make_client_app, quadratics, to_record
+from problems import CLIENT_OF, NODES, grid, quadratics, to_record
 
-from clients.node.in_process import InProcessGrid
 from fl_strategies import FedBCDAsync, RoundInfo
 from fl_strategies.server import phases
-
-
-class Slow(InProcessGrid):
-    """Replies of some nodes come only when so many looks for replies have been made."""
-
-    def __init__(self, problems: Any, looks: dict[int, int], **options: Any) -> None:
-        super().__init__(make_client_app(problems), len(problems), **options)
-        self.looks, self.due, self.now = looks, {}, 0
-        self.pushed: list[tuple[int, int]] = []
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        messages = list(messages)
-        ids = list(super().push_messages(messages))
-        for message_id, message in zip(ids, messages, strict=True):
-            client = CLIENT_OF[message.metadata.dst_node_id]
-            if message.metadata.message_type == "train":
-                config = message.content.config_records["config"]
-                self.pushed.append((int(config["server-round"]), client))
-                self.due[message_id] = self.now + self.looks.get(client, 0)
-        return ids
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        self.now += 1
-        ready = [key for key in message_ids if self.due.get(key, 0) < self.now]
-        return super().pull_messages(ready)
 
 
 @pytest.fixture(autouse=True)
@@ -71,14 +46,14 @@ def test_unfinished_work_waits_for_devices_that_are_away_at_the_next_start() -> 
 
 def test_by_arrival_a_slow_cloud_server_is_not_waited_for_and_its_work_is_not_lost() -> None:
     mixes: list[list[int]] = []
-    federation = Slow(quadratics(6), {0: 3, 3: 3})  # both devices of cloud server 0 of 3
+    federation = Slow(6, {0: 3, 3: 3})  # both devices of cloud server 0 of 3
     one = async_(servers=3, first=1, order="arrival")
     one.callbacks = (lambda info: mixes.append(mixed_in(one, info)),)
     train(one, federation, 6)
     assert [0] in mixes
     assert mixes[0] != [0]
     first = mixes.index([0]) + 1  # its devices were asked in round 1 and used now
-    asked = [t for t, client in federation.pushed if client == 0]
+    asked = [t for t, client in federation.asked if client == 0]
     assert asked[:2] == [1, first + 1] if first < 6 else asked == [1]
     kept = devices(federation, one.ledger.acked)
     assert set(kept) >= {0, 3}
@@ -89,7 +64,7 @@ def test_by_arrival_a_slow_cloud_server_is_not_waited_for_and_its_work_is_not_lo
 
 
 def test_the_round_of_a_reply_used_late_is_that_of_its_request() -> None:
-    federation = Slow(quadratics(4), {0: 5, 2: 5})
+    federation = Slow(4, {0: 5, 2: 5})
     one = async_(servers=2, first=1, order="arrival", staleness=4)
     train(one, federation, 4)
     assert one.ledger.acked[0] == one.ledger.acked[2] == 1
@@ -98,7 +73,7 @@ def test_the_round_of_a_reply_used_late_is_that_of_its_request() -> None:
 
 def test_by_arrival_a_cloud_server_that_would_go_too_long_without_a_mix_is_waited_for() -> None:
     mixes: list[list[int]] = []
-    federation = Slow(quadratics(4), {0: 100, 2: 100})  # both devices of cloud server 0 of 2
+    federation = Slow(4, {0: 100, 2: 100})  # both devices of cloud server 0 of 2
     one = async_(servers=2, first=1, order="arrival", staleness=3)
     one.callbacks = (lambda info: mixes.append(mixed_in(one, info)),)
     train(one, federation, 6)
@@ -128,7 +103,7 @@ def test_by_arrival_an_error_reply_too_late_for_its_phase_is_of_the_client_asked
             reply.metadata.__dict__["_src_node_id"] = 1
         return reply
 
-    federation = Named(quadratics(4), {2: 10**9}, fault=broken)
+    federation = Named(4, {2: 10**9}, fault=broken)
     one = async_(order="arrival")
 
     def let_it_come(info: RoundInfo) -> None:
@@ -140,7 +115,7 @@ def test_by_arrival_an_error_reply_too_late_for_its_phase_is_of_the_client_asked
 
 
 def test_a_device_too_late_for_its_phase_counts_in_the_next_and_is_not_asked_before() -> None:
-    federation = Slow(quadratics(4), {3: 10**9})
+    federation = Slow(4, {3: 10**9})
     seen: list[RoundInfo] = []
     acked: list[dict[int, int]] = []
     one = async_(order="arrival")
@@ -155,7 +130,7 @@ def test_a_device_too_late_for_its_phase_counts_in_the_next_and_is_not_asked_bef
     assert acked[0] == {0: 1, 1: 1, 2: 1}
     assert acked[1] == {0: 2, 1: 2, 2: 2, 3: 1}  # asked in round 1, used in round 2
     assert acked[2] == {0: 3, 1: 3, 2: 3, 3: 3}
-    assert [t for t, client in federation.pushed if client == 3] == [1, 3]
+    assert [t for t, client in federation.asked if client == 3] == [1, 3]
     assert [info.metrics["clients-used"] for info in seen] == [3, 4, 4]
     total = one.state.sums[0].total
     np.testing.assert_allclose(
@@ -176,7 +151,7 @@ def test_by_arrival_an_error_reply_ends_the_wait_for_its_device() -> None:
 
 
 def test_by_arrival_a_cloud_server_all_of_whose_devices_are_late_waits_for_one() -> None:
-    federation = Slow(quadratics(2), {0: 10**9, 1: 10**9})
+    federation = Slow(2, {0: 10**9, 1: 10**9})
     used: list[float] = []
     one = async_(order="arrival")
 
@@ -188,7 +163,7 @@ def test_by_arrival_a_cloud_server_all_of_whose_devices_are_late_waits_for_one()
     one.start(federation, to_record(START), 2, timeout=0.5)
     assert used == [0, 2]
     assert one.ledger.acked == {0: 1, 1: 1}
-    assert federation.pushed == [(1, 0), (1, 1)]
+    assert federation.asked == [(1, 0), (1, 1)]
 
 
 class Lossy(Slow):
@@ -196,13 +171,13 @@ class Lossy(Slow):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[Any]:
         messages = list(messages)
-        first = not self.pushed and messages[0].metadata.message_type == "train"
+        first = not self.asked and messages[0].metadata.message_type == "train"
         ids = list(super().push_messages(messages))
         return [None if first and i in (1, 2) else key for i, key in enumerate(ids)]
 
 
 def test_by_arrival_a_request_that_could_not_be_sent_is_not_waited_for() -> None:
-    federation = Lossy(quadratics(3), {})
+    federation = Lossy(3, {})
     acked: list[dict[int, int]] = []
     one = async_(order="arrival")
     one.callbacks = (lambda info: acked.append(dict(one.ledger.acked)),)
