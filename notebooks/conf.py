@@ -37,6 +37,7 @@ include_patterns = [
     "SECURITY.md",
     "simulations/README.md",
     "simulations/DEPLOYMENT.md",
+    "simulations/lab/notes/*.md",
     "notebooks/*.ipynb",
     "notebooks/api/*.rst",
     "notebooks/pages/**.md",
@@ -123,14 +124,26 @@ notebooks/api/modules
 """
 
 
+NOTES = """
+```{toctree}
+:hidden:
+:glob:
+/simulations/lab/notes/*
+```
+"""
+BOARD = "notebooks/pages/board"
+
+
 FIGURE = re.compile(r"^!\[(.+?)\]\((\S+)\)\n\*([^*]+)\*$", re.MULTILINE)
 """An image and the lines below it in italics, its caption."""
 
 
 def page(app: Sphinx, name: str, source: list[str]) -> None:
-    """Give the first page its contents, a notebook its last outputs, and figures their captions."""
+    """Give the first page and the Board contents, a notebook its outputs, figures captions."""
     if name == root_doc:
         source[0] += CONTENTS
+    if name == BOARD:
+        source[0] += NOTES
     executed = ROOT / "build" / f"{name}.ipynb"
     if executed.exists():
         app.env.note_dependency(executed)

@@ -137,7 +137,8 @@ ALGORITHMS: dict[tuple[str, str], dict[str, Any]] = {
     },
 }
 """Overrides those, for (algorithm, data set), and for (algorithm, "") on any data set. On the
-built-in data sets no algorithm is far behind FedAvg: notebooks/pages/board.md."""
+built-in data sets no algorithm is far behind FedAvg:
+simulations/lab/notes/comparisons.md."""
 
 
 SOLVERS: dict[str, dict[str, Any]] = {solver: {"lr": rate} for solver, rate in RATES.items()}

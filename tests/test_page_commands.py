@@ -17,7 +17,7 @@ from simulations.lab import board, compare, experiments, reproduce
 from simulations.lab.experiments import Experiment
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *(ROOT / "simulations").glob("*.md")]
+PAGES = [ROOT / "README.md", *(ROOT / "simulations").rglob("*.md")]
 PAGES += sorted((ROOT / "notebooks/pages").rglob("*.md"))
 STANDS_FOR = {"CHANGE": "epochs-5"}
 

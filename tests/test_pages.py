@@ -150,7 +150,7 @@ def test_a_page_states_the_bytes_that_travel(name: str) -> None:
 
 
 def test_links_between_pages_lead_to_files_of_the_repository() -> None:
-    pages = [*ROOT.glob("*.md"), *PAGES.rglob("*.md"), *(ROOT / "simulations").glob("*.md")]
+    pages = [*ROOT.glob("*.md"), *PAGES.rglob("*.md"), *(ROOT / "simulations").rglob("*.md")]
     for page in pages:
         for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
             target = link.split("#")[0]

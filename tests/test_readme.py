@@ -171,8 +171,8 @@ def test_the_readme_names_the_parts_of_each_argument() -> None:
         assert f"| `{stage}` | {names} | " in text
 
 
-def test_the_readmes_figure_is_drawn_from_the_boards_table(tmp_path: Path) -> None:
-    drawn = front.differences((front.PAGES / "board.md").read_text())
+def test_the_readmes_figure_is_drawn_from_the_table_of_global_models(tmp_path: Path) -> None:
+    drawn = front.differences((front.NOTES / "comparisons.md").read_text())
     ahead = [e.rule for e in drawn if all(m > h for m, h in zip(e.means, e.halves, strict=True))]
     assert ahead == ["a-fedpd", "feddyn", "fednova"]
     assert "A-FedPD, FedDyn and FedNova are ahead on both" in (ROOT / "README.md").read_text()

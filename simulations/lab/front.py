@@ -1,8 +1,8 @@
-"""The first page's figure, from the Board's table: global models against FedAvg's.
+"""The first page's figure, from the table of global models: their differences to FedAvg.
 
     python -m simulations.lab.front
 
-reads ``notebooks/pages/board.md`` and writes ``notebooks/pages/global-models.svg``.
+reads ``simulations/lab/notes/comparisons.md`` and writes ``notebooks/pages/global-models.svg``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 from simulations.figures import save, styled, title
 from simulations.lab.command_line import Command
 
+NOTES = Path(__file__).parent / "notes"
 PAGES = Path(__file__).resolve().parents[2] / "notebooks/pages"
 SETS = ("digits, Dirichlet(0.1)", "synthetic, a distribution for each client")
 
@@ -27,9 +28,9 @@ class Difference(NamedTuple):
     halves: tuple[float, ...]
 
 
-def differences(board: str) -> list[Difference]:
-    """Return the differences in the Board's table of global models, best first."""
-    table = board[board.index("**Global models.**") : board.index("**Personalized models.**")]
+def differences(text: str) -> list[Difference]:
+    """Return the differences in the table of global models, best first."""
+    table = text[text.index("**Global models.**") : text.index("**Personalized models.**")]
     found = []
     for line in table.splitlines():
         pairs = re.findall(r"\| ([+-][\d.]+) ± ([\d.]+) ", line)
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = Command("front", __doc__)
     parser.add_argument("--output", type=Path, default=PAGES, help="where the figure is written")
     path = parser.read(arguments).output / "global-models.png"
-    draw(differences((PAGES / "board.md").read_text()), path)
+    draw(differences((NOTES / "comparisons.md").read_text()), path)
     path.unlink()  # the page shows the vectors
 
 

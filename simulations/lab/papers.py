@@ -1,0 +1,182 @@
+"""The Board's page: what papers publish, and what it came to here, a table for each paper.
+
+    python -m simulations.lab.papers --add DIR
+
+puts what ``reproduce`` has written into ``DIR/board.json`` in the place of the same settings of
+``notebooks/pages/board.json``, and makes the page ``board.md`` and its figure ``board.svg`` of all
+of them. Without ``--add`` it makes both alone.
+
+``board.json`` has two parts. ``records`` are the numbers, an object per setting and rule.
+``papers`` are the rows: a row names its setting, or has its cells as words where there is no such
+number, as for curves; ``note`` leads to the settings and the command, and ``cause`` says why a
+number did not come out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from fl_strategies.core.files import write_atomically
+from simulations.lab import forest
+from simulations.lab.command_line import Command
+from simulations.lab.forest import Records
+from simulations.lab.front import PAGES
+from simulations.lab.measured import KINDS
+from simulations.lab.verdicts import interval
+from simulations.tables import grid
+
+HEADS = (
+    "cell",
+    "published",
+    "ours, 95 % interval (seeds)",
+    "a baseline here",
+    "difference to it (paired by seed)",
+    "verdict",
+    "cause, or what is missing",
+)
+HEAD = """# Board
+
+What the papers publish, and what it came to here.
+
+![A line for each published number: the paper's, and ours with interval and verdict](board.svg)
+*Published numbers of which at least three seeds ran here. A triangle is a lower bound: the target
+was not reached.*
+
+The tables and the figure are made from `board.json` by `python -m simulations.lab.papers`. A cell
+links to its note, which has the settings, the command, the date and all rules.
+
+## How to read the tables
+
+Accuracies are in per cent, means over the seeds have 95 % t intervals, and *difference to it
+(paired by seed)* is the mean of ours less the baseline over runs with the same seed. The baseline
+is the best published one that ran here. Hyperparameters are chosen on training samples held out;
+in the notes the choice is in brackets. E is the number of local epochs, B the batch size.
+Core-hours are those of a machine that also did other work.
+
+A verdict needs three seeds: *reproduced* is the published order with its whole interval and the
+published number in our interval of prediction, *order only* the order alone, else *not*. Where
+nothing is published, our rule is *ahead* of the best baseline, *level* with it or *behind* it.
+Every *not* has a cause that a run has tested, or says that none was tested. Where values were kept
+to three digits, the last one may differ from the note's.
+"""
+TAIL = """## Which algorithm?
+
+With the same rates to choose from and the same five seeds, A-FedPD, FedDyn and FedNova are ahead of
+FedAvg on both data sets of the
+[comparison of global models](../../simulations/lab/notes/comparisons.md#which-algorithm). Of the
+personalized models Ditto has the best mean on digits; on synthetic data pFedMe, FedBCD, Ditto and
+training alone are within two points, and far ahead of FedAvg. When to choose FedADMM and Delta-SGD:
+[What FedADMM needs](fedadmm-needs.md), [Delta-SGD](delta-sgd.md).
+
+## Other tables
+
+- [Accuracy with default settings](../../simulations/lab/notes/comparisons.md), of every algorithm
+  on four data sets.
+- [What the engines cost](../../simulations/lab/notes/engines.md): time and memory, against aims
+  set before measuring.
+"""
+
+
+def page(papers: Sequence[Mapping[str, Any]], records: Records) -> str:
+    """Return the page: a table for each paper."""
+    settings: dict[str, Records] = {}
+    for record in records:
+        settings.setdefault(record["setting"], []).append(record)
+    sections = []
+    for paper in papers:
+        rows = []
+        for row in paper["rows"]:
+            cells = numbers(settings[row["setting"]]) if "setting" in row else {}
+            cells |= row
+            first = f"[{cells['cell']}](../../simulations/lab/notes/{row['note']})"
+            names = ("published", "ours", "baseline", "difference", "verdict", "cause")
+            rows.append([first, *(cells.get(name, "") for name in names)])
+        sections.append(f"## {paper['paper']}\n\n{paper['about']}\n\n{grid(HEADS, rows)}")
+    return "\n".join([HEAD, *sections, TAIL])
+
+
+def numbers(records: Records) -> dict[str, str]:
+    """Return the cells of a setting's row."""
+    (ours,) = [record for record in records if record["paper's"]]
+    kind = KINDS[ours["figure"]]
+
+    def text(number: float) -> str:
+        return f"{kind.unit * number:.1f}"
+
+    def published(record: Mapping[str, Any]) -> str:
+        return text(record["published"]).removesuffix(".0" * kind.less_is_better)
+
+    def mean(record: Mapping[str, Any]) -> float:
+        return fmean(record["values"] or record["interval"])
+
+    def reached(record: Mapping[str, Any]) -> str:
+        return f"{'at least ' * (record['missed'] > 0)}{text(mean(record))}"
+
+    sign = 1.0 if kind.less_is_better else -1.0
+    others = [record for record in records if record is not ours and record["interval"]]
+    stated = [record for record in others if record["published"] is not None]
+    name = ours.get("baseline") or ours.get("best baseline")
+    if ours["values"] and stated:
+        name = min(stated, key=lambda record: sign * mean(record))["rule"]
+    baseline = next(record for record in others if record["rule"] == name)
+    cells = {
+        "cell": ours["where"].partition(": ")[2],
+        "ours": reached(ours),
+        "baseline": f"{name} {reached(baseline)}",
+        "verdict": f"*{ours['verdict']}*",
+    }
+    if not ours["missed"]:
+        low, high = map(text, ours["interval"])
+        cells["ours"] += f" [{low}, {high}]"
+    cells["ours"] += f" ({len(ours['seeds'])})"
+    if ours["published"] is not None:
+        best = min(stated, key=lambda record: sign * record["published"])
+        cells["published"] = f"{published(ours)}; {best['rule']} {published(best)}"
+    if ours["values"] and not ours["missed"] and not baseline["missed"]:
+        pairs = zip(ours["values"], baseline["values"], strict=True)
+        gap = interval([a - b for a, b in pairs])
+        cells["difference"] = f"{kind.unit * gap.mean:+.1f} ± {text(gap.half)}"
+    elif not ours["values"]:  # of means that were kept without their seeds
+        low, high = ours["difference"]
+        cells["difference"] = f"{kind.unit * (low + high) / 2:+.1f} ± {text((high - low) / 2)}"
+    return cells
+
+
+def merged(records: Records, new: Records) -> Records:
+    """Return the records, with the ``new`` ones in the place of those of the same settings."""
+    replaced = {record["setting"] for record in new}
+    return [record for record in records if record["setting"] not in replaced] + new
+
+
+def written(papers: Sequence[Mapping[str, Any]], records: Records) -> str:
+    """Return ``board.json``: a record is a line."""
+    lines = ",\n".join(json.dumps(record, ensure_ascii=False) for record in records)
+    head = json.dumps({"papers": papers}, indent=1, ensure_ascii=False).removesuffix("\n}")
+    return f'{head},\n "records": [\n{lines}\n]\n}}\n'
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the page and the figure, and the records if some are added."""
+    parser = Command("papers", __doc__)
+    parser.add_argument("--add", type=Path, help="folder of a study, whose settings are put in")
+    parser.add_argument("--output", type=Path, default=PAGES, help="folder of all three files")
+    args = parser.read(arguments)
+    with parser.explained():
+        board = json.loads((PAGES / "board.json").read_text())
+        papers, records = board["papers"], board["records"]
+        if args.add is not None:
+            new = json.loads((args.add / "board.json").read_text())
+            records = merged(records, [record for record in new if record["values"]])
+            write_atomically(args.output / "board.json", written(papers, records).encode())
+        write_atomically(args.output / "board.md", page(papers, records).encode())
+        forest.draw(records, args.output / "board.png")
+        (args.output / "board.png").unlink()  # the page shows the vectors
+        print(args.output / "board.md")
+
+
+if __name__ == "__main__":
+    main()
