@@ -22,11 +22,15 @@ from fl_strategies.core.files import DamagedFile, naming, read_lines
 P = ParamSpec("P")
 T = TypeVar("T")
 
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#888888")
+"""Okabe's and Ito's, which colour-blind readers tell apart."""
 STYLE: Mapping[str, Any] = {
     "axes.grid": True,
+    "axes.prop_cycle": f"cycler(color={COLOURS})",
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlesize": "medium",
+    "figure.figsize": (6.0, 3.5),
     "font.size": 10,
     "grid.alpha": 0.3,
     "legend.fontsize": "small",
@@ -34,8 +38,6 @@ STYLE: Mapping[str, Any] = {
     "svg.hashsalt": "fl_strategies",  # equal figures are equal files
 }
 """How all figures look: ``plt.rcParams.update(STYLE)`` in a notebook."""
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#888888")
-"""Okabe's and Ito's, which colour-blind readers tell apart."""
 
 
 def styled(draw: Callable[P, T]) -> Callable[P, T]:
@@ -43,10 +45,9 @@ def styled(draw: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(draw)
     def drawn(*args: P.args, **kwargs: P.kwargs) -> T:
-        from cycler import cycler
         from matplotlib import rc_context
 
-        style: Any = {**STYLE, "axes.prop_cycle": cycler(color=COLOURS)}
+        style: Any = STYLE
         with rc_context(style):
             return draw(*args, **kwargs)
 

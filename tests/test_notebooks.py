@@ -36,6 +36,9 @@ def code(path: Path) -> list[nbformat.NotebookNode]:
     return [cell for cell in read(path).cells if cell.cell_type == "code"]
 
 
+STYLED = "from simulations.figures import STYLE"
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 @pytest.mark.slow
 def test_a_notebook_runs_anywhere_without_a_warning_and_draws(path: Path, tmp_path: Path) -> None:
@@ -83,9 +86,23 @@ def test_a_notebook_imports_what_the_wheel_and_its_extra_hold() -> None:
         assert not [name for name in imported if name.startswith("simulations.lab")], path.name
 
 
+def test_all_figures_have_one_style() -> None:
+    """Notebooks by its settings, and no other colours; what draws elsewhere by its decorator."""
+    for path in NOTEBOOKS:
+        source = "\n".join(cell.source for cell in code(path))
+        assert STYLED in source, path.name
+        assert source.count("plt.rcParams") == source.count("plt.rcParams.update(STYLE)") == 1
+        assert not re.findall('tab:|"red"|"blue"|"green"', source), path.name
+    for path in [*(ROOT / "simulations").rglob("*.py"), *(ROOT / "notebooks").glob("*.py")]:
+        text = path.read_text()
+        styled = len(re.findall(r"^@styled$", text, re.MULTILINE))
+        assert text.count(" Figure(") == styled, path.name
+        assert "pyplot" not in text, path.name
+
+
 def test_the_first_notebook_shows_the_api() -> None:
     source = "\n".join(cell.source for cell in code(NOTEBOOKS[0]))
-    assert "simulations" not in source
+    assert re.findall("from simulations.*", source) == [STYLED]
     for shown in ("FedADMM(", "AnyAlgorithmClient(", ".start("):
         assert shown in source
 

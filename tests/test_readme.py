@@ -171,15 +171,18 @@ def test_the_readme_names_the_parts_of_each_argument() -> None:
         assert f"| `{stage}` | {names} | " in text
 
 
-def test_the_readmes_figure_is_drawn_from_the_table_of_global_models(tmp_path: Path) -> None:
-    drawn = front.differences((front.NOTES / "comparisons.md").read_text())
-    ahead = [e.rule for e in drawn if all(m > h for m, h in zip(e.means, e.halves, strict=True))]
-    assert ahead == ["a-fedpd", "feddyn", "fednova"]
-    assert "A-FedPD, FedDyn and FedNova are ahead on both" in (ROOT / "README.md").read_text()
-    front.draw(drawn, tmp_path / "figure.png")
+def test_the_readmes_figure_is_drawn_from_committed_tables(tmp_path: Path) -> None:
+    panels = dict(front.read())
+    by_rounds, by_bytes = panels.values()
+    readme = (ROOT / "README.md").read_text()
+    for bars, unit in ((by_rounds, ""), (by_bytes, " MB")):
+        first, last = bars[0], min(bars, key=lambda bar: bar.value)
+        assert f"{first.name} {first.text}{unit}" in readme
+        assert f" {last.text}{unit}](" in readme or f"{last.name} {last.text};" in readme
+    front.draw(front.read(), tmp_path / "figure.png")
     words = [
         re.findall("<!-- (.*?) -->", (folder / name).read_text())
-        for folder, name in ((tmp_path, "figure.svg"), (front.PAGES, "global-models.svg"))
+        for folder, name in ((tmp_path, "figure.svg"), (front.PAGES, "rounds-and-bytes.svg"))
     ]
     assert words[0] == words[1]
 

@@ -1,8 +1,9 @@
-"""The first page's figure, from the table of global models: their differences to FedAvg.
+"""The first page's figure, from committed tables: rounds and bytes to a target, against FedAvg's.
 
     python -m simulations.lab.front
 
-reads ``simulations/lab/notes/comparisons.md`` and writes ``notebooks/pages/global-models.svg``.
+reads ``simulations/lab/notes/fedadmm.md`` and ``notebooks/pages/parts.md``, and writes
+``notebooks/pages/rounds-and-bytes.svg``.
 """
 
 from __future__ import annotations
@@ -10,64 +11,93 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from statistics import fmean
+from typing import TYPE_CHECKING, NamedTuple
 
 from simulations.figures import save, styled, title
 from simulations.lab.command_line import Command
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 NOTES = Path(__file__).parent / "notes"
 PAGES = Path(__file__).resolve().parents[2] / "notebooks/pages"
-SETS = ("digits, Dirichlet(0.1)", "synthetic, a distribution for each client")
+RULES = {"fedavg-drawn": "fedavg", "fedadmm": "", "feddyn": "", "scaffold": "", "a-fedpd": ""}
+"""Rows of the table of rounds that are shown, and the algorithm of a row of another name."""
+ROUNDS = 30
+"""Of each run in that table: a seed that is not at the target by then counts as so many."""
 
 
-class Difference(NamedTuple):
-    """A rule's difference to FedAvg in points, mean and half of the 95 % interval, by data set."""
+class Bar(NamedTuple):
+    """A bar's name, its value, and the value as text."""
 
-    rule: str
-    means: tuple[float, ...]
-    halves: tuple[float, ...]
+    name: str
+    value: float
+    text: str
 
 
-def differences(text: str) -> list[Difference]:
-    """Return the differences in the table of global models, best first."""
-    table = text[text.index("**Global models.**") : text.index("**Personalized models.**")]
-    found = []
-    for line in table.splitlines():
-        pairs = re.findall(r"\| ([+-][\d.]+) ± ([\d.]+) ", line)
-        if len(pairs) == len(SETS):
-            means, halves = zip(*pairs, strict=True)
-            rule = line.split("|")[1].strip()
-            found.append(Difference(rule, tuple(map(float, means)), tuple(map(float, halves))))
-    return sorted(found, key=lambda each: -sum(each.means))
+def rounds(page: str) -> list[Bar]:
+    """Return the mean number of rounds to 90 % on MNIST of each of ``RULES``, FedAvg first."""
+    start = page.index("## The same on MNIST")
+    bars = {}
+    for line in page[start : page.index("\n## ", start)].splitlines():
+        if not (rule := re.match(r"\| \**`([\w-]+)`", line)) or rule[1] not in RULES:
+            continue
+        cell = line.strip("| ").split("|")[-1]
+        seeds = [float(n) for n in re.findall(r"\d+", cell)]
+        missed = "none" in cell  # of one seed
+        mean = fmean(seeds + [ROUNDS] * missed)
+        text = f"more than {mean:.0f}" if missed else f"{mean:.0f}"
+        bars[rule[1]] = Bar(title(RULES[rule[1]] or rule[1]), mean, text)
+    return [bars[rule] for rule in RULES]
+
+
+def megabytes(page: str) -> list[Bar]:
+    """Return what FedAvg uploads for 96.5 % on MNIST, whole and by top-k."""
+    whole, short = re.findall(r"after \d+\s+rounds\s+and\s+([\d.]+)\s+MB", page)
+    return [
+        Bar("FedAvg", float(whole), whole),
+        Bar("FedAvg and\nTopK(share=0.01)", float(short), short),
+    ]
 
 
 @styled
-def draw(found: list[Difference], path: Path) -> None:
-    """Draw a panel for each data set; rules whose interval lies above 0 have their own colour."""
+def draw(panels: Sequence[tuple[str, list[Bar]]], path: Path) -> None:
+    """Draw a panel of horizontal bars for each title; the first bar of a panel is grey."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.0, 3.2), layout="constrained")
-    for panel, (axes, name) in enumerate(
-        zip(figure.subplots(1, 2, sharey=True), SETS, strict=True)
-    ):
-        for place, each in enumerate(found):
-            mean, half = each.means[panel], each.halves[panel]
-            colour = "C0" if mean - half > 0 else "0.6"
-            axes.errorbar(mean, place, xerr=half, fmt="o", color=colour)
-        axes.axvline(0.0, color="black", linewidth=0.8)
-        axes.set(title=name, xlabel="points of test accuracy above FedAvg")
-        axes.grid(visible=False, axis="y")
-        axes.set_yticks(range(len(found)), [title(each.rule) for each in found])
-        axes.set_ylim(len(found) - 0.5, -0.5)
+    figure = Figure(figsize=(8.0, 2.3), layout="constrained")
+    grid: Sequence[Axes] = figure.subplots(1, len(panels))
+    for axes, (name, bars) in zip(grid, panels, strict=True):
+        places = range(len(bars))
+        colours = ["0.6", *["C0"] * (len(bars) - 1)]
+        drawn = axes.barh(places, [bar.value for bar in bars], color=colours, height=0.7)
+        axes.bar_label(drawn, [bar.text for bar in bars], padding=4)
+        axes.set_title(name, loc="left")
+        axes.set_yticks(places, [bar.name for bar in bars])
+        axes.set_ylim(len(bars) - 0.5, -0.5)
+        axes.set_xlim(right=1.3 * max(bar.value for bar in bars))
+        axes.set_xticks([])
+        axes.grid(visible=False)
+        axes.spines["bottom"].set_visible(False)
+        axes.tick_params(length=0)
     save(figure, path)
+
+
+def read() -> list[tuple[str, list[Bar]]]:
+    """Return the figure's panels, from the committed pages."""
+    return [
+        ("Rounds to 90 % test accuracy", rounds((NOTES / "fedadmm.md").read_text())),
+        ("MB of uploads for 96.5 %", megabytes((PAGES / "parts.md").read_text())),
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the figure."""
     parser = Command("front", __doc__)
     parser.add_argument("--output", type=Path, default=PAGES, help="where the figure is written")
-    path = parser.read(arguments).output / "global-models.png"
-    draw(differences((NOTES / "comparisons.md").read_text()), path)
+    path = parser.read(arguments).output / "rounds-and-bytes.png"
+    draw(read(), path)
     path.unlink()  # the page shows the vectors
 
 
