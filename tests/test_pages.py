@@ -166,4 +166,11 @@ def test_the_version_has_one_source() -> None:
     assert fl_strategies.__version__ == importlib.metadata.version("fl-strategies")
     citation = (ROOT / "CITATION.cff").read_text()
     assert f"\nversion: {project['version']}\n" in citation
-    assert f"\n## {project['version']}\n" in (ROOT / "CHANGELOG.md").read_text()
+    dated = re.findall(r"^date-released: (.+)$", citation, re.MULTILINE)
+    released = f"## {project['version']} ({dated[0]})"
+    entries = re.findall(r"^## .*$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert entries[0] == released
+    wheel = f"fl_strategies-{project['version']}-py3-none-any.whl"
+    assert wheel in (PAGES / "install.md").read_text()
+    template = (ROOT / "fl_strategies/apps/common/pyproject.toml").read_text()
+    assert f"fl-strategies>={project['version'].rpartition('.')[0]}" in template
