@@ -50,6 +50,14 @@ def no_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look for replies without a pause."""
+    from fl_strategies.server import phases
+
+    monkeypatch.setattr(phases, "PAUSE", 0.0)
+
+
+@pytest.fixture
 def federation() -> Generator[Any]:
     """Yield a SuperLink with TLS; afterwards none of its processes is left."""
     from processes import members

@@ -312,7 +312,7 @@ RULES = [
         },
     ),
     *of(
-        "fl_strategies/server/buffering.py",
+        "fl_strategies/server/pacing.py",
         "tests/test_buffered.py",
         {
             "usable += works[key][1]": "usable += 1",

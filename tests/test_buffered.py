@@ -49,7 +49,6 @@ from fl_strategies.parts import (
     Probabilities,
     Uniform,
 )
-from fl_strategies.server import phases
 
 KNOBS: dict[str, dict[str, Any]] = {"fedadmm": {"eta": "fraction"}}
 CLOCK = Clock(step=1.0, spread=1.0, jitter=0.5)
@@ -425,15 +424,12 @@ def test_wrappers_and_legacy_servers_are_refused() -> None:
         wrapper.start(grid(quadratics(2)), to_record(START), 1)
     with pytest.raises(ValueError, match=r"pace=Buffered.* has no legacy form"):
         as_legacy(FedAvg(clock=CLOCK, pace=Buffered()), to_record(START))
+    with pytest.raises(ValueError, match=r"pace=Deadline.* has no legacy form"):
+        as_legacy(FedAvg(pace=Deadline(order="arrival")), to_record(START))
     as_legacy(FedAvg(clock=CLOCK, pace=Deadline()), to_record(START))
 
 
 # ---- by arrival ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(phases, "PAUSE", 0.0)
 
 
 def by_arrival(size: int, concurrency: int, **others: Any) -> FederatedStrategy:

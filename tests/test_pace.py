@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from arrivals import Slow
 from federations import CLIENTS, Troubled
 from federations import KNOBS as FAULTY
 from laws import START, Row, every_algorithm, local, quiet, train
@@ -16,6 +19,7 @@ from fl_strategies import FedADMM, FedAvg, FederatedStrategy, FedNova, NothingUs
 from fl_strategies.bcd.latency import exponential_quantile, mean_order_statistic
 from fl_strategies.parts import BySize, Clock, Deadline, Exponential, Gaussian
 from fl_strategies.parts.pace import Pace
+from fl_strategies.server import pacing
 
 KNOBS = FAULTY | {name: {"missing": "proceed"} for name in ("fedpd", "fedpd-vr")}
 CLOCK = Clock(step=1.0, spread=0.7, jitter=0.7)
@@ -161,8 +165,92 @@ def test_a_deadline_that_nobody_meets_ends_the_run_and_says_so() -> None:
         ({"privacy": Gaussian(), "weights": "uniform"}, "who is late depends on the others"),
         ({"selection": BySize()}, "which counts on each draw"),
         ({"selection": lambda round: round.connected}, "a function, which itself says who"),
+        ({"pace": Deadline(order="arrival")}, "replies arrive in real time; leave out the clock"),
     ],
 )
 def test_what_a_pace_does_not_go_with_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         FedAvg(**{"clock": CLOCK, "pace": Deadline(over_select=1.5), **options})
+
+
+# ---- by arrival ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch, no_pause: None) -> Callable[..., Slow]:
+    """Return the function that makes a grid of which a look for replies takes a second."""
+
+    def made(clients: int, looks: dict[int, int]) -> Slow:
+        on = Slow(clients, looks)
+        clock = SimpleNamespace(monotonic=lambda: float(on.now))
+        monkeypatch.setattr(pacing, "time", clock)
+        return on
+
+    return made
+
+
+def by_arrival(**options: Any) -> FederatedStrategy:
+    pace = Deadline(order="arrival", **options)
+    return quiet(FedADMM, eta="fraction", rho=0.5, pace=pace)
+
+
+@every_algorithm
+def test_by_arrival_late_replies_leave_nothing_behind(row: Row, slow: Callable[..., Slow]) -> None:
+    """And a client that is late is not asked again before it has answered."""
+    knobs = KNOBS.get(row.name, {})
+    if Pace.refusal(row.strategy(local=local(), **knobs), row.name):
+        return
+    used: list[set[int]] = []
+
+    def answers(info: RoundInfo) -> None:
+        used.append({*info.clients})
+        if info.server_round == 4:
+            on.now, on.looks = 10**9, {}
+
+    pace = Deadline(seconds=5.0, order="arrival")
+    strategy = row.strategy(local=local(), pace=pace, callbacks=[answers], **knobs)
+    on = slow(CLIENTS, {1: 10**8})
+    late = train(strategy, on, 8)
+    assert [t for t, clients in enumerate(used, start=1) if 1 in clients] == [5, 6, 7, 8]
+    assert [t for t, client in on.asked if client == 1] == [1, 5, 6, 7, 8]
+    troubled = Troubled(
+        lost=lambda t, client: (t, client) == (1, 1),
+        away=lambda t, client: client == 1 and 1 < t < 5,
+    )
+    assert troubled.run(row, 8, **knobs).tobytes() == late.tobytes()
+
+
+def test_by_arrival_the_first_count_and_the_others_are_late(slow: Callable[..., Slow]) -> None:
+    strategy = by_arrival(over_select=1.5)
+    strategy.fraction_train = 0.5
+    on = slow(6, {5: 3, 4: 3, 3: 3})
+    train(strategy, on, 5)
+    asked, used, late = (
+        rounds_of(strategy, f"clients-{word}") for word in ("asked", "used", "late")
+    )
+    assert used == [3.0] * 5
+    assert max(asked) == 5.0
+    assert [a - u for a, u in zip(asked, used, strict=True)] == late
+    assert rounds_of(strategy, "clients-lost") == [0.0] * 5
+
+
+def test_by_arrival_a_round_waits_while_all_clients_are_at_work(slow: Callable[..., Slow]) -> None:
+    on = slow(2, {0: 40, 1: 40})
+    strategy = by_arrival(seconds=1.0)
+    train(strategy, on, 2)
+    assert rounds_of(strategy, "clients-late") == [2.0, 2.0]
+    assert [t for t, _ in on.asked] == [1, 1, 2, 2]
+
+
+def test_who_is_late_is_not_asked_to_evaluate(slow: Callable[..., Slow]) -> None:
+    on = slow(3, {2: 10**9})
+    strategy = by_arrival(seconds=5.0)
+    strategy.fraction_evaluate = 1.0
+    train(strategy, on, 2)
+    rounds = strategy.result.evaluate_metrics_clientapp.values()
+    assert [row["eval-clients-asked"] for row in rounds] == [2, 2]
+
+
+def test_by_arrival_nothing_says_what_a_step_takes() -> None:
+    with pytest.raises(ValueError, match='cut needs order="virtual"'):
+        Deadline(seconds=1.0, cut=True, order="arrival")

@@ -56,9 +56,9 @@ from fl_strategies.core.log import quiet_log
 from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.schedules import check
 from fl_strategies.messages.wire import decode
-from fl_strategies.parts.buffered import Buffered
 from fl_strategies.server.composition import Caller
 from fl_strategies.server.loop import EvaluateFn, close_round
+from fl_strategies.server.pacing import waits_for_all
 from fl_strategies.server.replies import one_line
 from fl_strategies.server.stages import described, mean_of
 from fl_strategies.server.strategy import FederatedStrategy
@@ -109,7 +109,7 @@ def as_legacy(
             "checkpoints need Strategy.start: a legacy server counts its rounds itself, from 1"
         )
     own_rounds = type(strategy).train_round is not FederatedStrategy.train_round
-    if own_rounds or isinstance(strategy.pace, Buffered):
+    if own_rounds or not waits_for_all(strategy):
         raise ValueError(
             f"{described(strategy)} has no legacy form: it does not wait for the replies of a"
             " round, and a legacy server does"

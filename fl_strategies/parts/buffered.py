@@ -81,9 +81,6 @@ class Buffered(Pace):
         above=0.0,
         high=1.0,
     )
-    order: Literal["virtual", "arrival"] = choice(
-        default="virtual", choices=("virtual", "arrival"), about="Which replies are the first."
-    )
 
     def __post_init__(self) -> None:
         if self.size > self.concurrency:

@@ -5,13 +5,16 @@
     T     = when the last of |S| is there; else the deadline, or the end of all work if sooner (3)
     k_i   <= the steps that client i has time for, at least one, with ``cut``   (4)
 
-|S|  clients that are asked without a part
-T    virtual seconds of the round
+|S|    clients that are asked without a part
+T      seconds of the round
+order  "virtual": by the clock. "arrival": in real seconds, without a clock; a client that is late
+       is not asked again before it has answered or its message has expired
 
 A late reply is not used: by the acknowledged rounds its client undoes the work, and nothing of it
 is left, neither in sums that must add up nor in the client's state. By (4) a request says how many
 local steps fit (``step-limit``): FedNova and FedADMM are made for such work. The time of an upload
-is then that of a whole model.
+is then that of a whole model. By arrival a host answers for all of its clients at once: they count
+together, and are late together.
 
 The clients that are used are the fast ones: with few of many asked, the model is theirs.
 
@@ -37,7 +40,7 @@ class Deadline(Pace):
     about = "late replies are not used, and more clients are asked than needed"
     paper = "Bonawitz et al., MLSys 2019"
     seconds: float | None = number(
-        default=None, about="Virtual seconds of a round; by default there is no limit.", above=0.0
+        default=None, about="Seconds of a round; by default there is no limit.", above=0.0
     )
     over_select: float = number(
         default=1.0, about="Clients that are asked for each one that counts.", low=1.0
@@ -47,6 +50,10 @@ class Deadline(Pace):
     def __post_init__(self) -> None:
         if self.cut and self.seconds is None:
             raise ValueError("cut needs seconds, by which the work is to end")
+        if self.cut and self.order == "arrival":
+            raise ValueError(
+                'cut needs order="virtual", whose clock knows what a step takes, got "arrival"'
+            )
 
     def asked(self, wanted: int, there: int) -> int:
         """Return how many of the clients that are ``there`` are asked, by (1)."""

@@ -1,9 +1,11 @@
-"""Pace: which replies of the clients at work the server waits for, by the clock."""
+"""Pace: which replies of the clients at work the server waits for."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Collection
+from typing import ClassVar, Literal
 
+from fl_strategies.core.hyperparameters import choice
 from fl_strategies.parts.availability import DOES_WITHOUT_SOME, SYNCHRONOUS
 from fl_strategies.parts.part import Need, Part
 
@@ -15,7 +17,13 @@ TIMED = Need(
 
 
 class Pace(Part):
-    """Base of the parts that say what is waited for. All need a clock."""
+    """Base of the parts that say what is waited for, by the clock or in real time."""
 
     stage = "pace"
+    common: ClassVar[Collection[str]] = ("order",)
     needs: ClassVar[tuple[Need, ...]] = (SYNCHRONOUS, TIMED, DOES_WITHOUT_SOME)
+    order: Literal["virtual", "arrival"] = choice(
+        default="virtual",
+        choices=("virtual", "arrival"),
+        about="Which replies are the first: by the clock, or by real arrival.",
+    )

@@ -52,6 +52,8 @@ class Asked:
     bound: float = math.inf
     seconds: float | None = None
     """How long the phase lasts by the virtual clock, if that is known before it is read."""
+    late: Collection[int] = ()
+    """The clients for which the round does not wait any longer."""
     by_client: Mapping[int, Asked] = field(default_factory=dict)
     """By client, the phase in which it was asked, if it is an earlier one."""
 

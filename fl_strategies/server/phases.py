@@ -2,7 +2,7 @@
 
 A phase opens when its clients are asked, and closes when their replies are used. It ends by a
 virtual clock or by arrival; who opened it decides which of the ended ones close. FedBCD's cloud
-servers have a phase each, a buffered pace (:mod:`.buffering`) one for each client at work.
+servers have a phase each, a pace (:mod:`.pacing`) one for each client at work.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Phases:
 
     @property
     def at_work(self) -> set[int]:
-        """The clients of the open phases."""
-        return {client for phase in self.open.values() for client in phase.asked.clients}
+        """The clients of the open phases, and those that have not answered an earlier request."""
+        return self.busy.union(*(phase.asked.clients for phase in self.open.values()))
 
     @property
     def ends(self) -> dict[int, float]:
@@ -138,8 +138,11 @@ class Phases:
                 self.underway[message_id] = Late(request, phase.asked, key)
                 phase.waiting.add(message_id)
 
-    def pull(self, grid: Grid) -> None:
-        """Take in the replies that have come, end the phases that are complete or out of time."""
+    def pull(self, grid: Grid, pause: float | None = None) -> None:
+        """Take in the replies that have come, end the phases that are complete or out of time.
+
+        Wait ``pause`` seconds, by default ``PAUSE``, if none has come.
+        """
         replies = list(grid.pull_messages(list(self.underway)))
         for reply in replies:
             self._take_reply(reply)
@@ -151,7 +154,7 @@ class Phases:
             if phase.end is None and (complete or now >= phase.deadline):
                 phase.end = now - self.started
         if not replies:
-            time.sleep(PAUSE)
+            time.sleep(PAUSE if pause is None else pause)
 
     def _take_reply(self, reply: Message) -> None:
         about = reply.metadata

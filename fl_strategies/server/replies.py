@@ -138,7 +138,7 @@ def sift(
         log(level, "%s left out: %s%s", whose, reason, hint, exc_info=unforeseen[reason])
         log(DEBUG, "ids: %s", clients)
         told |= {reason} if failed.issuperset(clients) else set()
-    if missing := sorted(set(asked.clients) - came.keys()):
+    if missing := sorted(set(asked.clients).difference(came, asked.late)):
         log(WARNING, "no reply from %s", named(missing))
         log(DEBUG, "ids: %s", missing)
     counts = {

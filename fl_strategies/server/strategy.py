@@ -4,8 +4,6 @@ An algorithm declares its hyperparameters and adds :meth:`FederatedStrategy.aggr
 rule; the module ``algorithm`` holds the other hooks. A round is
 
     select -> send -> [clients] -> read -> combine -> aggregate -> step
-
-This package, ``fl_strategies.messages`` and the legacy adapter use Flower.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from fl_strategies.core.spelling import hinted
 from fl_strategies.server import stages
 from fl_strategies.server.algorithm import Algorithm, State
 from fl_strategies.server.asked import Asked
-from fl_strategies.server.buffering import asked_and_replies
 from fl_strategies.server.composition import (
     Caller,
     check_hosts,
@@ -46,6 +43,7 @@ from fl_strategies.server.loop import EvaluateFn, run_rounds
 from fl_strategies.server.model import Model, decoded
 from fl_strategies.server.nodes import Nodes
 from fl_strategies.server.options import Options
+from fl_strategies.server.pacing import asked_and_replies
 from fl_strategies.server.patience import Patience
 from fl_strategies.server.phases import Phases
 from fl_strategies.server.reading import Read, Reader
@@ -273,7 +271,8 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         if self.fraction_evaluate == 0.0:
             self._asked = Asked(Round())
             return []
-        nodes = self.nodes.wait(grid, max(self.min_available_nodes, self.min_evaluate_nodes))
+        least, busy = max(self.min_available_nodes, self.min_evaluate_nodes), self.phases.busy
+        nodes = {c: n for c, n in self.nodes.wait(grid, least).items() if c not in busy}
         round = self.make_round(self.run.rounds_before + server_round, nodes)
         clients = self.sample("evaluate", round, self.fraction_evaluate, self.min_evaluate_nodes)
         self._asked = self.sender.send(

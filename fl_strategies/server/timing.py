@@ -59,7 +59,7 @@ def check_clock(algorithm: Algorithm, called: str) -> None:
 def _not_paced(algorithm: Algorithm, called: str) -> str:
     """Return what the pace does not go with, and why; "" if there is nothing."""
     pace, selection = algorithm.pace, algorithm.selection
-    by_arrival = isinstance(pace, Buffered) and pace.order == "arrival"
+    by_arrival = pace is not None and pace.order == "arrival"
     if algorithm.clock is None and not by_arrival:
         return "no clock: it goes by clock=Clock(...)"
     if algorithm.clock is not None and by_arrival:
@@ -125,6 +125,8 @@ def in_time(
     """Return the replies of a phase that count by the clock, and how many seconds it lasted."""
     clock, good = algorithm.clock, sifted.good
     if clock is None or algorithm.counts_time:
+        if isinstance(algorithm.pace, Deadline):
+            sifted = replace(sifted, counts={**sifted.counts, "clients-late": len(asked.late)})
         return sifted, 0.0
     ends: dict[int, float] = {}
     dropped: set[int] = set()
@@ -139,7 +141,7 @@ def in_time(
     if isinstance(algorithm.pace, Deadline) and ends:
         lost = {client: end for client, end in ends.items() if client not in good}
         replies = {client: ends[client] for client in good}
-        used, seconds = algorithm.pace.first(replies, lost, wanted(algorithm, asked.round))
+        used, seconds = algorithm.pace.first(replies, lost, wanted_replies(algorithm, asked.round))
         late = {c: f"it came after {end:g} s" for c, end in replies.items() if c not in used}
         counts["clients-late"] = len(late)
         good = {client: pair for client, pair in good.items() if client not in late}
@@ -164,9 +166,9 @@ def ends_after(
     return (seconds, False) if share is None else (seconds * share, True)
 
 
-def wanted(algorithm: Algorithm, round: Round) -> int:
-    """Return how many replies a round waits for."""
-    pace, there = algorithm.pace, len(round.connected)
+def wanted_replies(algorithm: Algorithm, round: Round, busy: int = 0) -> int:
+    """Return how many replies a round waits for, while ``busy`` clients are at work."""
+    pace, there = algorithm.pace, len(round.connected) + busy
     if not isinstance(pace, Deadline) or pace.over_select == 1.0:
         return len(round.asked)
     return min(len(round.asked), algorithm.asked_of(there))
@@ -174,7 +176,7 @@ def wanted(algorithm: Algorithm, round: Round) -> int:
 
 def over_selected(algorithm: Algorithm, there: int, busy: int) -> int:
     """Return how many are asked of the clients that are ``there``, while ``busy`` are at work."""
-    size, pace = algorithm.asked_of(there), algorithm.pace
+    size, pace = algorithm.asked_of(there + busy), algorithm.pace
     if isinstance(pace, Buffered):
         return min(there, max(pace.concurrency - busy, 0))
     return pace.asked(size, there) if isinstance(pace, Deadline) else size

@@ -1,7 +1,7 @@
 """What the engines cost, against plain PyTorch doing the same gradient steps.
 
     python -m simulations.lab.benchmark cnn | small | half | aggregation | nodes | startup | memory
-        | load | delta-sgd | coding | stack | rounds | scale | flute | pfl
+        | load | slow-node | delta-sgd | coding | stack | rounds | scale | flute | pfl
 
 Each prints one Markdown table. Run them on an idle machine; MNIST is found as ``simulations.data``
 says (``FL_DATA``). Times are of the rounds after the first, the first one loading data and code.
@@ -41,6 +41,7 @@ from simulations.lab import (
     benchmark_published,
     benchmark_scale,
     benchmark_server,
+    benchmark_slow_node,
     benchmark_stack,
 )
 from simulations.lab.benchmark_memory import memory_of
@@ -334,6 +335,7 @@ BENCHMARKS: dict[str, Callable[[Path], list[list[str]]]] = {
     "startup": startup,
     "memory": benchmark_memory.memory,
     "load": load,
+    "slow-node": benchmark_slow_node.slow_node,
     "delta-sgd": delta_sgd,
     "coding": benchmark_coding.coding,
     "stack": benchmark_stack.stack,

@@ -1,4 +1,4 @@
-"""Rounds with a buffered pace: clients are asked while others are at work, the first are used.
+"""Rounds with a pace: clients are asked while others are at work, the first replies are used.
 
 By the virtual clock a new client works at once, and its reply is held until it is due. So a phase
 has one client; by arrival it has those of one message, whose reply brings all of them.
@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 from fl_strategies.core.records import BadReply
 from fl_strategies.parts.buffered import Buffered
+from fl_strategies.parts.deadline import Deadline
 from fl_strategies.server.enough import clients_needed
 from fl_strategies.server.model import Model
 from fl_strategies.server.phases import Phase, Phases, as_one_phase
 from fl_strategies.server.replies import content_as
-from fl_strategies.server.timing import CLOCK, PACE, AtWork, ends_after
+from fl_strategies.server.timing import CLOCK, PACE, AtWork, ends_after, wanted_replies
 
 if TYPE_CHECKING:
     from flwr.app import ConfigRecord, Message
     from flwr.serverapp import Grid
 
+    from fl_strategies.server.algorithm import Algorithm
     from fl_strategies.server.asked import Asked
     from fl_strategies.server.strategy import FederatedStrategy
 
@@ -40,24 +42,36 @@ class Work(Phase):
     """How many of their replies can be used, once these are there."""
 
 
+def waits_for_all(algorithm: Algorithm) -> bool:
+    """Return whether a round waits for the replies of all that it asked."""
+    pace = algorithm.pace
+    return pace is None or (pace.order == "virtual" and not isinstance(pace, Buffered))
+
+
 def asked_and_replies(
     strategy: FederatedStrategy, grid: Grid, timeout: float, config: ConfigRecord
 ) -> tuple[Asked, list[Message]]:
-    """Return the round's phase, and its replies: the first of a buffered pace, else all."""
-    pace = strategy.pace
-    if not isinstance(pace, Buffered):
+    """Return the round's phase, and its replies: those that its pace waits for, or all."""
+    pace, phases = strategy.pace, strategy.phases
+    if pace is None or waits_for_all(strategy):
         asked = strategy.ask(config, grid)
         return asked, list(grid.send_and_receive(asked.messages, timeout=timeout))
     if strategy.run.round == strategy.run.first:
-        strategy.phases = Phases(started=time.monotonic())
-        _ask_again(strategy, pace, grid, config)
+        phases = strategy.phases = Phases(started=time.monotonic())
+        _ask_again(strategy, grid, config)
+    by_arrival = pace.order == "arrival"
+    if isinstance(pace, Deadline):
+        _take_late(strategy, grid, timeout)
     now = strategy.parts[CLOCK].seconds if CLOCK in strategy.parts else 0.0
-    asked, phases = strategy.ask(config, grid), strategy.phases
-    phases.open |= _works(asked, strategy.opened_model, now, pace)
-    if pace.order == "virtual":
-        phases.send_and_receive(grid, timeout, partial(_end, strategy))
+    asked = strategy.ask(config, grid)
+    phases.open |= _works(asked, strategy.opened_model, now, alone=not by_arrival)
+    if isinstance(pace, Deadline):
+        return _until(strategy, grid, min(timeout, pace.seconds or math.inf), asked)
+    assert isinstance(pace, Buffered)
+    if by_arrival:
+        _wait(strategy, grid, timeout, pace.size)
     else:
-        _wait(strategy, pace, grid, timeout)
+        phases.send_and_receive(grid, timeout, partial(_end, strategy))
     closed = phases.close(first(_ended(strategy), pace.size))
     strategy.parts = {**strategy.parts, PACE: AtWork(_unfinished(phases))}
     together, replies = as_one_phase(closed, asked)
@@ -68,11 +82,36 @@ def asked_and_replies(
     return replace(together, seconds=max(seconds, 0.0)), replies
 
 
-def _works(asked: Asked, model: Model, since: float, pace: Buffered) -> dict[int, Phase]:
-    """Return the phases of what was asked, by their first client."""
+def _take_late(strategy: FederatedStrategy, grid: Grid, timeout: float) -> None:
+    """Take in late replies; wait for one, ``timeout`` seconds, while all clients are at work."""
+    phases, until = strategy.phases, time.monotonic() + timeout
+    pause: float | None = 0.0
+    nodes = strategy.nodes.wait(grid, clients_needed(strategy))
+    while phases.underway and time.monotonic() < until:
+        phases.pull(grid, pause)
+        if not nodes.keys() <= phases.busy:
+            return
+        pause = None
+
+
+def _until(
+    strategy: FederatedStrategy, grid: Grid, seconds: float, asked: Asked
+) -> tuple[Asked, list[Message]]:
+    """Return the round's phase, and the first replies of those that come within ``seconds``."""
+    phases = strategy.phases
+    wanted = wanted_replies(strategy, asked.round, len(phases.busy))
+    _wait(strategy, grid, seconds, wanted)
+    used = phases.close(first(_ended(strategy), wanted))
+    late = phases.close([*phases.open])  # a reply that comes later belongs to no open phase
+    clients = frozenset(client for work in late for client in work.asked.clients)
+    return replace(asked, late=clients), [reply for work in used for reply in work.replies]
+
+
+def _works(asked: Asked, model: Model, since: float, *, alone: bool) -> dict[int, Phase]:
+    """Return the phases of what was asked, by their first client: ``alone`` in one, or those of
+    one message."""
     works: dict[int, Phase] = {}
     for message, request in zip(asked.messages, asked.requests, strict=True):
-        alone = pace.order == "virtual"
         everyone = frozenset(request.clients)
         for clients in [(c,) for c in request.clients] if alone else [request.clients]:
             own = replace(
@@ -128,12 +167,12 @@ def first(works: Mapping[int, tuple[float, int]], size: int) -> list[int]:
     return sorted(closed)
 
 
-def _wait(strategy: FederatedStrategy, pace: Buffered, grid: Grid, timeout: float) -> None:
-    """Wait for so many replies as a step uses, for all at work, or for ``timeout`` seconds."""
+def _wait(strategy: FederatedStrategy, grid: Grid, timeout: float, size: int) -> None:
+    """Send what is new; wait for ``size`` usable replies, all at work, or ``timeout`` seconds."""
     phases, until = strategy.phases, time.monotonic() + timeout
     phases.push(grid)
     while phases.new and time.monotonic() < until:
-        if sum(usable for _, usable in _ended(strategy).values()) >= pace.size:
+        if sum(usable for _, usable in _ended(strategy).values()) >= size:
             return
         phases.pull(grid)
 
@@ -151,11 +190,10 @@ def _unfinished(phases: Phases) -> Mapping[int, Sequence[Any]]:
     return works
 
 
-def _ask_again(
-    strategy: FederatedStrategy, pace: Buffered, grid: Grid, config: ConfigRecord
-) -> None:
+def _ask_again(strategy: FederatedStrategy, grid: Grid, config: ConfigRecord) -> None:
     """Open the unfinished work of the clients that are connected."""
-    unfinished = strategy.parts[PACE].unfinished
+    pace, unfinished = strategy.pace, strategy.parts.get(PACE, AtWork()).unfinished
+    alone = pace is not None and pace.order == "virtual"
     nodes = strategy.nodes.wait(grid, clients_needed(strategy)) if unfinished else {}
     for number, (clients, since, arrays) in unfinished.items():
         opened = strategy.opened_model
@@ -163,4 +201,4 @@ def _ask_again(
         there = tuple(client for client in clients if client in nodes)
         round = replace(strategy.make_round(number, nodes), theta=model.theta, asked=there)
         asked = strategy.send(round, model, config, nodes)
-        strategy.phases.open |= _works(asked, model, since, pace)
+        strategy.phases.open |= _works(asked, model, since, alone=alone)
