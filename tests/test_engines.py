@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fl_strategies.core.files import read_lines
 from simulations.config import RunConfig
 from simulations.experiment import run_in_process
 from simulations.lab.superlink import flwr_run
@@ -100,15 +101,16 @@ def test_a_serverapp_makes_its_data_while_processes_are_forked() -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("engine")
-def test_the_clock_gives_the_same_rounds_on_ray(tmp_path: Path) -> None:
+def test_asynchronous_training_by_the_clock_is_the_same_on_ray(tmp_path: Path) -> None:
     config = RunConfig.parse(
         {
             "algorithm": "fedadmm",
+            "params": "eta=fraction",
+            "pace": "buffered size=2 concurrency=4",
             "model": "logistic",
             "clients": 8,
-            "rounds": 4,
+            "rounds": 8,
             "partition": "imbalanced",
-            "fraction": 0.5,
             "clock": "clock step=0.01 spread=1 jitter=0.5 upload=1 dropout=0.2",
             "availability": "markov on=4 off=2",
             "output": str(tmp_path / "ray"),
@@ -117,14 +119,9 @@ def test_the_clock_gives_the_same_rounds_on_ray(tmp_path: Path) -> None:
     flwr_run(config.to_run_config(), num_supernodes=8, workers=1, on_line=lambda line: None)
     here = replace(config, output=str(tmp_path / "here"))
     run_in_process(here)
-    rows = [
-        [
-            json.loads(line)
-            for line in (tmp_path / folder / "history.jsonl").read_text().splitlines()
-        ]
-        for folder in ("ray", "here")
-    ]
-    names = ("virtual-seconds", "clients-asked", "clients-used", "clients-dropped", "test-loss")
+    rows = [read_lines(tmp_path / folder / "history.jsonl") for folder in ("ray", "here")]
+    names = ("virtual-seconds", "clients-used", "clients-dropped", "reply-age", "test-loss")
     on_ray, in_process = ([[row.get(n) for n in names] for row in run] for run in rows)
     assert on_ray == in_process
     assert sum(row["clients-dropped"] for row in rows[0]) > 0
+    assert max(row.get("oldest-reply", 0.0) for row in rows[0]) >= 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import psutil
 import pytest
 import torch
 from flwr.app import ArrayRecord, Context
-from laws import START, TABLE, Row, local
+from laws import START, TABLE, local
 from problems import make_client_app, quadratics, to_record, to_vector
 from torch import nn
 
@@ -26,16 +28,19 @@ from clients import (
     client_app,
     client_id,
 )
-from fl_strategies import FedADMM, FedAvg
+from fl_strategies import FedADMM, FedAvg, FederatedStrategy
+from fl_strategies.parts import Buffered, Clock
 from simulations.config import RunConfig
 from simulations.experiment import run_in_process
 
 CLIENTS = 5
 
 
-def trained(row: Row, grid: InProcessGrid) -> np.ndarray:
-    strategy = row.strategy(local=local(), seed=3, fraction_train=0.6)
-    return to_vector(strategy.start(grid, to_record(START), 4).arrays)
+COMMON: dict[str, Any] = {"local": local(), "seed": 3}
+ASYNCHRONOUS = {"clock": Clock(spread=1.0), "pace": Buffered(size=2, concurrency=4)}
+RULES: dict[str, Callable[[], FederatedStrategy]] = {
+    row.name: partial(row.strategy, **COMMON, fraction_train=0.6) for row in TABLE
+} | {"asynchronous": partial(FedADMM, **COMMON, **ASYNCHRONOUS, eta="fraction")}
 
 
 @pytest.mark.xdist_group("engine")
@@ -44,12 +49,13 @@ def test_any_number_of_workers_gives_the_same_model(workers: int) -> None:
     """Every algorithm on one grid after the other's clients: their states travel, too."""
     app = make_client_app(quadratics(CLIENTS))
     grids = [InProcessGrid(app, CLIENTS), InProcessGrid(app, CLIENTS, workers=workers)]
-    for row in TABLE:
+    for name, made in RULES.items():
         for grid in grids:
             for context in grid.client_contexts():
                 context.state.clear()
-        alone, shared = (trained(row, grid) for grid in grids)
-        np.testing.assert_array_equal(alone, shared, row.name)
+        start = to_record(START)
+        alone, shared = (to_vector(made().start(grid, start, 4).arrays) for grid in grids)
+        np.testing.assert_array_equal(alone, shared, name)
         states = [[dict(c.state) for c in grid.client_contexts()] for grid in grids]
         assert [[*state] for state in states[0]] == [[*state] for state in states[1]]
 
