@@ -83,6 +83,8 @@ def test_a_lost_state_is_refused_where_that_is_the_policy() -> None:
     with pytest.raises(BadReply, match="its acknowledged state is lost"):
         ledger.check(reply(3, "two"), upload(3, 2))
     used(ledger, 4, 1, "two")  # another's nonce is no matter
+    with pytest.raises(BadReply):
+        ledger.check(reply(3, "two"), upload(3, 2))
     assert used(ledger, 3, 2, "one").nonce == "one"
 
 

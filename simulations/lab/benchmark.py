@@ -147,7 +147,7 @@ def on_engine(config: RunConfig, engine: str, folder: Path) -> tuple[float, int]
     if engine == "ray":
         flwr_run(config.to_run_config(), num_supernodes=2, workers=2, on_line=lambda line: None)
     else:
-        run_in_process(config)
+        run_in_process(config, workers=2 if engine == "two workers" else 1)
     rows = history(folder)
     steps = sum(row["steps-mean"] * row["clients-used"] for row in rows)
     return sum(row["seconds"] for row in rows), round(steps)
@@ -216,24 +216,29 @@ def of_a_round(ray: Path, in_process: Path, compute: float) -> list[tuple[str, f
     ]
 
 
-def half(folder: Path) -> list[list[str]]:
-    """MNIST, MLP 784-128-10, 100 of 1,000 clients of 60 samples, B = 20, E = 1, 5, 20: a round on
-    Ray with two workers, against half of a plain PyTorch loop of the same steps on one thread."""
-    rows = [["E", "local steps a round", "half of the plain loop", "Ray", "Ray / half"]]
+def half(folder: Path, turns: int = 3) -> list[list[str]]:
+    """MNIST, MLP 784-128-10, 100 of 1,000 clients of 60 samples, B = 20, E = 1, 5, 20: ms a round
+    of each engine, by turns, median and range; and times half of a plain PyTorch loop of the same
+    steps on one thread."""
+    engines = ("in-process", "two workers", "ray")
+    rows = [["E", "half of the plain loop", *engines]]
     for epochs in (1, 5, 20):
         keys = {"clients": 1000, "fraction": 0.1, "epochs": epochs, "rounds": 8}
         config = RunConfig.parse(SMALL | keys | {"algorithm": "fedavg"})
-        steps = steps_of(config)
-        per_round = 1000 / (config.rounds - 1)
-        before = plain_loop(config, steps)
-        seconds, count = on_engine(config, "ray", folder / f"{epochs}")
-        plain = (before + plain_loop(config, steps)) / 2 * per_round / 2
-        about = [
-            f"{count / (config.rounds - 1):.0f}",
-            f"{plain:.0f} ms",
-            f"{seconds * per_round:.0f} ms",
+        steps, per_round = steps_of(config), 1000 / (config.rounds - 1)
+        plain: list[float] = []
+        times: dict[str, list[float]] = {engine: [] for engine in engines}
+        for turn in range(turns):
+            plain.append(plain_loop(config, steps) * per_round / 2)
+            for engine in engines:
+                seconds, _ = on_engine(config, engine, folder / f"{epochs}-{engine}-{turn}")
+                times[engine].append(seconds * per_round)
+        base = statistics.median(plain)
+        cells = [
+            f"{benchmark_server.shown(each)}, x {statistics.median(each) / base:.2f}"
+            for each in times.values()
         ]
-        rows.append([f"{epochs}", *about, f"{seconds * per_round / plain:.2f}"])
+        rows.append([f"{epochs}", benchmark_server.shown(plain), *cells])
     return rows
 
 
