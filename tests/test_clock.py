@@ -20,8 +20,10 @@ from fl_strategies.core.records import Round
 from fl_strategies.parts import (
     Availability,
     Bernoulli,
+    Buffered,
     Clock,
     Daily,
+    Deadline,
     Exponential,
     Gaussian,
     Markov,
@@ -71,6 +73,26 @@ def test_a_round_takes_as_long_as_the_slowest_that_is_waited_for() -> None:
         now += max(0.5 + STEPS * steps[c] + down / 12.5 + 40 / 25.0 for c in clients)
         expected.append(now)
     assert metrics(strategy) == pytest.approx(expected, rel=1e-12)
+
+
+def test_clients_of_a_device_work_one_after_another_and_reply_together() -> None:
+    """Devices of clients 0, 1, of 2, 3, and of 4; the deadline is between the devices' ends."""
+    clock = Clock(step={0: 1.0, 1: 2.0, 2: 0.5, 3: 0.25, 4: 3.5}, per_device=2)
+    ends = {0: 3.0 * STEPS, 2: 0.75 * STEPS, 4: 3.5 * STEPS}
+    used: list[set[int]] = []
+    options: dict[str, Any] = {"callbacks": [lambda info: used.append({*info.clients})]}
+    for pace in (None, Deadline(seconds=3.2 * STEPS)):
+        strategy = quiet(FedAvg, clock=clock, pace=pace, **options)
+        train(strategy, grid(quadratics(5)), 1)
+        assert metrics(strategy) == [ends[4] if pace is None else 3.2 * STEPS]
+    assert used == [{0, 1, 2, 3, 4}, {0, 1, 2, 3}]
+    assert clock.together({1: 2.0, 2: 1.0}) == {1: 2.0, 2: 1.0}  # of those that are asked
+
+
+@pytest.mark.parametrize("pace", [Buffered(), Deadline(seconds=1.0, cut=True)])
+def test_a_shared_device_goes_with_no_pace_that_counts_clients_alone(pace: Any) -> None:
+    with pytest.raises(ValueError, match="wait for each other: use per_device=1"):
+        FedAvg(clock=Clock(step=1.0, per_device=2), pace=pace)
 
 
 def test_speeds_are_lognormal_over_clients_and_rounds_and_follow_from_the_seed() -> None:

@@ -22,8 +22,8 @@ from fl_strategies.core.randomness import share
 from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.schedules import at, check, require, values
 from fl_strategies.core.vectors import Vector
-from fl_strategies.parts.clock import VirtualClock
 from fl_strategies.parts.exponential import Exponential
+from fl_strategies.parts.virtual_clock import VirtualClock
 from fl_strategies.server.strategy import FederatedStrategy
 
 Reduce: TypeAlias = Literal["mean", "sum"]

@@ -12,7 +12,7 @@ from fl_strategies.core.spelling import unknown
 from fl_strategies.parts.adaptive import Adagrad, Adam, Yogi
 from fl_strategies.parts.availability import Availability, Bernoulli, Daily, Markov
 from fl_strategies.parts.buffered import Buffered
-from fl_strategies.parts.clock import Clock, VirtualClock
+from fl_strategies.parts.clock import Clock
 from fl_strategies.parts.combine import Combine
 from fl_strategies.parts.compression import BFloat16, Compression, TopK
 from fl_strategies.parts.deadline import Deadline
@@ -30,6 +30,7 @@ from fl_strategies.parts.regularizer import L1, L2, Box, Regularizer
 from fl_strategies.parts.selection import BySize, Probabilities, Selection, Uniform
 from fl_strategies.parts.server_step import ServerStep
 from fl_strategies.parts.trace import Trace
+from fl_strategies.parts.virtual_clock import VirtualClock
 
 _SELECTION = (Uniform, BySize, Probabilities)
 _COMPRESSION = (TopK, BFloat16, QSGD)

@@ -9,6 +9,8 @@ k_i       local steps that client i reports; one that reports none takes its set
 s_i       seconds per local step: lognormal over clients (z_i) and rounds (z_ti), with median step
 D_i, U_i  links of client i: ``download`` and ``upload`` times exp(link_spread z'_i)
 down, up  bytes of the request and of the reply, as they travel
+device    with ``per_device`` = n > 1, clients j n to j n + n - 1 share device j: those of them that
+          are asked work one after another and reply together, and each t_i is the sum of theirs
 dropout   probability that client i leaves during its work, at a time that is uniform in [0, t_i];
           its reply is lost, and the server waits for it until then
 
@@ -27,34 +29,10 @@ from collections.abc import Mapping
 from fl_strategies.core.hyperparameters import number, option
 from fl_strategies.core.randomness import stream
 from fl_strategies.parts.device_files import speeds
-from fl_strategies.parts.part import Part
+from fl_strategies.parts.virtual_clock import VirtualClock
 
 MBIT = 125_000.0
 """Bytes of a megabit."""
-
-
-class VirtualClock(Part):
-    """Base of the clocks. All draws follow from seed, round and client."""
-
-    stage = "clock"
-    idle: float = number(default=1.0, about="Seconds of a round that asks nobody.", above=0.0)
-
-    loses, links = False, False
-    """Whether replies may be lost, and bytes take time."""
-
-    def begins(self, seed: int, server_round: int, client: int) -> float:
-        """Return the seconds until the client begins its work."""
-        raise NotImplementedError
-
-    def seconds(
-        self, seed: int, server_round: int, client: int, work: float, down: int = 0, up: int = 0
-    ) -> float:
-        """Return the seconds until the reply is there, after ``work`` local steps."""
-        raise NotImplementedError
-
-    def drops_out(self, seed: int, server_round: int, client: int) -> float | None:
-        """Return the share of its time after which the client leaves; None if it answers."""
-        return None
 
 
 class Clock(VirtualClock):
@@ -84,10 +62,14 @@ class Clock(VirtualClock):
     link_spread: float = number(default=0.0, about="Of the logarithms of D_i and U_i.", low=0.0)
     latency: float = number(default=0.0, about="Seconds of one message on its way.", low=0.0)
     dropout: float = number(default=0.0, about="Probability of lost work.", low=0.0, below=1.0)
+    per_device: int = number(
+        default=1, about="Clients of a device, by id: a host's.", integer=True, low=1
+    )
 
     def __post_init__(self) -> None:
         self.loses = self.dropout > 0.0
         self.links = bool(self.download or self.upload or isinstance(self.step, str))
+        self.shared = self.per_device > 1
 
     def begins(self, seed: int, server_round: int, client: int) -> float:
         return self.latency
@@ -105,6 +87,13 @@ class Clock(VirtualClock):
     def drops_out(self, seed: int, server_round: int, client: int) -> float | None:
         coin, share = stream(seed, "dropout", server_round, client).random(2)
         return float(share) if coin < self.dropout else None
+
+    def together(self, ends: Mapping[int, float]) -> dict[int, float]:
+        sums: dict[int, float] = {}
+        for client, seconds in sorted(ends.items()):
+            device = client // self.per_device
+            sums[device] = sums.get(device, 0.0) + seconds
+        return {client: sums[client // self.per_device] for client in ends}
 
     def _device(self, client: int) -> tuple[float, float, float]:
         """Return its seconds per step, and Mbit per second down and up, before any spread."""

@@ -29,8 +29,8 @@ import math
 from collections.abc import Mapping
 
 from fl_strategies.core.hyperparameters import flag, number
-from fl_strategies.parts.clock import VirtualClock
 from fl_strategies.parts.pace import Pace
+from fl_strategies.parts.virtual_clock import VirtualClock
 
 
 class Deadline(Pace):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from fl_strategies.core.hyperparameters import number
 from fl_strategies.core.randomness import stream
-from fl_strategies.parts.clock import VirtualClock
+from fl_strategies.parts.virtual_clock import VirtualClock
 
 
 class Exponential(VirtualClock):

@@ -15,7 +15,6 @@ from fl_strategies.core.schedules import shown
 from fl_strategies.core.spelling import listed, meant, unknown
 from fl_strategies.messages.wire import MAX_SAMPLES
 from fl_strategies.parts.availability import Availability
-from fl_strategies.parts.clock import VirtualClock
 from fl_strategies.parts.combine import Combine
 from fl_strategies.parts.compression import BFloat16, Compression
 from fl_strategies.parts.pace import Pace
@@ -24,6 +23,7 @@ from fl_strategies.parts.privacy import Gaussian
 from fl_strategies.parts.regularizer import Regularizer
 from fl_strategies.parts.selection import Selection
 from fl_strategies.parts.server_step import ServerStep
+from fl_strategies.parts.virtual_clock import VirtualClock
 from fl_strategies.server.callbacks import Callback
 from fl_strategies.server.checkpoints import Checkpoints
 from fl_strategies.solvers.local import default_training

@@ -49,10 +49,10 @@ def check_clock(algorithm: Algorithm, called: str) -> None:
     clock, pace = algorithm.clock, algorithm.pace
     if pace is not None and (why := _not_paced(algorithm, called)):
         raise ValueError(f"pace={pace!r} does not go with {why}")
-    if clock is not None and algorithm.counts_time and clock.links:
+    if clock is not None and algorithm.counts_time and (clock.links or clock.shared):
         raise ValueError(
             f"clock={clock!r} does not go with {called}, whose clock counts work alone: leave out"
-            " links, dropout and files"
+            " links, dropout, files and shared devices"
         )
 
 
@@ -69,6 +69,13 @@ def _not_paced(algorithm: Algorithm, called: str) -> str:
     if algorithm.counts_draws:
         return f"selection={selection!r}, which counts on each draw; use Uniform or Probabilities"
     chosen = selection is not None and not isinstance(selection, Selection)
+    cuts = isinstance(pace, Deadline) and pace.cut
+    if (
+        algorithm.clock is not None
+        and algorithm.clock.shared
+        and (cuts or isinstance(pace, Buffered))
+    ):
+        return f"clock={algorithm.clock!r}, whose clients wait for each other: use per_device=1"
     if isinstance(pace, Buffered):
         return _not_buffered(algorithm, pace, called, chosen=chosen)
     if not isinstance(pace, Deadline):
@@ -134,6 +141,7 @@ def in_time(
         reply = good[client][0] if client in good else None
         ends[client], leaves = ends_after(algorithm, asked.of(client), client, reply)
         dropped |= {client} if leaves else set()
+    ends = clock.together(ends)
     counts = {"clients-dropped": len(dropped)} if clock.loses else {}
     good = {client: pair for client, pair in good.items() if client not in dropped}
     seconds = max(ends.values(), default=clock.idle)
