@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from flwr.app import ConfigRecord, Message
     from flwr.serverapp import Grid
 
+    from fl_strategies.parts.pace import Pace
     from fl_strategies.server.algorithm import Algorithm
     from fl_strategies.server.asked import Asked
     from fl_strategies.server.strategy import FederatedStrategy
@@ -52,34 +53,35 @@ def asked_and_replies(
     strategy: FederatedStrategy, grid: Grid, timeout: float, config: ConfigRecord
 ) -> tuple[Asked, list[Message]]:
     """Return the round's phase, and its replies: those that its pace waits for, or all."""
-    pace, phases = strategy.pace, strategy.phases
-    if pace is None or waits_for_all(strategy):
+    pace = strategy.pace
+    if waits_for_all(strategy):
         asked = strategy.ask(config, grid)
         return asked, list(grid.send_and_receive(asked.messages, timeout=timeout))
-    if strategy.run.round == strategy.run.first:
-        phases = strategy.phases = Phases(started=time.monotonic())
-        _ask_again(strategy, grid, config)
-    by_arrival = pace.order == "arrival"
-    if isinstance(pace, Deadline):
-        _take_late(strategy, grid, timeout)
-    now = strategy.parts[CLOCK].seconds if CLOCK in strategy.parts else 0.0
+    begins = strategy.run.round == strategy.run.first
+    if begins:
+        strategy.phases = Phases(started=time.monotonic())
+    if isinstance(pace, Buffered):
+        if begins:
+            _ask_again(strategy, pace, grid, config)
+        return _buffered(strategy, pace, grid, timeout, config)
+    assert isinstance(pace, Deadline)
+    return _by_deadline(strategy, pace, grid, timeout, config)
+
+
+def _by_deadline(
+    strategy: FederatedStrategy, pace: Deadline, grid: Grid, timeout: float, config: ConfigRecord
+) -> tuple[Asked, list[Message]]:
+    """Return the round's phase, and the first replies of those that come in time."""
+    phases = strategy.phases
+    _take_late(strategy, grid, timeout)
     asked = strategy.ask(config, grid)
-    phases.open |= _works(asked, strategy.opened_model, now, alone=not by_arrival)
-    if isinstance(pace, Deadline):
-        return _until(strategy, grid, min(timeout, pace.seconds or math.inf), asked)
-    assert isinstance(pace, Buffered)
-    if by_arrival:
-        _wait(strategy, grid, timeout, pace.size)
-    else:
-        phases.send_and_receive(grid, timeout, partial(_end, strategy))
-    closed = phases.close(first(_ended(strategy), pace.size))
-    strategy.parts = {**strategy.parts, PACE: AtWork(_unfinished(phases))}
-    together, replies = as_one_phase(closed, asked)
-    if CLOCK not in strategy.parts:
-        return together, replies
-    took = [work.since - now + work.took for work in closed if isinstance(work, Work)]
-    seconds = max(took, default=strategy.clock.idle if strategy.clock else 0.0)
-    return replace(together, seconds=max(seconds, 0.0)), replies
+    wanted = wanted_replies(strategy, asked.round, len(phases.busy))
+    phases.open |= _works(asked, strategy.opened_model, 0.0, pace)
+    _wait(strategy, grid, min(timeout, pace.seconds or math.inf), wanted)
+    used = phases.close(first(_ended(strategy), wanted))
+    late = phases.close([*phases.open])  # a reply that comes later belongs to no open phase
+    clients = frozenset(client for work in late for client in work.asked.clients)
+    return replace(asked, late=clients), [reply for work in used for reply in work.replies]
 
 
 def _take_late(strategy: FederatedStrategy, grid: Grid, timeout: float) -> None:
@@ -94,24 +96,33 @@ def _take_late(strategy: FederatedStrategy, grid: Grid, timeout: float) -> None:
         pause = None
 
 
-def _until(
-    strategy: FederatedStrategy, grid: Grid, seconds: float, asked: Asked
+def _buffered(
+    strategy: FederatedStrategy, pace: Buffered, grid: Grid, timeout: float, config: ConfigRecord
 ) -> tuple[Asked, list[Message]]:
-    """Return the round's phase, and the first replies of those that come within ``seconds``."""
+    """Return the round's phase, and the first replies of those that are at work."""
     phases = strategy.phases
-    wanted = wanted_replies(strategy, asked.round, len(phases.busy))
-    _wait(strategy, grid, seconds, wanted)
-    used = phases.close(first(_ended(strategy), wanted))
-    late = phases.close([*phases.open])  # a reply that comes later belongs to no open phase
-    clients = frozenset(client for work in late for client in work.asked.clients)
-    return replace(asked, late=clients), [reply for work in used for reply in work.replies]
+    now = strategy.parts[CLOCK].seconds if CLOCK in strategy.parts else 0.0
+    asked = strategy.ask(config, grid)
+    phases.open |= _works(asked, strategy.opened_model, now, pace)
+    if pace.order == "virtual":
+        phases.send_and_receive(grid, timeout, partial(_end, strategy))
+    else:
+        _wait(strategy, grid, timeout, pace.size)
+    closed = phases.close(first(_ended(strategy), pace.size))
+    strategy.parts = {**strategy.parts, PACE: AtWork(_unfinished(phases))}
+    together, replies = as_one_phase(closed, asked)
+    if CLOCK not in strategy.parts:
+        return together, replies
+    took = [work.since - now + work.took for work in closed if isinstance(work, Work)]
+    seconds = max(took, default=strategy.clock.idle if strategy.clock else 0.0)
+    return replace(together, seconds=max(seconds, 0.0)), replies
 
 
-def _works(asked: Asked, model: Model, since: float, *, alone: bool) -> dict[int, Phase]:
-    """Return the phases of what was asked, by their first client: ``alone`` in one, or those of
-    one message."""
+def _works(asked: Asked, model: Model, since: float, pace: Pace) -> dict[int, Phase]:
+    """Return the phases of what was asked, by their first client."""
     works: dict[int, Phase] = {}
     for message, request in zip(asked.messages, asked.requests, strict=True):
+        alone = pace.order == "virtual"
         everyone = frozenset(request.clients)
         for clients in [(c,) for c in request.clients] if alone else [request.clients]:
             own = replace(
@@ -190,10 +201,11 @@ def _unfinished(phases: Phases) -> Mapping[int, Sequence[Any]]:
     return works
 
 
-def _ask_again(strategy: FederatedStrategy, grid: Grid, config: ConfigRecord) -> None:
+def _ask_again(
+    strategy: FederatedStrategy, pace: Buffered, grid: Grid, config: ConfigRecord
+) -> None:
     """Open the unfinished work of the clients that are connected."""
-    pace, unfinished = strategy.pace, strategy.parts.get(PACE, AtWork()).unfinished
-    alone = pace is not None and pace.order == "virtual"
+    unfinished = strategy.parts[PACE].unfinished
     nodes = strategy.nodes.wait(grid, clients_needed(strategy)) if unfinished else {}
     for number, (clients, since, arrays) in unfinished.items():
         opened = strategy.opened_model
@@ -201,4 +213,4 @@ def _ask_again(strategy: FederatedStrategy, grid: Grid, config: ConfigRecord) ->
         there = tuple(client for client in clients if client in nodes)
         round = replace(strategy.make_round(number, nodes), theta=model.theta, asked=there)
         asked = strategy.send(round, model, config, nodes)
-        strategy.phases.open |= _works(asked, model, since, alone=alone)
+        strategy.phases.open |= _works(asked, model, since, pace)
