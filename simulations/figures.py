@@ -146,7 +146,7 @@ def draw_partition(counts: NDArray[Any], path: Path) -> None:
     clients = min(known, MOST_ROWS)
     shown = np.linspace(0, known - 1, clients).round().astype(int)
     counts = counts[shown]
-    colours = colormaps["tab10" if classes <= 10 else "turbo"]
+    colours = colormaps["viridis"]  # which colour-blind readers tell apart, by its lightness
     figure = Figure(figsize=(8, 2 + 0.1 * clients), layout="constrained")
     axes = figure.add_subplot(xlabel="samples", ylabel="client", ylim=(clients - 0.5, -0.5))
     some = f", {clients} of {known:,} clients" if clients < known else ""
@@ -162,7 +162,7 @@ def draw_partition(counts: NDArray[Any], path: Path) -> None:
             baseline=ends[:, c] - counts[:, c],
             orientation="horizontal",
             fill=True,
-            color=colours(c if classes <= 10 else c / (classes - 1)),
+            color=colours(c / max(classes - 1, 1)),
             label=str(c),
         )
     figure.legend(title="class", loc="outside right upper", ncols=-(-classes // 25))
