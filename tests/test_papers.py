@@ -44,7 +44,7 @@ def test_the_page_is_made_from_its_data_and_is_short() -> None:
 def test_a_row_leads_to_its_settings_and_a_not_has_a_cause(row: dict[str, str]) -> None:
     file, _, anchor = row["note"].partition("#")
     section = anchors((NOTES / file).read_text())[anchor]
-    cells = papers.numbers(RECORDS[row["setting"]]) if "setting" in row else row
+    cells = papers.cells_of(row, RECORDS)
     if cells.get("ours"):
         assert "python -m simulations.lab." in section
     if cells["verdict"] == "*not*":
@@ -66,10 +66,12 @@ def test_a_verdict_is_that_of_the_values(name: str) -> None:
     assert {one["verdict"] for one in RECORDS[name]} == {judge(setting, rows).verdict}
 
 
-@pytest.mark.parametrize("name", RECORDS)
-def test_a_rows_numbers_are_those_of_its_record(name: str) -> None:
-    cells = papers.numbers(RECORDS[name])
-    (ours,) = [record for record in RECORDS[name] if record["paper's"]]
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if "setting" in row], ids=lambda row: row["setting"]
+)
+def test_a_rows_numbers_are_those_of_its_record(row: dict[str, str]) -> None:
+    cells = papers.cells_of(row, RECORDS)
+    (ours,) = [record for record in RECORDS[row["setting"]] if record["paper's"]]
     unit = KINDS[ours["figure"]].unit
     assert f"({len(ours['seeds'])})" in cells["ours"]
     if ours["missed"]:

@@ -8,8 +8,8 @@ of them. Without ``--add`` it makes both alone.
 
 ``board.json`` has two parts. ``records`` are the numbers, an object per setting and rule.
 ``papers`` are the rows: a row names its setting, or has its cells as words where there is no such
-number, as for curves; ``note`` leads to the settings and the command, and ``cause`` says why a
-number did not come out.
+number, as for curves; ``note`` leads to the settings and the command, ``cause`` says why a number
+did not come out, and ``against`` names the baseline if it is not the best published one.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ links to its note, which has the settings, the command, the date and all rules.
 
 Accuracies are in per cent, means over the seeds have 95 % t intervals, and *difference to it
 (paired by seed)* is the mean of ours less the baseline over runs with the same seed. The baseline
-is the best published one that ran here. Hyperparameters are chosen on training samples held out;
-in the notes the choice is in brackets. E is the number of local epochs, B the batch size.
-Core-hours are those of a machine that also did other work.
+is the best published one that ran here. Hyperparameters are chosen on training samples held out,
+unless a note says otherwise; in the notes the choice is in brackets. E is the number of local
+epochs, B the batch size. Core-hours are those of a machine that also did other work.
 
 A verdict needs three seeds: *reproduced* is the published order with its whole interval and the
 published number in our interval of prediction, *order only* the order alone, else *not*. Where
@@ -90,8 +90,7 @@ def page(papers: Sequence[Mapping[str, Any]], records: Records) -> str:
     for paper in papers:
         rows = []
         for row in paper["rows"]:
-            cells = numbers(settings[row["setting"]]) if "setting" in row else {}
-            cells |= row
+            cells = cells_of(row, settings)
             first = f"[{cells['cell']}](../../simulations/lab/notes/{row['note']})"
             names = ("published", "ours", "baseline", "difference", "verdict", "cause")
             rows.append([first, *(cells.get(name, "") for name in names)])
@@ -99,8 +98,18 @@ def page(papers: Sequence[Mapping[str, Any]], records: Records) -> str:
     return "\n".join([HEAD, *sections, TAIL])
 
 
-def numbers(records: Records) -> dict[str, str]:
-    """Return the cells of a setting's row."""
+def cells_of(row: Mapping[str, str], settings: Mapping[str, Records]) -> dict[str, str]:
+    """Return the cells of a row: its own words, and the numbers of its setting."""
+    if "setting" not in row:
+        return dict(row)
+    return numbers(settings[row["setting"]], row.get("against", "")) | dict(row)
+
+
+def numbers(records: Records, against: str = "") -> dict[str, str]:
+    """Return the cells of a setting's row.
+
+    The baseline is ``against``, else the best published one, else the best.
+    """
     (ours,) = [record for record in records if record["paper's"]]
     kind = KINDS[ours["figure"]]
 
@@ -119,8 +128,8 @@ def numbers(records: Records) -> dict[str, str]:
     sign = 1.0 if kind.less_is_better else -1.0
     others = [record for record in records if record is not ours and record["interval"]]
     stated = [record for record in others if record["published"] is not None]
-    name = ours.get("baseline") or ours.get("best baseline")
-    if ours["values"] and stated:
+    name = against or ours.get("best baseline")
+    if stated and not against:
         name = min(stated, key=lambda record: sign * mean(record))["rule"]
     baseline = next(record for record in others if record["rule"] == name)
     cells = {
@@ -137,8 +146,9 @@ def numbers(records: Records) -> dict[str, str]:
         best = min(stated, key=lambda record: sign * record["published"])
         cells["published"] = f"{published(ours)}; {best['rule']} {published(best)}"
     if ours["values"] and not ours["missed"] and not baseline["missed"]:
-        pairs = zip(ours["values"], baseline["values"], strict=True)
-        gap = interval([a - b for a, b in pairs])
+        by_seed = dict(zip(baseline["seeds"], baseline["values"], strict=True))
+        pairs = zip(ours["seeds"], ours["values"], strict=True)
+        gap = interval([value - by_seed[seed] for seed, value in pairs if seed in by_seed])
         cells["difference"] = f"{kind.unit * gap.mean:+.1f} ± {text(gap.half)}"
     elif not ours["values"]:  # of means that were kept without their seeds
         low, high = ours["difference"]
