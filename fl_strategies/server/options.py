@@ -319,8 +319,9 @@ class Options(Declared):
     pace: Pace | None = part(
         Pace,
         "pace",
-        about="What is waited for: `pace=Deadline(seconds=30, over_select=1.3)` by the clock,"
-        " `pace=Buffered(size=10, concurrency=50)` for asynchronous training.",
+        about="What is waited for: `pace=Deadline(seconds=30, over_select=1.3)`, or"
+        " `pace=Buffered(size=10, concurrency=50)` for asynchronous training; by the clock, or with"
+        ' `order="arrival"` in real time.',
     )
 
     @classmethod
