@@ -55,6 +55,7 @@ def test_a_model_of_bfloat16_numbers_travels_as_it_is(row: Row) -> None:
 
 
 @every_algorithm
+@pytest.mark.sampled
 def test_any_algorithm_stays_near_its_run_without(row: Row) -> None:
     plain, short = (train(made(row, short=s), grid(quadratics(4)), 10) for s in (False, True))
     assert not np.array_equal(short, plain)
@@ -95,6 +96,7 @@ def test_newcomers_of_fedadmm_count_from_the_model_that_they_received(share: flo
 
 @some_algorithms
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "nodes of one"])
+@pytest.mark.sampled
 def test_hosts_receive_it_too(row: Row, shape: str) -> None:
     alone = train(made(row), grid(quadratics(6)), 3)
     found = train(made(row, node_wait=0.01, **shared(shape)), federation(shape), 3)

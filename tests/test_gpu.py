@@ -141,6 +141,7 @@ WITHOUT_WAITING: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("algorithm", "few", "many"), WITHOUT_WAITING, ids=str)
+@pytest.mark.sampled
 def test_the_host_waits_for_the_gpu_as_often_whatever_the_number_of_local_steps(
     algorithm: str, few: dict[str, Any], many: dict[str, Any], tmp_path: Path
 ) -> None:

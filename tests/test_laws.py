@@ -72,6 +72,7 @@ def scheduled(row: Row, name: str) -> bool:
     [(row, name) for row in TABLE for name in row.others if scheduled(row, name)],
     ids=str,
 )
+@pytest.mark.sampled
 def test_a_scheduled_hyperparameter_has_its_next_value_from_that_round_on(
     row: Row, name: str
 ) -> None:

@@ -31,6 +31,7 @@ def rounds_of(strategy: FederatedStrategy, name: str) -> list[float]:
 
 
 @every_algorithm
+@pytest.mark.sampled
 def test_a_late_reply_leaves_as_little_behind_as_a_lost_one(row: Row) -> None:
     """Nothing: neither in the model nor in sums that must add up nor in a client's state."""
     knobs = KNOBS.get(row.name, {})
@@ -195,6 +196,7 @@ def by_arrival(**options: Any) -> FederatedStrategy:
 
 
 @every_algorithm
+@pytest.mark.sampled
 def test_by_arrival_late_replies_leave_nothing_behind(row: Row, slow: Callable[..., Slow]) -> None:
     """And a client that is late is not asked again before it has answered."""
     knobs = KNOBS.get(row.name, {})

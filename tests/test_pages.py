@@ -140,6 +140,7 @@ def bytes_of(message: Message) -> int:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.sampled
 def test_a_page_states_the_bytes_that_travel(name: str) -> None:
     names = run(PAGES / f"algorithms/{name}.md", {"__name__": "page"})
     grid = Weighed(names["app"], num_clients=4)

@@ -44,6 +44,7 @@ def test_every_algorithm_on_a_stack_is_the_algorithm(row: Row, settings: dict[st
 
 
 @every_row
+@pytest.mark.sampled
 def test_every_algorithm_in_single_precision(row: Row) -> None:
     problems = classified(smooth(torch.float32))
     assert_alike(row, problems, within=SINGLE, local=local(solver="sgd", **{"batch-size": 5}))
@@ -99,6 +100,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", ["fedadmm", "ditto", "moon"])
+@pytest.mark.sampled
 def test_every_solver_on_a_stack_is_the_solver(name: str, settings: dict[str, Any]) -> None:
     """FedADMM's subproblem has a slope and a pull; Ditto solves twice from one stream; MOON's loss
     differs from client to client."""
@@ -235,6 +237,7 @@ SOLVING = [row for row in TABLE if row.name not in ("fedpd-vr", "per-fedavg", "p
 
 @pytest.mark.parametrize("place", DROPOUT)
 @pytest.mark.parametrize("row", SOLVING, ids=str)
+@pytest.mark.sampled
 def test_dropout_draws_the_masks_that_each_client_draws_alone(row: Row, place: str) -> None:
     torch.manual_seed(4)
     problems = classified(DROPOUT[place]().double())

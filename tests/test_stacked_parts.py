@@ -57,6 +57,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize(("stage", "name", "algorithm"), EVERY)
+@pytest.mark.sampled
 def test_every_part_on_a_stack_is_the_part(stage: str, name: str, algorithm: str) -> None:
     options: dict[str, Any] = {stage: parts_for(stage)[name](**GIVEN.get(name, {}))}
     if stage in ("selection", "pace"):
