@@ -17,6 +17,7 @@ from fl_strategies.per_fedbc import PerFedBC as PerFedBC
 from fl_strategies.bcd.fedbcd import FedBCD as FedBCD
 from fl_strategies.bcd.fedbcd_i import FedBCDI as FedBCDI
 from fl_strategies.bcd.fedbcd_async import FedBCDAsync as FedBCDAsync
+from fl_strategies.bcd.fedbcd_i_async import FedBCDIAsync as FedBCDIAsync
 from fl_strategies.ditto import Ditto as Ditto
 from fl_strategies.moon import MOON as MOON
 from fl_strategies.per_fedavg import PerFedAvg as PerFedAvg

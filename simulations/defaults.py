@@ -87,6 +87,11 @@ TWO_CLASSES: dict[str, dict[str, Any]] = {
         "lr": 0.3,
         "params": "servers=2 first=1 gamma=0.1 eta_z=1.0",
     },
+    "fedbcd-i-async": {
+        "fraction": 0.5,
+        "lr": 0.07,
+        "params": "servers=2 first=1 gamma=0.1 eta_z=1.0",
+    },
     "pfedme": {"lr": 0.3, "params": "lam=1 eta=1"},
 }
 """For each algorithm on both data sets of FedPD."""
@@ -112,6 +117,7 @@ ALGORITHMS: dict[tuple[str, str], dict[str, Any]] = {
     ("fedbcd", ""): {"fraction": 0.3, "lr": 0.01},
     ("fedbcd-i", ""): {"fraction": 0.3, "lr": 0.01},
     ("fedbcd-async", ""): {"fraction": 0.3, "lr": 0.01, "params": "servers=10 first=5"},
+    ("fedbcd-i-async", ""): {"fraction": 0.3, "lr": 0.01, "params": "servers=10 first=5"},
     ("fedbcd", "digits"): {"lr": 0.5, "params": "gamma=0.1 eta_z=1.0"},
     ("fedbcd-i", "digits"): {"lr": 0.2, "params": "eta_z=1.0"},
     ("fedbcd-async", "digits"): {
@@ -119,11 +125,21 @@ ALGORITHMS: dict[tuple[str, str], dict[str, Any]] = {
         "lr": 0.5,
         "params": "servers=2 first=1 gamma=0.1 eta_z=1.0",
     },
+    ("fedbcd-i-async", "digits"): {
+        "fraction": 0.3,
+        "lr": 0.2,
+        "params": "servers=2 first=1 eta_z=1.0",
+    },
     ("fedbcd", "synthetic"): {"lr": 0.3, "params": "gamma=1.0 eta_z=1.0"},
     ("fedbcd-i", "synthetic"): {"lr": 0.1, "params": "gamma=0.1 eta_z=1.0"},
     ("fedbcd-async", "synthetic"): {
         "fraction": 1.0,
         "lr": 0.3,
+        "params": "servers=2 first=1 gamma=0.1 eta_z=1.0",
+    },
+    ("fedbcd-i-async", "synthetic"): {
+        "fraction": 0.5,
+        "lr": 0.2,
         "params": "servers=2 first=1 gamma=0.1 eta_z=1.0",
     },
     ("per-fedavg", ""): {"fine_tune": "train"},

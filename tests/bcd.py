@@ -6,15 +6,23 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 from laws import RATE, START, quiet
 from problems import CLIENT_OF, Quadratic, fields_of
 
 from clients.node.in_process import InProcessGrid
-from fl_strategies import FedBCD, FedBCDAsync, FedBCDI, RoundInfo
+from fl_strategies import STRATEGIES, FedBCD, FedBCDAsync, FedBCDI, FedBCDIAsync, RoundInfo
+from fl_strategies.bcd.clouds import CloudStrategy
+
+CLOUD_RULES = [name for name, kind in STRATEGIES.items() if issubclass(kind, CloudStrategy)]
 
 fedbcd_ = partial(quiet, FedBCD, box=None)
 fedbcd_i_ = partial(quiet, FedBCDI, box=None)
 async_ = partial(quiet, FedBCDAsync, box=None)
+i_async_ = partial(quiet, FedBCDIAsync, box=None)
+
+both = pytest.mark.parametrize("make", [async_, i_async_], ids=["fedbcd", "fedbcd-i"])
+"""The async-cloud strategies."""
 
 
 def devices(federation: InProcessGrid, acked: dict[int, int]) -> dict[int, dict[str, Any]]:
@@ -45,6 +53,6 @@ def aspg(
     return x, previous
 
 
-def mixed_in(one: FedBCDAsync, info: RoundInfo) -> list[int]:
+def mixed_in(one: FedBCDAsync | FedBCDIAsync, info: RoundInfo) -> list[int]:
     """The cloud servers that mixed in the round."""
     return [n for n, last in enumerate(one.state.mixed) if last == info.server_round]

@@ -118,6 +118,24 @@ CLOUDS_NEED: dict[str, dict[str, Any]] = {
     "assignment": {"servers": 2, "fraction_train": 0.5},
 }
 
+ASYNC: dict[str, Any] = {
+    "first": 1,
+    "rigorous": True,
+    "staleness": 1,
+    "order": "arrival",
+    "mixing": (tuple(tuple(float(n == m) for m in range(4)) for n in range(4)),),  # the identity
+}
+
+ASYNC_NEED: dict[str, dict[str, Any]] = {
+    "first": {"servers": 4},
+    **{name: {"servers": 4, "first": 1} for name in ("rigorous", "staleness", "order")},
+    "mixing": {"servers": 4, "first": 3},
+}
+
+OFFLINE: dict[str, Any] = {"fraction_available": 1.0, "offline_rounds": 1}
+
+OFFLINE_NEED: dict[str, dict[str, Any]] = {name: {"fraction_train": 0.25} for name in OFFLINE}
+
 DUAL = {"alpha": 0.02, "alpha_gamma": 0.5, "lambda_max": 2.0, "dual_momentum": 0.5}
 
 OTHER_DUAL = {
@@ -203,23 +221,25 @@ ROWS = [
         "fedbcd-i",
         pulled(0.2, 0.9),
         {"box": None},
-        CLOUDS | {"fraction_available": 1.0, "offline_rounds": 1},
-        CLOUDS_NEED
-        | {
-            "fraction_available": {"fraction_train": 0.25},
-            "offline_rounds": {"fraction_train": 0.25},
-        },
+        CLOUDS | OFFLINE,
+        CLOUDS_NEED | OFFLINE_NEED,
         rounds=100,
     ),
     Row(
         "fedbcd-async",
         penalised(1.0),
         {"box": None},
-        CLOUDS | {"first": 1, "rigorous": True, "staleness": 1, "order": "arrival"},
-        CLOUDS_NEED
-        | {"first": {"servers": 4}}
-        | {name: {"servers": 4, "first": 1} for name in ("rigorous", "staleness", "order")},
+        CLOUDS | ASYNC,
+        CLOUDS_NEED | ASYNC_NEED,
         rounds=50,
+    ),
+    Row(
+        "fedbcd-i-async",
+        pulled(0.2, 0.9),
+        {"box": None},
+        CLOUDS | ASYNC | OFFLINE,
+        CLOUDS_NEED | ASYNC_NEED | OFFLINE_NEED,
+        rounds=100,
     ),
     Row("ditto", biased(0.0), policies=frozenset({"lam"}), rounds=20),
     Row(

@@ -219,7 +219,7 @@ RULES = [
     *of(
         "fl_strategies/bcd/fedbcd.py",
         "tests/test_fedbcd.py tests/test_fedbcd_i.py tests/test_fedbcd_settings.py"
-        " tests/test_fedbcd_async.py tests/test_fedbcd_arrival.py",
+        " tests/test_fedbcd_async.py tests/test_fedbcd_arrival.py tests/test_fedbcd_i_async.py",
         {
             "solved.w - state.recorded * state.x": "solved.w",
             "pull=gamma, centre=z)": "pull=gamma)",
@@ -232,13 +232,14 @@ RULES = [
             "w - rate * (a / b)": "w + rate * (a / b)",
             "for _ in range(repeats):": "for _ in range(1):",
             "vector - state.origin if fresh and upload.newcomer else vector": "vector",
-            "return sum(zs[1:], zs[0]) / len(zs)": "return zs[0]",
+            "s.weight or 1.0": "s.weight",
             "anew[cloud] = anew.get(cloud, 0.0) + gamma": "pass",
         },
     ),
     *of(
         "fl_strategies/bcd/fedbcd_i.py",
-        "tests/test_fedbcd.py tests/test_fedbcd_i.py tests/test_fedbcd_settings.py",
+        "tests/test_fedbcd.py tests/test_fedbcd_i.py tests/test_fedbcd_settings.py"
+        " tests/test_fedbcd_i_async.py",
         {
             "x - gamma * (x - z)": "x + gamma * (x - z)",
             "pulled if box is None else clip(pulled, -box, box), x": "pulled, x",
@@ -247,6 +248,7 @@ RULES = [
             "state.offline.get(client, 0) + 1, self": "state.offline.get(client, 0), self",
             "{upload.client: 0 for": "{upload.client: 1 for",
             "n in range(self.servers) for c": "n in range(1) for c",
+            " - {*at_work} | {*round.asked}": "",
             "repeated(rounds, one_round": "repeated(1, one_round",
             "repeated(times, once": "repeated(1, once",
             "gamma=gamma, devices=1)": "gamma=1.0, devices=1)",
@@ -257,7 +259,7 @@ RULES = [
         },
     ),
     *of(
-        "fl_strategies/bcd/fedbcd_async.py",
+        "fl_strategies/bcd/async_cloud.py",
         "tests/test_fedbcd_async.py tests/test_fedbcd_arrival.py",
         {
             "-(-self.servers // 2)": "self.servers // 2",
@@ -268,12 +270,32 @@ RULES = [
             "state.mixed[n] >= bound": "state.mixed[n] > bound",
             "key=lambda n: (done[n], n)": "key=lambda n: n",
             "if self.rigorous else []": "if False else []",
-            "*((n,) for n in state.alone)]": "state.alone] if state.alone else [state.ready]",
+            "[*state.ready, *state.alone]": "[*state.ready]",
             "if client not in busy}": "}",
             "not set(overdue) <= done.keys() or ": "",
             "zs, mixed = (round.theta,)": "zs, mixed = (0.0 * round.theta,)",
             "max(wanted - len(overdue), 0)": "wanted",
-            "[state.sums[n] for n in group]": "[state.sums[group[0]] for n in group]",
+            "[sums[n] for n in who]": "[sums[who[0]] for n in who]",
+        },
+    ),
+    *of(
+        "fl_strategies/bcd/fedbcd_i_async.py",
+        "tests/test_fedbcd_i_async.py",
+        {
+            "state.cloud_of[upload.client] == n": "True",
+            "at_work=state.at_work": "at_work=()",
+        },
+    ),
+    *of(
+        "fl_strategies/bcd/mixing.py",
+        "tests/test_fedbcd_mixing.py tests/test_fedbcd_async.py",
+        {
+            "return sum(zs[1:], zs[0]) / len(zs)": "return zs[0]",
+            "share * zs[m] for": "zs[m] for",
+            "1.0 / len(ready)": "1.0 / servers",
+            "(number - 1) % len(mixing)": "0",
+            "weights[n, n] += every[n, others].sum()": "pass",
+            '((1, "row"), (0, "column"))': '((1, "row"),)',
         },
     ),
     *of(

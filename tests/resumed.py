@@ -24,6 +24,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fedpd": {"p": 0.3},
     "fedpd-vr": {"p": 0.3},
     "fedbcd-async": {"servers": 5, "first": 2, "staleness": 3},
+    "fedbcd-i-async": {"servers": 5, "first": 2, "staleness": 3},
     "fedadmm": {"eta": "fraction"},
 }
 """Settings with more to remember than the usual ones have."""

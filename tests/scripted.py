@@ -25,6 +25,7 @@ KNOBS: dict[str, dict[str, Any]] = {
     "fedpd": {"missing": "proceed"},
     "fedpd-vr": {"missing": "proceed"},
     "fedbcd-async": {"servers": 2, "first": 1},
+    "fedbcd-i-async": {"servers": 2, "first": 1},
 }
 """Beside those of the table: FedPD and FedPDVR would stop for who is missing."""
 

@@ -21,7 +21,7 @@ from simulations.client_app import app
 from simulations.config import RunConfig
 from simulations.experiment import run
 
-COUNT_WHO_IS_ASKED = {"fedbc", "per-fedbc", "fedbcd-i"}
+COUNT_WHO_IS_ASKED = {"fedbc", "per-fedbc", "fedbcd-i", "fedbcd-i-async"}
 """Their rules know clients asked in vain from absent ones: FedBC's dual clock, offline rounds."""
 
 

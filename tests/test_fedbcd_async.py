@@ -1,4 +1,4 @@
-"""Async-cloud FedBCD: against a twin in NumPy, against sync-cloud, staleness."""
+"""Async-cloud FedBCD: against a twin in NumPy, against sync-cloud; what holds of both forms."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bcd import aspg, async_, fedbcd_, mixed_in, sum_of_last_models
+from bcd import aspg, async_, both, fedbcd_, mixed_in, sum_of_last_models
 from federations import drop
 from flwr.app import Array, ArrayRecord
 from laws import START, STEPS, Shuffled, local, train
@@ -108,12 +108,13 @@ def test_a_run_is_that_of_the_protocol_played_out_event_by_event(
     assert times == sorted(times)
 
 
-def test_a_seed_fixes_an_asynchronous_run_whatever_the_order_of_replies() -> None:
+@both
+def test_a_seed_fixes_an_asynchronous_run_whatever_the_order_of_replies(make: Any) -> None:
     problems = quadratics(6)
 
     def run(seed: int, kind: Any = InProcessGrid) -> np.ndarray:
         settings = local(solver="sgd", **{"batch-size": 3, "random-epochs": True})
-        one = async_(servers=3, first=1, local=settings, fraction_train=0.5, seed=seed)
+        one = make(servers=3, first=1, local=settings, fraction_train=0.5, seed=seed)
         return train(one, kind(make_client_app(problems), 6), 6)
 
     np.testing.assert_array_equal(run(1), run(1))
@@ -141,9 +142,12 @@ def test_waiting_for_fewer_cloud_servers_takes_less_virtual_time() -> None:
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 4])
-def test_no_cloud_server_goes_longer_without_a_mix_than_staleness_allows(staleness: int) -> None:
+@both
+def test_no_cloud_server_goes_longer_without_a_mix_than_staleness_allows(
+    make: Any, staleness: int
+) -> None:
     seen: list[tuple[set[int], float]] = []
-    one = async_(servers=4, first=1, staleness=staleness, seed=2)
+    one = make(servers=4, first=1, staleness=staleness, seed=2)
     one.callbacks = (
         lambda info: seen.append((set(mixed_in(one, info)), info.metrics["virtual-seconds"])),
     )
@@ -202,12 +206,13 @@ def test_a_newcomers_update_is_bounded_from_its_own_cloud_servers_model() -> Non
 
 
 @pytest.mark.parametrize("options", [{}, {"rigorous": True}, {"staleness": 2}], ids=str)
-def test_two_starts_are_one_that_is_as_long(options: dict[str, Any]) -> None:
+@both
+def test_two_starts_are_one_that_is_as_long(make: Any, options: dict[str, Any]) -> None:
     problems, hyperparameters = (
         quadratics(6),
         {"servers": 3, "first": 1, "fraction_train": 0.5, **options},
     )
-    one, two = async_(**hyperparameters), async_(**hyperparameters)
+    one, two = make(**hyperparameters), make(**hyperparameters)
     whole = one.start(grid(problems), to_record(START), 7)
     federation = grid(problems)
     half = two.start(federation, to_record(START), 4)
@@ -219,8 +224,9 @@ def test_two_starts_are_one_that_is_as_long(options: dict[str, Any]) -> None:
     assert seconds[1][7]["virtual-seconds"] == seconds[0][7]["virtual-seconds"]
 
 
-def test_from_another_model_the_cloud_servers_begin_there() -> None:
-    one = async_(servers=3, first=1)
+@both
+def test_from_another_model_the_cloud_servers_begin_there(make: Any) -> None:
+    one = make(servers=3, first=1)
     on = grid(quadratics(6))
     train(one, on, 3)
     one.open(to_record(2 * START), 1)
@@ -240,8 +246,9 @@ class EndAfter:
             raise KeyboardInterrupt
 
 
+@both
 def test_killed_with_work_under_way_and_running_statistics_it_ends_as_if_never(
-    tmp_path: Path,
+    make: Any, tmp_path: Path
 ) -> None:
     """Cloud servers' devices are asked again with the statistics that they were sent before."""
     rng = np.random.default_rng(0)
@@ -259,7 +266,7 @@ def test_killed_with_work_under_way_and_running_statistics_it_ends_as_if_never(
             return AnyAlgorithmClient(problem, client_id=me, store=store)
 
         for rounds in lives:
-            one = async_(
+            one = make(
                 servers=3, first=1, seed=1, callbacks=[EndAfter(rounds)],
                 local={"batch-size": 2, "epochs": 1, "lr": 0.05},  # 2 + 2 + 1: one alone
                 checkpoints=Checkpoints(folder / "checkpoints"),

@@ -15,21 +15,22 @@ from simulations.rules import configs_for
 
 
 @pytest.mark.slow
-def test_compare_runs_all_three_and_reports_the_time_and_own_accuracy(tmp_path: Path) -> None:
+def test_compare_runs_all_and_reports_the_time_and_own_accuracy(tmp_path: Path) -> None:
     line = "--dataset digits --partition shards --clients 10 --rounds 2 --seed 1"
     own = "--fraction-evaluate 1 --local-test 0.3"
-    names = "fedbcd,fedbcd-i,fedbcd-async"
+    names = "fedbcd,fedbcd-i,fedbcd-async,fedbcd-i-async"
     main([*line.split(), *own.split(), "--algorithms", names, "--output", str(tmp_path)])
     for name in names.split(","):
         rows = (tmp_path / name / "history.jsonl").read_text().splitlines()
         first, second = (json.loads(row) for row in rows)
         assert 0.0 < first["virtual-seconds"] < second["virtual-seconds"]
         assert 0.0 <= second["own-accuracy"] <= 1.0
-    model = load_file(tmp_path / "fedbcd-async" / "model.safetensors")
-    clouds = [load_file(file) for file in (tmp_path / "fedbcd-async").glob("cloud-*.safetensors")]
-    assert len(clouds) == 2  # the servers of async FedBCD's defaults on digits
-    for name, array in model.items():
-        assert array == pytest.approx(sum(cloud[name] for cloud in clouds) / 2, abs=1e-6)
+    for folder in (tmp_path / "fedbcd-async", tmp_path / "fedbcd-i-async"):
+        model = load_file(folder / "model.safetensors")
+        clouds = [load_file(file) for file in folder.glob("cloud-*.safetensors")]
+        assert len(clouds) == 2  # the servers of both defaults on digits
+        for name, array in model.items():
+            assert array == pytest.approx(sum(cloud[name] for cloud in clouds) / 2, abs=1e-6)
 
 
 def test_clients_that_the_cloud_servers_do_not_divide_are_refused_before_anything_runs(

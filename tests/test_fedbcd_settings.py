@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bcd import devices, fedbcd_, fedbcd_i_
+from bcd import CLOUD_RULES, devices, fedbcd_, fedbcd_i_
 from flwr.app import Message
 from laws import START, STEPS, local, train
 from problems import NODES, forget, grid, make_client_app, quadratics, to_record
@@ -38,7 +38,7 @@ def test_every_cloud_server_has_an_active_device_however_small_the_fraction() ->
     assert sorted(client % 3 for client in one.ledger.acked) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("name", ["fedbcd", "fedbcd-i", "fedbcd-async"])
+@pytest.mark.parametrize("name", CLOUD_RULES)
 def test_a_device_by_which_a_summed_step_would_leave_its_bound_takes_no_part(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -130,7 +130,7 @@ def test_the_devices_own_models_are_measured_beside_the_common_one() -> None:
         assert metrics["own-loss"] == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["fedbcd", "fedbcd-i", "fedbcd-async"])
+@pytest.mark.parametrize("name", CLOUD_RULES)
 @pytest.mark.parametrize(
     ("hyperparameters", "message"),
     [
@@ -178,7 +178,7 @@ def test_bad_hyperparameters_of_fedbcd_i_are_refused(
         FedBCDI(**hyperparameters)
 
 
-@pytest.mark.parametrize("name", ["fedbcd", "fedbcd-i", "fedbcd-async"])
+@pytest.mark.parametrize("name", CLOUD_RULES)
 @pytest.mark.parametrize(
     ("hyperparameters", "message"),
     [

@@ -58,6 +58,7 @@ def test_the_rules_that_need_sums_alone_are_those() -> None:
         "fedbcd",
         "fedbcd-i",
         "fedbcd-async",
+        "fedbcd-i-async",
     }
 
 

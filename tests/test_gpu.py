@@ -91,7 +91,7 @@ def settings(algorithm: str, folder: Path, **others: Any) -> dict[str, Any]:
         keys |= {"batch-size": 0, "steps": 1}
     if not STRATEGIES[algorithm].uses_local:
         keys |= OWN_STEPS
-    if algorithm == "fedbcd-async":
+    if STRATEGIES[algorithm]().overlaps:
         keys |= {"clients": 6}
     return keys | {name.replace("_", "-"): value for name, value in others.items()}
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bcd import CLOUD_RULES
 from laws import START, train
 from problems import DIM, Formula, grid, quadratics
 
@@ -32,13 +33,11 @@ from fl_strategies.proximity import Dual, State
 from fl_strategies.solvers import delta_sgd
 from simulations.lab.published import BOARD
 
-PAPERS = ("fedadmm", "fedpd", "fedbc", "per-fedbc", "fedbcd", "fedbcd-i", "fedbcd-async")
+PAPERS = ("fedadmm", "fedpd", "fedbc", "per-fedbc", *CLOUD_RULES)
 every_form = pytest.mark.parametrize("form", ["paper", "authors"])
 every_algorithm = pytest.mark.parametrize("name", PAPERS)
 
-NEEDED: dict[str, dict[str, Any]] = {
-    name: {"eta_z": 0.1, "box": 4.0} for name in ("fedbcd", "fedbcd-i", "fedbcd-async")
-}
+NEEDED: dict[str, dict[str, Any]] = {name: {"eta_z": 0.1, "box": 4.0} for name in CLOUD_RULES}
 """A summed step for more than two devices, and a box that holds the tests' initial model."""
 
 

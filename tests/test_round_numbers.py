@@ -73,7 +73,7 @@ def test_log_callbacks_results_requests_and_schedules_count_alike_over_two_start
     assert printed == rounds
     assert sent == {number: at(DECAY, number) for number in sent}
     assert sent.keys() <= {*rounds}
-    assert len(sent) > 2 or row.name == "fedbcd-async"
+    assert len(sent) > 2 or one.overlaps
 
 
 @pytest.mark.parametrize("lost", [{1}, {2, 3}, {1, 2, 3}], ids=str)

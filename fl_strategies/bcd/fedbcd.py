@@ -56,6 +56,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from fl_strategies.bcd.clouds import PAPER_LOCAL, CloudState, CloudStrategy, Reduce
+from fl_strategies.bcd.mixing import mix
 from fl_strategies.core.hyperparameters import Scalar
 from fl_strategies.core.oracle import Oracle, Solved, Step
 from fl_strategies.core.records import Round, Upload
@@ -105,20 +106,26 @@ def added(before: Sum, change: Vector, *, gamma: float, devices: int = 0) -> Sum
     return Sum(before.total + gamma * change, before.weight + devices * gamma)
 
 
-def mean(zs: Sequence[Vector]) -> Vector:
-    """Return the mean of the servers' models."""
-    return sum(zs[1:], zs[0]) / len(zs)
-
-
 def server_rule(
-    zs: Sequence[Vector], sums: Sequence[Sum], *, rate: float, reduce: Reduce, repeats: int = 1
+    zs: Sequence[Vector],
+    sums: Sequence[Sum],
+    *,
+    rate: float,
+    reduce: Reduce,
+    repeats: int = 1,
+    weights: Sequence[tuple[float, ...]] = ((1.0,),),
 ) -> list[Vector]:
-    """Return the servers' models after ``repeats`` steps, each by (4) or (5) from their mean."""
+    """Return the servers' models after ``repeats`` steps by (4) or (5).
+
+    Each step of server n is from the mean of all models by the n-th of ``weights``. A sum over
+    nobody makes no step.
+    """
     for _ in range(repeats):
-        w = mean(zs)
-        apart = [s.weight * w - s.total for s in sums]
-        by = [1.0 if reduce == "sum" else s.weight for s in sums]
-        zs = [w - rate * (a / b) for a, b in zip(apart, by, strict=True)]
+        means = {row: mix(zs, row) for row in {*weights}}
+        ws = [means[row] for row in weights]
+        apart = [s.weight * w - s.total for w, s in zip(ws, sums, strict=True)]
+        by = [1.0 if reduce == "sum" else s.weight or 1.0 for s in sums]
+        zs = [w - rate * (a / b) for w, a, b in zip(ws, apart, by, strict=True)]
     return list(zs)
 
 
@@ -207,13 +214,9 @@ class SummingStrategy(CloudStrategy):
             sums[cloud] = added(sums[cloud], change, gamma=gamma, devices=again)
         return replace(state, sums=tuple(sums))
 
-    def sent(self, state: Any, round: Round, client: int) -> Vector:
-        """Return the model [d] that ``client`` got in the round."""
-        return round.received
-
     def reference(self, state: Any, round: Round, upload: Upload) -> Vector | float:
         fresh = upload.scalars["fresh"] > 0.0  # which uploads its model whole
-        return self.sent(state, round, upload.client) if fresh else 0.0
+        return round.received if fresh else 0.0
 
 
 class FedBCD(SummingStrategy):

@@ -35,9 +35,9 @@ Personalized Models", AAAI 2021, Algorithm 2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from fl_strategies.bcd.clouds import PAPER_LOCAL, CloudState, CloudStrategy
 from fl_strategies.bcd.fedbcd import Sum, added, server_rule, work
@@ -109,6 +109,9 @@ class ServerState(CloudState):
     offline: Mapping[int, int] = field(default_factory=dict)
 
 
+Kept = TypeVar("Kept", bound=ServerState)
+
+
 class FedBCDI(CloudStrategy):
     """FedBCD-I's server half; see the module's docstring for the rule and every symbol."""
 
@@ -178,13 +181,26 @@ class FedBCDI(CloudStrategy):
         return self.first_to_call(round, self.available(state, round, cloud), size)
 
     def aggregate(self, state: ServerState, round: Round, uploads: Sequence[Upload]) -> Next:
+        (z,) = server_rule([round.theta], [self.active_sum(uploads)], **self.step(round.number))
+        return z, *self.timed(self.counted(state, round, uploads), round, uploads)
+
+    def active_sum(self, uploads: Iterable[Upload]) -> Sum:
+        """Return the sum of (3) and (4) over the devices of ``uploads``."""
         active = Sum()
         for upload in uploads:
             gamma = self.gamma_of(upload.client)
             active = added(active, upload.vector, gamma=gamma, devices=1)
-        (z,) = server_rule([round.theta], [active], **self.step(round.number))
-        available = (c for n in range(self.servers) for c in self.available(state, round, n))
-        waited = {client: state.offline.get(client, 0) + 1 for client in available}
+        return active
+
+    def counted(
+        self, state: Kept, round: Round, uploads: Iterable[Upload], at_work: Collection[int] = ()
+    ) -> Kept:
+        """Return the state with the round counted as offline for devices that were available.
+
+        Devices ``at_work`` are in contact, and those of ``uploads`` were.
+        """
+        available = {c for n in range(self.servers) for c in self.available(state, round, n)}
+        waiting = sorted(available - {*at_work} | {*round.asked})
+        waited = {client: state.offline.get(client, 0) + 1 for client in waiting}
         contacted = {upload.client: 0 for upload in uploads}
-        state = replace(state, offline={**state.offline, **waited, **contacted})
-        return z, *self.timed(state, round, uploads)
+        return replace(state, offline={**state.offline, **waited, **contacted})

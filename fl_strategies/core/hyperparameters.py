@@ -145,11 +145,10 @@ class Declared:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        declared = {n: d for n, d in vars(cls).items() if isinstance(d, Hyperparameter)}
-        inherited: dict[str, Hyperparameter] = {}
-        for base in reversed(cls.__bases__):
-            inherited |= getattr(base, "declarations", {})
-        ordered = inherited | declared
+        ordered: dict[str, Hyperparameter] = {}
+        for base in reversed(cls.__mro__):
+            declared = {n: d for n, d in vars(base).items() if isinstance(d, Hyperparameter)}
+            ordered |= declared
         cls.declarations = {n: d for n, d in ordered.items() if n not in cls.common} | ordered
         cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [
