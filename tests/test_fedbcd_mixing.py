@@ -44,6 +44,12 @@ def test_the_default_is_one_over_b_to_the_bit(make: Any, options: dict[str, Any]
         )
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_papers_matrix_is_one_over_b(size: int) -> None:
+    for ready in combinations(range(3), size):
+        np.testing.assert_array_equal(matrix(None, 3, 1, ready), one_over_b(1, ready))
+
+
 @pytest.mark.parametrize("servers", range(1, 30))
 def test_equal_weights_are_the_mean_to_the_bit(servers: int) -> None:
     zs = [*np.random.default_rng(servers).normal(size=(servers, 50))]
