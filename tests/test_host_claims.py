@@ -39,6 +39,13 @@ def test_a_client_is_with_the_host_that_introduced_it_first(
     assert one.nodes.connected(grid) == found
     del grid.contexts[first]
     assert one.nodes.connected(grid) == found | dict.fromkeys(hosted[0], thief)
+    returned, late = grid.contexts.pop(thief), thief + 1
+    grid.contexts |= {first: copy, late: Context(1, late, returned.node_config, RecordDict(), {})}
+    assert one.nodes.connected(grid) == found
+    del grid.contexts[late]  # while it waits for them
+    assert one.nodes.connected(grid) == found
+    del grid.contexts[first]
+    assert one.nodes.connected(grid) == dict.fromkeys(hosted[1], second)
 
 
 @pytest.mark.parametrize("population", [0, CLIENTS + 1])
