@@ -35,7 +35,7 @@ from scripted import (
 from tampering import Tamper, arrays_of, fresh, headed, measured, silence
 
 from fl_strategies import FederatedStrategy
-from fl_strategies.bcd import fedbcd_async
+from fl_strategies.bcd import async_cloud
 from fl_strategies.messages.wire import MAX_SAMPLES
 from fl_strategies.server import phases
 
@@ -322,7 +322,7 @@ def test_no_malformed_reply_changes_a_run_whose_replies_are_taken_as_they_arrive
     rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     still = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None)
-    for module in (fedbcd_async, phases):
+    for module in (async_cloud, phases):
         monkeypatch.setattr(module, "time", still)
     late = made(ROWS["fedbcd-async"], order="arrival")
     assert attacked(late, rounds, failing=True) >= rounds * HOSTILE

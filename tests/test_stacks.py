@@ -162,7 +162,6 @@ def maml(of: Clients, form: Any) -> Step:
 
 
 RULES: dict[str, Callable[[Clients], Step]] = {
-    "fedsgd": lambda of: fedavg.client_rule(of.vector(), of.oracle()),
     "fedavg": lambda of: fedavg.client_rule(of.vector(), of.oracle()),
     "fedprox": lambda of: fedprox.client_rule(of.vector(), of.oracle(), mu=of.number(0.1, 2.0)),
     "scaffold": lambda of: scaffold.client_rule(
@@ -215,7 +214,7 @@ RULES: dict[str, Callable[[Clients], Step]] = {
         fedbcd.State(of.vector(), of.vector(), of.count(1, 0, 1)),
         of.vector(), of.oracle(), gamma=of.number(0.2, 0.9), by_steps=True,
     ),
-    "fedbcd-async": lambda of: fedbcd.client_rule(
+    "fedbcd, newcomers": lambda of: fedbcd.client_rule(
         fedbcd.first_state(of.vector()), of.vector(), of.oracle(), gamma=of.number(0.2, 0.9)
     ),
     "fedbcd-i": lambda of: bcd_i(of, box=of.number(0.2, 0.8)),
@@ -271,8 +270,9 @@ def leaves(made: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, made
 
 
-def test_every_algorithm_has_a_rule_here() -> None:
-    assert {name.partition(",")[0] for name in RULES} == set(STRATEGIES)
+def test_every_clients_rule_is_here() -> None:
+    clients = {strategy.runs or name for name, strategy in STRATEGIES.items()}
+    assert {name.partition(",")[0] for name in RULES} == clients
 
 
 @KINDS
