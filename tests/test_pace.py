@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +11,14 @@ import pytest
 from arrivals import Slow
 from federations import CLIENTS, Troubled
 from federations import KNOBS as FAULTY
+from flwr.app import Message
 from laws import START, Row, every_algorithm, local, quiet, train
 from limits import STEPS
 from problems import grid, quadratics, to_vector, used_states
 
 from fl_strategies import FedADMM, FedAvg, FederatedStrategy, FedNova, NothingUsable, RoundInfo
 from fl_strategies.bcd.latency import exponential_quantile, mean_order_statistic
+from fl_strategies.messages.internals import ObjectPushError
 from fl_strategies.parts import BySize, Clock, Deadline, Exponential, Gaussian
 from fl_strategies.parts.pace import Pace
 from fl_strategies.server import pacing
@@ -251,6 +253,24 @@ def test_who_is_late_is_not_asked_to_evaluate(slow: Callable[..., Slow]) -> None
     train(strategy, on, 2)
     rounds = strategy.result.evaluate_metrics_clientapp.values()
     assert [row["eval-clients-asked"] for row in rounds] == [2, 2]
+
+
+def test_by_arrival_requests_that_flower_could_not_send_cost_a_round(
+    slow: Callable[..., Slow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on = slow(3, {})
+    push, fails = on.push_messages, iter([False, True])
+
+    def failing(messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        if messages and messages[0].metadata.message_type == "train" and next(fails, False):
+            raise ObjectPushError("object", 1, "session")
+        return push(messages)
+
+    monkeypatch.setattr(on, "push_messages", failing)
+    strategy = by_arrival(seconds=5.0)
+    train(strategy, on, 3)
+    assert rounds_of(strategy, "clients-used") == [3.0, 0.0, 3.0]
 
 
 def test_by_arrival_nothing_says_what_a_step_takes() -> None:

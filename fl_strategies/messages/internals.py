@@ -3,10 +3,12 @@
 from flwr.common.constant import ErrorCode, SType
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 from flwr.supercore.task_identity import TaskIdentity
 
 __all__ = [
     "ErrorCode",
+    "ObjectPushError",
     "RecordDictProto",
     "SType",
     "TaskIdentity",

@@ -11,9 +11,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from logging import WARNING
 from typing import TYPE_CHECKING, Any
 
+from fl_strategies.core.log import log
 from fl_strategies.core.records import BadReply
+from fl_strategies.messages.internals import ObjectPushError
 from fl_strategies.server.replies import contents, lost_request, sender
 
 if TYPE_CHECKING:
@@ -131,7 +134,11 @@ class Phases:
             if not phase.waiting and not phase.replies
             for message, request in zip(phase.asked.messages, phase.asked.requests, strict=False)
         ]
-        ids = grid.push_messages([message for message, *_ in new])
+        try:
+            ids = grid.push_messages([message for message, *_ in new])
+        except ObjectPushError as error:  # on a busy machine Flower may not know what it stored
+            log(WARNING, "requests were not sent: %s", error)
+            ids = []
         # a request that Flower could not send has the id None, and all of them may have no id
         for message_id, (_, request, key, phase) in zip(ids, new, strict=False):
             if message_id:
