@@ -10,6 +10,8 @@ from typing import Any
 
 from simulations.lab.superlink import ROOT
 
+ALL = {"fraction": 1.0, "node-wait": 900.0}
+"""All clients take part in round 1, however slowly their SuperNodes start."""
 HELD = """
 import os
 import time

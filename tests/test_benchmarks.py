@@ -16,7 +16,7 @@ from simulations.lab.benchmark_memory import memory_of
 def written(folder: Path, rows: list[dict[str, float]]) -> Path:
     folder.mkdir()
     first = {"seconds": 100.0, "busy-share-max": 0.5}  # which loads data and code, and is left out
-    lines = [json.dumps(row) for row in (first, *rows)]
+    lines = [json.dumps({"round": n} | row) for n, row in enumerate((first, *rows), start=1)]
     (folder / "history.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 

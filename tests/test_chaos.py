@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from deployed_apps import HELD, LATE, MORTAL, app_with, until
+from deployed_apps import ALL, HELD, LATE, MORTAL, app_with, until
 from flwr.app import Message
 from problems import CLIENT_OF
 from safetensors.numpy import load_file
@@ -28,8 +28,6 @@ from simulations.lab import chaos
 from simulations.lab.deployment import Federation
 
 KILLS = 4
-ALL = {"fraction": 1.0, "node-wait": 900.0}
-"""All clients take part in round 1, however slowly their SuperNodes start."""
 
 
 @pytest.mark.slow

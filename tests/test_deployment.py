@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
+from deployed_apps import ALL
 from processes import groups
 
 from fl_strategies.core.files import read_lines
@@ -44,8 +45,7 @@ def test_supernodes_that_host_clients_and_parts_give_the_in_process_model_to_the
     for name, hosts in (("gateway", "0-2 4"), ("alone", ""), ("other", "5")):
         federation.register(name)
         federation.supernode(name, 3, 6, hosts)
-    keys = {"algorithm": "fedprox", "clients": 6, "rounds": 3, "epochs": 1}
-    keys |= {"fraction": 1.0, "node-wait": 900.0}
+    keys = {"algorithm": "fedprox", "clients": 6, "rounds": 3, "epochs": 1, **ALL}
     parts = {"server-step": "adam lr=0.01", "compression": "topk share=0.1", "download": "bfloat16"}
     places = {"state-dir": str(tmp_path / "state"), "output": str(tmp_path / "run")}
     config = RunConfig.parse({**keys, **parts, **places})

@@ -9,7 +9,6 @@ says (``FL_DATA``). Times are of the rounds after the first, the first one loadi
 
 from __future__ import annotations
 
-import json
 import logging
 import multiprocessing
 import os
@@ -29,6 +28,7 @@ from torch.nn.functional import cross_entropy
 
 from clients import LocalTraining, solve
 from clients.learning.problem import laid_out
+from fl_strategies.core.files import read_lines
 from fl_strategies.core.log import mute_below
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.subproblem import Subproblem
@@ -138,7 +138,7 @@ def steps_of(config: RunConfig) -> list[int]:
 
 def history(folder: Path) -> list[dict[str, float]]:
     """Return the rows of a run's history after the first round."""
-    return [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()][1:]
+    return read_lines(folder / "history.jsonl")[1:]
 
 
 def on_engine(config: RunConfig, engine: str, folder: Path) -> tuple[float, int]:
@@ -301,8 +301,7 @@ def load(folder: Path, clients: int = 200, rounds: int = 20) -> list[list[str]]:
         link.run(ROOT, config.to_run_config(), on_line=look)
     rows = [["round", "used of asked", "seconds", "MB down", "MB up"]]
     rows[0] += [f"{name}, MB resident" for name in programs]
-    whole = [json.loads(line) for line in (folder / "run/history.jsonl").read_text().splitlines()]
-    for row, size in zip(whole, sizes, strict=True):
+    for row, size in zip(read_lines(folder / "run/history.jsonl"), sizes, strict=True):
         used = f"{row['clients-used']:.0f} of {row['clients-asked']:.0f}"
         sent = [f"{row[key] / 1e6:.3f}" for key in ("bytes-down", "bytes-up")]
         rows.append([f"{row['round']}", used, f"{row['seconds']:.1f}", *sent, *size])
