@@ -56,7 +56,12 @@ def kept_flags() -> Iterator[None]:
 
 
 def dataset(config: RunConfig) -> generated.Dataset:
-    """Return the run's data set (``data.load`` caches it)."""
+    """Return the run's data set; further calls return the same object while ``FL_DATA`` stays."""
+    return _dataset(config, os.environ.get("FL_DATA"))
+
+
+@functools.lru_cache(maxsize=4)
+def _dataset(config: RunConfig, root: str | None) -> generated.Dataset:
     name = config.dataset
     options = _options(
         config.dataset_params, f"data set {name!r}", data.load, partial(data.options_of, name)

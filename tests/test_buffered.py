@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -466,6 +467,14 @@ def test_by_arrival_a_slow_client_is_not_waited_for_and_its_late_change_counts()
     assert rounds_of(strategy, "oldest-reply")[late - 1] == late - 1
     assert rounds_of(strategy, "clients-used") == [2.0] * 12
     assert "virtual-seconds" not in strategy.result.train_metrics_clientapp[1]
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_by_arrival_the_seconds_of_rounds_add_up_to_no_more_than_the_run() -> None:
+    ends: list[float] = []
+    strategy = by_arrival(1, 4, callbacks=[lambda info: ends.append(time.monotonic())])
+    train(strategy, Slow(4, {1: 20}), 12)
+    assert sum(rounds_of(strategy, "seconds")[1:]) <= ends[-1] - ends[0]
 
 
 @pytest.mark.usefixtures("no_pause")

@@ -54,7 +54,7 @@ class Task(pickle.Pickler):
         self.shared, self.used = shared, set[int]()
 
     def persistent_id(self, obj: Any) -> int | None:
-        key = self.shared.key_of.get(id(obj)) if isinstance(obj, ArrayRecord) else None
+        key = self.shared.key_of.get(id(obj)) if type(obj) is ArrayRecord else None
         self.used |= {key} if key is not None else set()
         return key
 

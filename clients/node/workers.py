@@ -8,13 +8,16 @@ number of workers.
 from __future__ import annotations
 
 import io
+import itertools
 import logging
 import os
+import pickle
 import queue
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections import deque
@@ -22,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from logging import WARNING
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from flwr.app import ArrayRecord, Context, Message
@@ -123,7 +126,7 @@ class Workers:
 
     def _read(self, worker: _Worker) -> Done | None:
         """Log the worker's lines; return what it did, or None if it has just started."""
-        answer = worker.connection.recv()
+        answer = worker.answer()
         for name, level, text in answer.log:
             if self._who_said.setdefault(text, worker.number) == worker.number:
                 logging.getLogger(name).log(level, "%s", text)
@@ -153,17 +156,22 @@ class _Worker:
         self.number, self.started = number, False
         self.tasks: deque[tuple[Message, Context]] = deque()
         self._has = set[int]()
+        self._replies = [memory_file() for _ in range(AHEAD + 1)]
+        files = [file.fileno() for file in self._replies]
         here, there = socket.socketpair()
         with there:
             paths = [path or os.getcwd() for path in sys.path]
-            program = f"from {__name__} import work; work({there.fileno()})"
+            program = f"from {__name__} import work; work({there.fileno()}, {files})"
             command = [sys.executable, "-P", "-c", program]
             environment = os.environ | {
                 "PYTHONPATH": os.pathsep.join(paths),
                 "OMP_NUM_THREADS": "1",
             }
             self.process = subprocess.Popen(
-                command, env=environment, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL
+                command,
+                env=environment,
+                pass_fds=[there.fileno(), *files],
+                stdin=subprocess.DEVNULL,
             )
         self.connection = Connection(here.detach())
         levels = {logger.name: logger.level for logger in (FLOWER, LOGGER)}
@@ -178,12 +186,19 @@ class _Worker:
         new = {key: shared.records[key] for key in task.used - self._has}
         self._has = task.used | (self._has & shared.records.keys())
         with suppress(OSError):  # if it died, its connection says so
-            self.connection.send((new, self._has))
-            self.connection.send_bytes(data.getbuffer())
+            self.connection.send((new, self._has, data.getvalue()))
+
+    def answer(self) -> _Answer:
+        """Return what the worker sent; a reply lies in the next of its files."""
+        size: int = self.connection.recv()
+        file = self._replies[0]
+        self._replies.append(self._replies.pop(0))
+        answer: _Answer = pickle.loads(os.pread(file.fileno(), size, 0))
+        return answer
 
     def lost_task(self) -> Done | None:
         """Return an error for what the worker was working on; the rest stays in ``tasks``."""
-        self.connection.close()
+        self.close()
         code = self.process.wait()
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         if not self.started:
@@ -194,10 +209,23 @@ class _Worker:
         request, context = self.tasks.popleft()
         return Done(request, error_reply(request, f"the worker process died ({how})"), context)
 
+    def close(self) -> None:
+        """Close what leads to the process."""
+        self.connection.close()
+        for file in self._replies:
+            file.close()
+
+
+def memory_file() -> IO[bytes]:
+    """Return a new file without a name, in memory where the system has such files."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("replies"), "w+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
+
 
 def _stop(workers: list[_Worker]) -> None:
     for worker in workers:
-        worker.connection.close()
+        worker.close()
         worker.process.kill()
     for worker in workers:
         worker.process.wait()
@@ -230,26 +258,38 @@ class _Heard(logging.Handler):
         return lines
 
 
-def work(file: int) -> None:
-    """Answer the engine's tasks until it closes the connection, which is this open file."""
-    connection = Connection(file)
+def work(file: int, replies: Sequence[int]) -> None:
+    """Answer the engine's tasks until it closes the connection, which is the open ``file``.
+
+    Answers are written into the files ``replies`` by turns. One more than ``AHEAD`` are enough for
+    the engine to have read what is overwritten.
+    """
+    connection, turns = Connection(file), itertools.cycle(replies)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine's process gets it, and ends us
     become_server()
     torch.set_num_threads(1)
+
+    def send(answer: _Answer) -> None:
+        data = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
+        written, place = 0, next(turns)
+        while written < len(data):
+            written += os.pwrite(place, memoryview(data)[written:], written)
+        connection.send(len(data))
+
     path, levels = connection.recv()
     heard = _Heard(levels)
     try:
         app = unpacked(path, connection.recv_bytes())
     except Exception as error:
-        connection.send(_Answer([], failed=of_exception(error)))
+        send(_Answer([], failed=of_exception(error)))
         return
-    connection.send(_Answer([]))
+    send(_Answer([]))
     for request, context in _tasks(connection):
         try:
             reply = app(request, context)
         except Exception as error:
             reply = error_reply(request, of_exception(error))
-        connection.send(_Answer(heard.taken(), reply, context.state))
+        send(_Answer(heard.taken(), reply, context.state))
 
 
 def _tasks(connection: Connection) -> Iterator[tuple[Message, Context]]:
@@ -259,13 +299,13 @@ def _tasks(connection: Connection) -> Iterator[tuple[Message, Context]]:
     def receive() -> None:
         try:
             while True:
-                read.put((connection.recv(), connection.recv_bytes()))
+                read.put(connection.recv())
         except (EOFError, OSError):
             read.put(None)
 
     threading.Thread(target=receive, daemon=True).start()
     shared: dict[int, ArrayRecord] = {}
     while (task := read.get()) is not None:
-        (new, has), data = task
+        new, has, data = task
         shared = {key: new[key] if key in new else shared[key] for key in has}
         yield Given(data, shared).load()

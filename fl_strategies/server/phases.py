@@ -186,7 +186,8 @@ def messages_of(phases: Iterable[Phase]) -> list[Message]:
 def as_one_phase(phases: Sequence[Phase], nobody: Asked) -> tuple[Asked, list[Message]]:
     """Return what was asked in ``phases``, as one phase, and the replies.
 
-    ``nobody`` is the phase without them.
+    ``nobody`` is the phase without them: the round and when it began. Its clients may be at work
+    since earlier rounds.
     """
     clients = tuple(client for phase in phases for client in phase.asked.clients)
     asked = replace(
@@ -195,7 +196,6 @@ def as_one_phase(phases: Sequence[Phase], nobody: Asked) -> tuple[Asked, list[Me
         by_client={c: phase.asked.of(c) for phase in phases for c in phase.asked.clients},
         requests=[request for phase in phases for request in phase.asked.requests],
         bytes_down=sum(phase.asked.bytes_down for phase in phases),
-        started=min([nobody.started, *(phase.asked.started for phase in phases)]),
     )
     replies = {id(reply): reply for phase in phases for reply in phase.replies}
     return asked, [*replies.values()]

@@ -13,17 +13,18 @@ from simulations.config import RunConfig
 from simulations.lab.deployment import Federation
 from simulations.lab.superlink import ROOT, running
 
-ROUNDS = 9
 WORK, SLOWED = 3.0, 10.0
 """Seconds for which a client works, and how many times as long the last one does."""
 PACES: dict[str, dict[str, Any]] = {
-    "FedAvg, all are waited for": {},
+    "FedAvg, all are waited for": {"rounds": 5},
     "FedAvg, the first 2 count": {
+        "rounds": 13,
         "pace": "deadline over_select=1.5 order=arrival",
         "fraction": 0.7,
     },
-    "FedAvg, buffered": {"pace": "buffered size=1 concurrency=3 order=arrival"},
+    "FedAvg, buffered": {"rounds": 25, "pace": "buffered size=1 concurrency=3 order=arrival"},
     "FedADMM, asynchronous": {
+        "rounds": 25,
         "algorithm": "fedadmm",
         "params": "eta=fraction",
         "pace": "buffered size=1 concurrency=3 order=arrival",
@@ -77,15 +78,16 @@ def slow_node(folder: Path) -> list[list[str]]:
         app = app_of(folder / "app")
         for place, (name, settings) in enumerate(PACES.items()):
             output = folder / str(place)
-            common = {"clients": 3, "fraction": 1.0, "rounds": ROUNDS, "node-wait": 900.0}
+            common = {"clients": 3, "fraction": 1.0, "node-wait": 900.0}
             states = {"state-dir": str(output / "state")} if "algorithm" in settings else {}
             given = {"algorithm": "fedavg", **common, **settings, **states, "output": str(output)}
             link.run(app, RunConfig.parse(given).to_run_config(), on_line=print_to_stderr)
-            seconds = sum(row["seconds"] for row in read_lines(output / "history.jsonl")[1:])
+            rounds = read_lines(output / "history.jsonl")[1:]
+            seconds = sum(row["seconds"] for row in rounds)
             used = read_lines(output / "clients.jsonl")
             counts = [sum(row["client"] == client for row in used) for client in range(3)]
             each = ", ".join(map(str, counts))
-            rows.append([name, f"{60 * (ROUNDS - 1) / seconds:.1f}", each])
+            rows.append([name, f"{60 * len(rounds) / seconds:.1f}", each])
     return rows
 
 

@@ -12,7 +12,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from simulations.lab import fedadmm_rho, fedbc_tables, fedbcd_curves, fedpd_curves, local_solvers
+from simulations.lab import (
+    deadlines,
+    fedadmm_rho,
+    fedbc_tables,
+    fedbcd_curves,
+    fedpd_curves,
+    local_solvers,
+)
 from simulations.lab.comparisons import (
     BATCH_SIZES,
     FEDADMM_AUTHORS,
@@ -344,6 +351,7 @@ BOARD: dict[str, list[Setting]] = {
     "fedbcd": fedbcd_curves.SETTINGS,
     "fedpd-fig2": [fedpd_curves.fig_2(kind) for kind in ("weak", "strong")],
     "fedpd-writers": [fedpd_curves.writers()],
+    "deadlines": [deadlines.SETTING],
     "niid-bench": [niid_bench(dataset) for dataset in NIID_BENCH],
 }
 """Settings by study."""
