@@ -38,6 +38,7 @@ from fl_strategies.server.callbacks import Callback, Rows, model_bytes
 from simulations.config import RunConfig, Scalar
 from simulations.figures import PANELS, draw_curves
 from simulations.folders import CHECKPOINTS, clear, results_folder, resumes, room, writable
+from simulations.handed import app_with_data
 from simulations.interrupts import undivided
 from simulations.population import (
     HOW_TO_KEEP,
@@ -301,7 +302,7 @@ def run_in_process(
     config.check_device()
     torch.set_num_threads(1)
     grid = InProcessGrid(
-        "simulations.client_app:app",
+        app_with_data(config) if workers > 1 else "simulations.client_app:app",
         config.clients,
         hosts=int(workers == 1),
         workers=workers,

@@ -25,6 +25,9 @@ from simulations.config import RunConfig
 from simulations.drawn import AT_ONCE, Owners, Parts
 
 CPU = torch.device("cpu")
+Split = tuple[Sequence[tuple[np.ndarray, np.ndarray]], np.ndarray]
+HANDED: dict[RunConfig, tuple[generated.Dataset, Split]] = {}
+"""By run, the data and their split that another process has made (:mod:`.handed`)."""
 
 
 def compute_repeatably(device: torch.device) -> None:
@@ -57,6 +60,8 @@ def kept_flags() -> Iterator[None]:
 
 def dataset(config: RunConfig) -> generated.Dataset:
     """Return the run's data set; further calls return the same object while ``FL_DATA`` stays."""
+    if config in HANDED:
+        return HANDED[config][0]
     return _dataset(config, os.environ.get("FL_DATA"))
 
 
@@ -122,15 +127,18 @@ def parts(config: RunConfig) -> Sequence[tuple[np.ndarray, np.ndarray]]:
 
     Its own tests are on what ``validation`` holds out of its training samples, if it does.
     """
-    return _split(config)[0]
+    return split(config)[0]
 
 
 def validation_rows(config: RunConfig) -> np.ndarray:
     """Return the clients' samples that ``validation`` holds out to test the run."""
-    return _split(config)[1]
+    return split(config)[1]
 
 
-def _split(config: RunConfig) -> tuple[Sequence[tuple[np.ndarray, np.ndarray]], np.ndarray]:
+def split(config: RunConfig) -> Split:
+    """Return each client's samples, and those that ``validation`` holds out."""
+    if config in HANDED:
+        return HANDED[config][1]
     return _parts(dataset(config), config.partition, config.partition_params, config.clients,
                   config.seed, config.local_test, config.validation)  # fmt: skip
 
@@ -144,7 +152,7 @@ def _parts(
     seed: int,
     local_test: float,
     validation: float,
-) -> tuple[Sequence[tuple[np.ndarray, np.ndarray]], np.ndarray]:
+) -> Split:
     if kind == "natural" and isinstance(data_set.owner, Owners) and local_test == validation == 0:
         return Parts(data_set.owner), np.empty(0, np.int64)
     known = partial(partitions.options_of, kind)
@@ -152,14 +160,14 @@ def _parts(
     rows = partitions.partition(
         kind, np.asarray(data_set.y), clients, seed=seed, owner=data_set.owner, **options
     )
-    split = partitions.train_test(rows, local_test, seed)
+    both = partitions.train_test(rows, local_test, seed)
     if validation == 0.0:
-        return split, np.empty(0, np.int64)
-    split = partitions.train_test([train for train, _ in split], validation, seed)
-    held_out = np.concatenate([held for _, held in split])
+        return both, np.empty(0, np.int64)
+    both = partitions.train_test([train for train, _ in both], validation, seed)
+    held_out = np.concatenate([held for _, held in both])
     if not len(held_out):
         raise ValueError(f"validation={validation} holds out nothing: clients have too few rows")
-    return split, held_out
+    return both, held_out
 
 
 def draw_partition(config: RunConfig, path: Path) -> None:
@@ -167,9 +175,9 @@ def draw_partition(config: RunConfig, path: Path) -> None:
 
     Of a large population that is drawn it shows the first clients.
     """
-    data_set, split = dataset(config), parts(config)
-    shown = AT_ONCE if isinstance(data_set.owner, Owners) else len(split)
-    shown_parts = [split[client][0] for client in range(shown)]
+    data_set, each = dataset(config), parts(config)
+    shown = AT_ONCE if isinstance(data_set.owner, Owners) else len(each)
+    shown_parts = [each[client][0] for client in range(shown)]
     figures.draw_partition(partitions.describe(shown_parts, data_set.y), path)
 
 

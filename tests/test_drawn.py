@@ -60,7 +60,8 @@ def test_a_run_on_drawn_data_is_the_run_on_the_same_data_drawn_at_once(
     models = []
     for at_once in (CLIENTS, 2):
         monkeypatch.setattr(drawn, "AT_ONCE", at_once)
-        for cached in (data._built_in, problems._parts, problems._whole, problems._pooled):
+        own = (problems._dataset, problems._parts, problems._whole, problems._pooled)
+        for cached in (data._built_in, *own):
             cached.cache_clear()
         config = RunConfig.parse(
             {

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from flwr.app import ArrayRecord, Context
 from laws import START, TABLE, local
 from problems import make_client_app, quadratics, to_record, to_vector
+from tiny_data import cifar100
 from torch import nn
 
 from clients import (
@@ -28,10 +30,13 @@ from clients import (
     client_app,
     client_id,
 )
+from clients.node.packing import PackedApp, unpacked
 from fl_strategies import FedADMM, FedAvg, FederatedStrategy
 from fl_strategies.parts import Buffered, Clock
+from simulations import problems
 from simulations.config import RunConfig
 from simulations.experiment import run_in_process
+from simulations.handed import app_with_data
 
 CLIENTS = 5
 
@@ -156,12 +161,35 @@ def test_an_app_that_workers_cannot_import_ends_the_run(
         run(grid)
 
 
+@pytest.fixture
+def images(tmp_path: Path) -> RunConfig:
+    """A run on coloured images, which do not lie in memory as their indices say."""
+    keys = {"dataset": str(cifar100(tmp_path / "images")), "model": "logistic", "clients": 3}
+    return RunConfig.parse({**keys, "algorithm": "scaffold", "rounds": 3})
+
+
+def test_workers_are_handed_the_samples_and_read_no_files(
+    images: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(problems, "HANDED", {})
+    expected = problems.dataset(images).inputs()
+    initial = ArrayRecord(problems.fresh_model(images).state_dict())
+    packed = PackedApp(app_with_data(images))
+    assert len(packed.data) < expected.nbytes / 10
+    monkeypatch.setattr(problems, "_dataset", None)
+    app = unpacked(packed.path, packed.data)
+    grid = InProcessGrid(app, 3, run_config=images.to_run_config())
+    FedAvg().start(grid, initial, 1)
+    ((handed, _),) = problems.HANDED.values()
+    np.testing.assert_array_equal(handed.inputs(), expected)
+    assert handed.inputs().strides == expected.strides
+
+
 @pytest.mark.slow
 @pytest.mark.xdist_group("engine")
-def test_a_simulation_gives_the_same_model_with_workers(tmp_path: Path) -> None:
-    settings = {"algorithm": "scaffold", "dataset": "digits", "clients": 6, "rounds": 3}
+def test_a_simulation_gives_the_same_model_with_workers(images: RunConfig, tmp_path: Path) -> None:
     hashes = set()
     for workers in (1, 2):
-        config = RunConfig.parse(settings | {"output": str(tmp_path / f"{workers}")})
+        config = replace(images, output=str(tmp_path / f"{workers}"))
         hashes.add(run_in_process(config, workers=workers, quiet=True).model_sha256)
     assert len(hashes) == 1

@@ -18,11 +18,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch.nn.functional import cross_entropy
 
@@ -243,16 +245,26 @@ def half(folder: Path, turns: int = 3) -> list[list[str]]:
 
 
 def startup(folder: Path) -> list[list[str]]:
-    """Digits, logistic model, 100 clients, 20 rounds, in-process, with imports."""
-    command = [sys.executable, "-m", "simulations.lab.compare", "--algorithms", "fedadmm"]
-    started = time.perf_counter()
-    subprocess.run(
-        [*command, "--rounds", "20", "--output", str(folder)],
-        check=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    return [["seconds"], [f"{time.perf_counter() - started:.1f}"]]
+    """MNIST, MLP, one round of 100 of 1,000 clients as a command, imports and data included: in one
+    process and on two workers, and the largest memory that a worker shares with no other."""
+    keys = SMALL | {"algorithms": "fedavg", "clients": 1000, "fraction": 0.1, "rounds": 1}
+    options = [f"--{name}={value}" for name, value in keys.items()]
+    rows = [["workers", "seconds", "MB of a worker"]]
+    for workers in (1, 2, 1, 2, 1, 2):
+        more = [f"--workers={workers}", "--quiet", f"--output={folder / f'{len(rows)}'}"]
+        command = [sys.executable, "-m", "simulations.lab.compare", *options, *more]
+        started, most = time.perf_counter(), 0.0
+        process = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None:
+            time.sleep(0.2)
+            with suppress(psutil.Error):
+                own = [child for child in process.children() if "-P" in child.cmdline()]
+                most = max([most, *(child.memory_full_info().uss / 1e6 for child in own)])
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, command)
+        seconds = time.perf_counter() - started
+        rows.append([f"{workers}", f"{seconds:.1f}", f"{most:.0f}" if workers > 1 else ""])
+    return rows
 
 
 def load(folder: Path, clients: int = 200, rounds: int = 20) -> list[list[str]]:

@@ -1,0 +1,46 @@
+"""What worker processes are handed of a run: its data, which one process has read and decoded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from flwr.app import Context
+from flwr.clientapp import ClientApp
+from numpy.typing import NDArray
+
+from clients import AnyAlgorithmClient, client_app
+from simulations import client_app as app
+from simulations import problems
+from simulations.config import RunConfig
+
+
+def app_with_data(config: RunConfig) -> ClientApp:
+    """Return the ClientApp that holds the run's data, images decoded and to scale.
+
+    All workers map the arrays, so that the data are in memory once.
+    """
+    config = app.parsed(tuple(sorted(config.to_run_config().items())))  # as clients read it
+    data_set, split = problems.dataset(config), problems.split(config)
+    images = data_set.scale is not None
+    if images:  # arrays that lie as their indices say can be mapped
+        x, test_x = (data_set.inputs(test=test).transpose(0, 2, 3, 1) for test in (False, True))
+        data_set = replace(data_set, x=x, test_x=test_x, scale=None)
+    return client_app(partial(_client_fn, config, data_set, split, images))
+
+
+def _client_fn(
+    config: RunConfig, data_set: Any, split: Any, images: bool, context: Context
+) -> AnyAlgorithmClient:
+    if config not in problems.HANDED:
+        if images:
+            x, test_x = _channels_first(data_set.x), _channels_first(data_set.test_x)
+            data_set = replace(data_set, x=x, test_x=test_x)
+        problems.HANDED[config] = data_set, split
+    return app.client_fn(context)
+
+
+def _channels_first(pixels: NDArray[np.float32]) -> NDArray[np.float32]:
+    return pixels.transpose(0, 3, 1, 2)
