@@ -12,14 +12,15 @@ from simulations.lab.tuners import Space
 RATES: Space = {"lr": (0.03, 0.1, 0.3)}
 DROP = {**FIXED, "pace": "deadline seconds=3"}
 CUT = {**FIXED, "pace": "deadline seconds=3 cut=true"}
+FORM = {"eta": "fraction", "rho": 0.1, "local_start": "global", "tracking": "global"}
 ADMM: Space = {"rho": (0.1, 0.3, 1.0), **RATES}
 RULES = {
     "fedavg": Rule("fedavg", config=FIXED),
     "fedavg-drop": Rule("fedavg", config=DROP),
     "fedavg-cut": Rule("fedavg", config=CUT),
     "fednova-cut": Rule("fednova", config=CUT),
-    "fedadmm": Rule("fedadmm", {"eta": "fraction"}, FIXED, tune=ADMM),
-    "fedadmm-cut": Rule("fedadmm", {"eta": "fraction"}, CUT, tune=ADMM),
+    "fedadmm": Rule("fedadmm", FORM, FIXED, tune=ADMM),
+    "fedadmm-cut": Rule("fedadmm", FORM, CUT, tune=ADMM),
 }
 """All are waited for; those later than 3 s are dropped (``drop``); each request says how many steps
 fit into 3 s (``cut``)."""
