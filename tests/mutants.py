@@ -1,4 +1,4 @@
-"""Mutants: faults put into a copy of the source, for each of which a test must fail.
+"""Mutants of the rules: faults put into a copy of the source, for each of which a test must fail.
 
     python tests/mutants.py                 # all of them, two at a time
     python tests/mutants.py --only fedadmm  # those whose file, texts or tests contain this
@@ -9,12 +9,8 @@ if one of its tests fails. The exit code is 1 if less than 95 % are caught,
 or if a text is not there once: the source has changed, and the mutant must change with it.
 """
 
-from mutants_of_rounds import ROUNDS
-from mutants_of_rules import RULES
-from mutants_of_stacks import STACKS
+from mutants_of_rules import RULES as MUTANTS
 from trials import main
-
-MUTANTS = [*RULES, *ROUNDS, *STACKS]
 
 if __name__ == "__main__":
     raise SystemExit(main(MUTANTS, __doc__))

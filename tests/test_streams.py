@@ -29,6 +29,7 @@ from clients import (
     solve,
 )
 from clients.node.in_process import InProcessGrid
+from clients.request import generator
 from fl_strategies import STRATEGIES, FedAvg, NothingUsable
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.subproblem import Subproblem
@@ -67,7 +68,19 @@ def test_a_dataset_trains_as_its_tensors_do() -> None:
             trained(found, **settings), trained(tensors, **settings), rtol=1e-12
         )
     assert found.evaluate().loss == pytest.approx(tensors.evaluate().loss, rel=1e-12)
-    assert next(found.batches(stream(1, "t"), 3))[0].dtype == torch.float64
+    single = streamed(TensorDataset(X.float(), Y))
+    for problem in (found, single):  # the model's type
+        assert next(problem.batches(stream(1, "t"), 3))[0].dtype == torch.float64
+
+
+def test_each_client_draws_its_own_numbers_in_each_round_and_the_same_ones_again() -> None:
+    def drawn(number: int, client: int) -> float:
+        return generator({"server-round": number, "seed": 1}, "work", number, client).random()
+
+    places = [(number, client) for number in (1, 2) for client in (0, 1)]
+    numbers = [drawn(*place) for place in places]
+    assert len({*numbers}) == len(places)
+    assert [drawn(*place) for place in places] == numbers
 
 
 def test_batches_are_tuples_or_mappings_and_modules_get_them_by_place_or_name() -> None:
