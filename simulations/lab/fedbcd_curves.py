@@ -7,7 +7,6 @@ from simulations.lab.settings import FIXED, Rule, Setting, centralised
 
 TEN = {"servers": 10, "reduce": "mean"}
 STEPS = {"random-epochs": "false", **FedBCD.authors_local}
-CLOCK = {"clock": "exponential"}
 RULES = {
     "sync": Rule("fedbcd", TEN),
     "sync-authors": Rule("fedbcd", TEN | dict(FedBCD.authors_rule), STEPS),
@@ -16,13 +15,12 @@ RULES = {
     "async-0.3-rigorous": Rule("fedbcd-async", TEN | {"first": 3, "rigorous": True}),
     "fedbcd-i": Rule("fedbcd-i", TEN),
     "fedprox": Rule(
-        "fedprox", {"mu": 5.0, "weights": "uniform"}, {"extrapolation": 0.9, "box": 2.0, **CLOCK}
+        "fedprox", {"mu": 5.0, "weights": "uniform"}, {"extrapolation": 0.9, "box": 2.0}
     ),
-    "fedavg": Rule("fedavg", {"weights": "uniform"}, CLOCK),
+    "fedavg": Rule("fedavg", {"weights": "uniform"}),
 }
 """Sync-cloud by the paper's rule and by its authors' code, async-cloud with beta = B/V of 0.3 and
-0.5, FedBCD-I, FedProx with ASPG, as the paper has it, and FedAvg; the last two on FedBCD's clock,
-as in Fig. 4 (d)."""
+0.5, FedBCD-I, FedProx with ASPG, as the paper has it, and FedAvg."""
 
 
 def curves(labels: int, active: int) -> Setting:
