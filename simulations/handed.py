@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 from flwr.app import Context
@@ -15,6 +14,7 @@ from clients import AnyAlgorithmClient, client_app
 from simulations import client_app as app
 from simulations import problems
 from simulations.config import RunConfig
+from simulations.generated import Dataset, Inputs
 
 
 def app_with_data(config: RunConfig) -> ClientApp:
@@ -32,15 +32,15 @@ def app_with_data(config: RunConfig) -> ClientApp:
 
 
 def _client_fn(
-    config: RunConfig, data_set: Any, split: Any, images: bool, context: Context
+    config: RunConfig, data_set: Dataset, split: problems.Split, images: bool, context: Context
 ) -> AnyAlgorithmClient:
     if config not in problems.HANDED:
         if images:
-            x, test_x = _channels_first(data_set.x), _channels_first(data_set.test_x)
+            x, test_x = (_channels_first(pixels) for pixels in (data_set.x, data_set.test_x))
             data_set = replace(data_set, x=x, test_x=test_x)
         problems.HANDED[config] = data_set, split
     return app.client_fn(context)
 
 
-def _channels_first(pixels: NDArray[np.float32]) -> NDArray[np.float32]:
-    return pixels.transpose(0, 3, 1, 2)
+def _channels_first(pixels: Inputs) -> NDArray[np.float32]:
+    return np.asarray(pixels).transpose(0, 3, 1, 2)

@@ -160,14 +160,14 @@ def _parts(
     rows = partitions.partition(
         kind, np.asarray(data_set.y), clients, seed=seed, owner=data_set.owner, **options
     )
-    both = partitions.train_test(rows, local_test, seed)
+    pairs = partitions.train_test(rows, local_test, seed)
     if validation == 0.0:
-        return both, np.empty(0, np.int64)
-    both = partitions.train_test([train for train, _ in both], validation, seed)
-    held_out = np.concatenate([held for _, held in both])
+        return pairs, np.empty(0, np.int64)
+    pairs = partitions.train_test([train for train, _ in pairs], validation, seed)
+    held_out = np.concatenate([held for _, held in pairs])
     if not len(held_out):
         raise ValueError(f"validation={validation} holds out nothing: clients have too few rows")
-    return both, held_out
+    return pairs, held_out
 
 
 def draw_partition(config: RunConfig, path: Path) -> None:
@@ -175,9 +175,9 @@ def draw_partition(config: RunConfig, path: Path) -> None:
 
     Of a large population that is drawn it shows the first clients.
     """
-    data_set, each = dataset(config), parts(config)
-    shown = AT_ONCE if isinstance(data_set.owner, Owners) else len(each)
-    shown_parts = [each[client][0] for client in range(shown)]
+    data_set, rows = dataset(config), parts(config)
+    shown = AT_ONCE if isinstance(data_set.owner, Owners) else len(rows)
+    shown_parts = [rows[client][0] for client in range(shown)]
     figures.draw_partition(partitions.describe(shown_parts, data_set.y), path)
 
 

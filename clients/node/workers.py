@@ -156,7 +156,7 @@ class _Worker:
         self.number, self.started = number, False
         self.tasks: deque[tuple[Message, Context]] = deque()
         self._has = set[int]()
-        self._replies = [memory_file() for _ in range(AHEAD + 1)]
+        self._replies = deque(memory_file() for _ in range(AHEAD + 1))
         files = [file.fileno() for file in self._replies]
         here, there = socket.socketpair()
         with there:
@@ -191,9 +191,8 @@ class _Worker:
     def answer(self) -> _Answer:
         """Return what the worker sent; a reply lies in the next of its files."""
         size: int = self.connection.recv()
-        file = self._replies[0]
-        self._replies.append(self._replies.pop(0))
-        answer: _Answer = pickle.loads(os.pread(file.fileno(), size, 0))
+        answer: _Answer = pickle.loads(os.pread(self._replies[0].fileno(), size, 0))
+        self._replies.rotate(-1)
         return answer
 
     def lost_task(self) -> Done | None:

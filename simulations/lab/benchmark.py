@@ -258,8 +258,9 @@ def startup(folder: Path) -> list[list[str]]:
         while process.poll() is None:
             time.sleep(0.2)
             with suppress(psutil.Error):
-                own = [child for child in process.children() if "-P" in child.cmdline()]
-                most = max([most, *(child.memory_full_info().uss / 1e6 for child in own)])
+                trainers = [child for child in process.children() if "-P" in child.cmdline()]
+                sizes = [child.memory_full_info().uss / 1e6 for child in trainers]
+                most = max(most, *sizes, 0.0)
         if process.returncode:
             raise subprocess.CalledProcessError(process.returncode, command)
         seconds = time.perf_counter() - started
