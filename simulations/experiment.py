@@ -296,15 +296,15 @@ def run_in_process(
 ) -> Summary:
     """Run ``config`` without Ray: on one node of this process that hosts all clients.
 
-    More ``workers`` are as many processes, and each client is a node; the model is the same to the
-    bit unless clients are trained at once (``stack``) or folded (``fold``), which hosts do.
+    More ``workers`` are as many processes, each with a node that hosts any client. The model is the
+    same to the bit unless clients are trained at once (``stack``) or folded (``fold``).
     """
     config.check_device()
     torch.set_num_threads(1)
     grid = InProcessGrid(
         app_with_data(config) if workers > 1 else "simulations.client_app:app",
         config.clients,
-        hosts=int(workers == 1),
+        hosts=workers if workers < config.clients else 0,
         workers=workers,
         run_config=config.to_run_config(),
         state_memory=10**6 * config.state_memory,

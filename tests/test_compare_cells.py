@@ -301,16 +301,13 @@ def test_bad_arguments_are_refused_before_anything_runs(
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("engine")
-def test_workers_train_the_same_models_and_leave_to_hosts_what_hosts_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = "--algorithms fedavg --engine in-process --quiet"
+def test_workers_train_the_same_models_also_at_once(tmp_path: Path) -> None:
+    line = "--algorithms fedavg --engine in-process --fraction 1.0 --quiet"
     (alone,) = compare(tmp_path / "1", f"{line} --workers 1")
-    (shared,) = compare(tmp_path / "2", f"{line} --workers 2 --stack 2")
-    assert shared["model_sha256"] == alone["model_sha256"]
-    text = "--workers: each client is a node, without stack, which hosts do\n"
-    assert capsys.readouterr().out.count(text) == 1
-    assert json.loads((tmp_path / "2/fedavg/config.json").read_text())["stack"] == "off"
+    (shared,) = compare(tmp_path / "2", f"{line} --workers 2")
+    (stacked,) = compare(tmp_path / "3", f"{line} --workers 2 --stack 2")
+    assert shared["model_sha256"] == alone["model_sha256"] != stacked["model_sha256"]
+    assert stacked["final_accuracy"] == pytest.approx(alone["final_accuracy"], abs=0.02)
 
 
 def test_fewer_than_one_job_is_refused_by_a_study(

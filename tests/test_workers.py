@@ -48,6 +48,12 @@ RULES: dict[str, Callable[[], FederatedStrategy]] = {
 } | {"asynchronous": partial(FedADMM, **COMMON, **ASYNCHRONOUS, eta="fraction")}
 
 
+def records_of(grid: InProcessGrid) -> dict[int, list[str]]:
+    """Return the names of the records in each client's state, of those that have some."""
+    states = {c.node_config["partition-id"]: [*c.state] for c in grid.client_contexts()}
+    return {client: names for client, names in states.items() if names}
+
+
 @pytest.mark.xdist_group("engine")
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_any_number_of_workers_gives_the_same_model(
@@ -55,24 +61,35 @@ def test_any_number_of_workers_gives_the_same_model(
 ) -> None:
     """Every algorithm on one grid after the other's clients: their states travel, too.
 
-    Three workers are on a system without files in memory, as macOS.
+    The third grid has two hosts, whose clients' states travel with them. Three workers are on a
+    system without files in memory, as macOS.
     """
     if workers == 3:
         monkeypatch.delattr(os, "memfd_create", raising=False)
     app = make_client_app(quadratics(CLIENTS))
-    grids = [InProcessGrid(app, CLIENTS), InProcessGrid(app, CLIENTS, workers=workers)]
+    hosts = [[4, 0, 2], [3, 1]]
+    host = make_client_app(
+        quadratics(CLIENTS), hosts=lambda context: hosts[int(context.node_config["partition-id"])]
+    )
+    grids = [
+        InProcessGrid(app, CLIENTS),
+        InProcessGrid(app, CLIENTS, workers=workers),
+        InProcessGrid(host, CLIENTS, hosts=2, workers=workers),
+    ]
     for name, made in RULES.items():
         for grid in grids:
             for context in grid.client_contexts():
                 context.state.clear()
         start = to_record(START)
-        alone, shared = (to_vector(made().start(grid, start, 4).arrays) for grid in grids)
-        np.testing.assert_array_equal(alone, shared, name)
-        states = [[dict(c.state) for c in grid.client_contexts()] for grid in grids]
-        assert [[*state] for state in states[0]] == [[*state] for state in states[1]]
+        alone, *others = (to_vector(made().start(grid, start, 4).arrays) for grid in grids)
+        for shared in others:
+            np.testing.assert_array_equal(alone, shared, name)
+        expected, *found = map(records_of, grids)
+        for states in found:
+            assert states == expected, name
 
 
-def of_a_page(fatal: int = -1) -> Any:
+def of_a_page(fatal: int = -1, hosts: Any = None) -> Any:
     """Return the app of a page: data and a model that all clients share are in the closure."""
     inputs = torch.randn(60, 3, generator=torch.Generator().manual_seed(1))
     targets = (inputs.sum(1) > 0).long()
@@ -88,7 +105,7 @@ def of_a_page(fatal: int = -1) -> Any:
         problem = Problem(model, nn.functional.cross_entropy, inputs[rows], targets[rows])
         return AnyAlgorithmClient(problem, client_id=me, test=problem, store=ContextStore(context))
 
-    return client_app(client_fn)
+    return client_app(client_fn, hosts=hosts)
 
 
 def initial() -> ArrayRecord:
@@ -132,8 +149,6 @@ def test_a_worker_that_dies_costs_its_client_alone(caplog: pytest.LogCaptureFixt
 @pytest.mark.xdist_group("engine")
 def test_what_cannot_run_says_why() -> None:
     app = of_a_page()
-    with pytest.raises(ValueError, match="workers must be 1 with hosts=2, got 2"):
-        InProcessGrid(app, 4, hosts=2, workers=2)
     with pytest.raises(ValueError, match="workers must be an integer >= 1, got 0"):
         InProcessGrid(app, 4, workers=0)
     lock = threading.Lock()
@@ -143,6 +158,20 @@ def test_what_cannot_run_says_why() -> None:
 
     with pytest.raises(ValueError, match="client_app cannot be sent to worker processes"):
         InProcessGrid(client_app(client_fn), 4, workers=2)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("engine")
+def test_a_worker_that_dies_costs_a_host_its_message_and_no_states() -> None:
+    hosts = [[0, 3], [1, 2]]
+    app = of_a_page(fatal=2, hosts=lambda context: hosts[context.node_config["partition-id"]])
+    grid = InProcessGrid(app, 4, hosts=2, workers=2)
+    strategy = FedADMM(local={"lr": 0.1}, fraction_evaluate=0.0)
+    strategy.start(grid, initial(), num_rounds=2)
+    assert strategy.run.faults == dict.fromkeys([1, 2], "the worker process died (SIGKILL)")
+    assert {client: bool(grid.clients[client].state) for client in range(4)} == {
+        0: True, 1: False, 2: False, 3: True,
+    }  # fmt: skip
 
 
 @pytest.mark.slow
@@ -188,8 +217,9 @@ def test_workers_are_handed_the_samples_and_read_no_files(
 @pytest.mark.slow
 @pytest.mark.xdist_group("engine")
 def test_a_simulation_gives_the_same_model_with_workers(images: RunConfig, tmp_path: Path) -> None:
+    """Two workers have hosts of three clients; with three, each client is a node."""
     hashes = set()
-    for workers in (1, 2):
+    for workers in (1, 2, 3):
         config = replace(images, output=str(tmp_path / f"{workers}"))
         hashes.add(run_in_process(config, workers=workers, quiet=True).model_sha256)
     assert len(hashes) == 1

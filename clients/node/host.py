@@ -73,6 +73,37 @@ class HostContext(Context):
     """Takes a client's context back after it worked."""
 
 
+class TravellingContext(HostContext):
+    """A host's context for another process, with those of the clients that it is asked for."""
+
+    def __init__(self, host: Context, clients: dict[int, Context]) -> None:
+        super().__init__(host.run_id, host.node_id, host.node_config, host.state, host.run_config)
+        self.clients = clients
+
+    def __reduce__(self) -> Any:  # the run-config once
+        host = (self.run_id, self.node_id, self.node_config, self.state, self.run_config)
+        clients = {c: (its.node_config, its.state) for c, its in self.clients.items()}
+        return _arrived, (host, clients)
+
+    def fetch(self, client: int) -> Context:
+        """Return a client's context."""
+        return self.clients[client]
+
+    def keep(self, context: Context) -> None:
+        """Do nothing: all states travel back."""
+
+
+def _arrived(host: Any, clients: Mapping[int, tuple[Any, RecordDict]]) -> TravellingContext:
+    run, _, _, _, run_config = host
+    contexts = {c: Context(run, c, *its, dict(run_config)) for c, its in clients.items()}
+    return TravellingContext(Context(*host), contexts)
+
+
+def members_of(context: Context) -> list[Context]:
+    """Return the contexts of the clients with which a context travels, or itself."""
+    return [*context.clients.values()] if isinstance(context, TravellingContext) else [context]
+
+
 @dataclass(frozen=True)
 class Host:
     """The clients of one node, each made by ``client_fn``.

@@ -20,7 +20,7 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-from clients.node.host import HostContext
+from clients.node.host import HostContext, TravellingContext, members_of
 from clients.node.packing import app_of
 from clients.node.records import become_server, error_reply
 from clients.node.workers import Workers
@@ -30,6 +30,7 @@ from fl_strategies.core.randomness import stream
 from fl_strategies.core.reasons import of_exception
 from fl_strategies.core.schedules import check
 from fl_strategies.core.spelling import hinted
+from fl_strategies.messages.hosting import asked_in, is_hosted
 from fl_strategies.messages.internals import (
     RecordDictProto,
     recorddict_from_proto,
@@ -70,8 +71,8 @@ class InProcessGrid(Grid):
         Processes that train and evaluate; with 1 it is this one. Results are the same to the bit if
         a client computes on one thread of torch, as each worker does. Workers hold copies of the
         app, sent by ``cloudpickle`` (of ``pip install '.[simulation]'``) or imported by name; a
-        worker that dies costs the reply of the client that it was working on. Nodes that are hosts
-        have no workers: they train several clients in one process.
+        worker that dies costs the reply that it was working on: a client's, or a host's. As many
+        hosts as workers cost the fewest messages.
     state_memory : int >= 0 (default 10^9)
         Bytes of arrays in clients' ``context.state`` that are kept in memory. Further states go
         to a temporary file, and are empty in ``contexts`` while their clients do not work. The file
@@ -96,8 +97,6 @@ class InProcessGrid(Grid):
         check("hosts", hosts, low=0, integer=True)
         check("workers", workers, low=1, integer=True)
         check("state_memory", state_memory, low=0)
-        if hosts and workers > 1:
-            raise ValueError(f"workers must be 1 with hosts={hosts}, got {workers}")
         become_server()
         self.client_app, self.fault = app_of(client_app), fault
         self._workers = Workers(client_app, workers) if workers > 1 else None
@@ -215,8 +214,9 @@ class InProcessGrid(Grid):
         works = [message for message in messages if message.metadata.message_type != "query"]
         works = [message for message in works if message.metadata.dst_node_id in self.contexts]
         replies: dict[int, Message] = {}
-        for request, reply, context in self._workers.replies_to(works, self._awake):
-            self._states.keep(context)
+        for request, reply, context in self._workers.replies_to(works, self._travelling):
+            for client in members_of(context):
+                self._states.keep(client)
             replies[id(request)] = reply
         for message in messages:
             if id(message) in replies:
@@ -229,6 +229,14 @@ class InProcessGrid(Grid):
         context = self.contexts[message.metadata.dst_node_id]
         self._states.fetch(context)
         return context
+
+    def _travelling(self, message: Message) -> Context:
+        """Return what a worker gets: a host's context goes with those of the clients asked."""
+        context = self._awake(message)
+        if not isinstance(context, HostContext):
+            return context
+        asked = asked_in(message.content) if is_hosted(message.content) else []
+        return TravellingContext(context, {client: self._fetch(client) for client in asked})
 
     def _arrived(self, message: Message, reply: Message) -> Message | None:
         return reply if self.fault is None else self.fault(message, reply)

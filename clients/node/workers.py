@@ -28,9 +28,10 @@ from multiprocessing.connection import Connection, wait
 from typing import IO, Any, NamedTuple
 
 import torch
-from flwr.app import ArrayRecord, Context, Message
+from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from clients.node.host import members_of
 from clients.node.packing import Given, PackedApp, Shared, Task, unpacked
 from clients.node.records import become_server, error_reply
 from fl_strategies.core.log import FLOWER, LOGGER, log
@@ -41,7 +42,7 @@ AHEAD = 2
 
 
 class Done(NamedTuple):
-    """A request that was answered; ``context`` holds the node's state after it."""
+    """A request that was answered; ``context`` holds the state after it, of each client."""
 
     request: Message
     reply: Message
@@ -136,7 +137,8 @@ class Workers:
             worker.started = True
             return None
         request, context = worker.tasks.popleft()
-        context.state = answer.state
+        for client, state in zip(members_of(context), answer.states, strict=True):
+            client.state = state
         return Done(request, answer.reply, context)
 
 
@@ -145,7 +147,7 @@ class _Answer(NamedTuple):
 
     log: list[tuple[str, int, str]]
     reply: Message | None = None
-    state: Any = None
+    states: Sequence[RecordDict] = ()
     failed: str = ""
 
 
@@ -288,7 +290,8 @@ def work(file: int, replies: Sequence[int]) -> None:
             reply = app(request, context)
         except Exception as error:
             reply = error_reply(request, of_exception(error))
-        send(_Answer(heard.taken(), reply, context.state))
+        states = [client.state for client in members_of(context)]
+        send(_Answer(heard.taken(), reply, states))
 
 
 def _tasks(connection: Connection) -> Iterator[tuple[Message, Context]]:

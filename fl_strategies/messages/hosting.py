@@ -99,6 +99,13 @@ def unpack_request(content: RecordDict) -> tuple[ArrayRecord, dict[int, dict[str
     return next(iter(content.array_records.values())), {c: common | row for c, row in rows.items()}
 
 
+def asked_in(content: RecordDict) -> list[int]:
+    """Return the ids of the clients that a request is about."""
+    whose = content.config_records[HOSTED]
+    tables = [_ids(name, ids) for name, ids in whose.items() if name != FOLD]
+    return list(dict.fromkeys(client for ids in tables for client in ids))
+
+
 def fold_of(content: RecordDict) -> str:
     """Return how a request wants uploads folded, or ""."""
     return str(content.config_records[HOSTED].get(FOLD, ""))

@@ -309,11 +309,6 @@ def main(
         parser.error("--jobs is for --engine in-process; Ray has --workers")
     if args.jobs > 1 and args.workers is not None:
         parser.error("either --jobs, which does several runs at a time, or --workers, for one run")
-    if args.engine == "in-process" and (args.workers or 1) > 1:
-        on = [name for name in ("stack", "fold") if settings.get(name, "off") != "off"]
-        if on:
-            print(f"--workers: each client is a node, without {' and '.join(on)}, which hosts do")
-            settings |= dict.fromkeys(on, "off")
     names = args.algorithms.split(",")
     if "" in names:
         parser.error(f"--algorithms has an empty name, got {args.algorithms!r}")
