@@ -98,7 +98,10 @@ class RunConfig:
     dataset: str = key("digits", "short name, folder or Hub name, see `simulations.data`")
     dataset_params: str = key("", "options of the data set: `alpha=1 beta=1`")
     normalise: str = key("own", "image normalisation: `own`, `authors`, `none`")
-    partition: str = key("", _names("simulations.partitions", KINDS))
+    partition: str = key(
+        "",
+        f"{_names('simulations.partitions', KINDS)}; or a class of `flwr_datasets.partitioner`",
+    )
     partition_params: str = key("", "options of the partition: `alpha=0.1`")
     model: str = key("", _names("simulations.models", [*MODELS, *TEXT]))
     model_params: str = key("", "options of the model: `pretrained=false`")

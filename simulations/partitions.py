@@ -10,7 +10,8 @@ shards      samples sorted by label and cut into equal shards, ``shards_per_clie
 dirichlet   each class is spread over the clients by a draw of Dirichlet(``alpha``, ..., ``alpha``)
             (0.5), which is repeated, up to ten times, while it leaves a client empty. With
             ``rows_per_client``, each client draws its mixture of classes from this distribution,
-            and so many samples by it, while they last (Hsu et al. 2019; Delta-SGD)
+            and so many samples by it, while they last (Hsu et al. 2019; Delta-SGD);
+            ``100-500`` is a number drawn from this range (its Table 3)
 power-law   client k holds a share of the samples proportional to ``exponent``^-k (1.1), of
             ``classes_per_client`` classes if given (FedBC): :func:`power_law`
 diversity   every client has samples of ``labels_per_client`` classes (3), drawn so that the numbers
@@ -20,14 +21,14 @@ imbalanced  FedADMM, Table VI: clients in groups of two; each member of group j 
             of ``shards`` label-sorted shards, and the last group shares the rest evenly. The
             default is (clients/2)^2 shards: the paper's 10,000 for its 200 clients
 natural     by the client ids of the samples, ``owner`` (int64 [n])
+
+Any other name is that of a class of flwr-datasets: :mod:`simulations.partitioners`.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import import_module
 from inspect import getfullargspec
 from typing import Any, TypeAlias
 
@@ -38,6 +39,7 @@ from fl_strategies.core.randomness import stream
 from fl_strategies.core.schedules import check, shown
 from fl_strategies.core.spelling import unknown, unknown_of
 from simulations.drawn import Drawn, Owners
+from simulations.partitioners import GIVEN, applied, flwr_partitioners, of_class, parameters
 
 Rows: TypeAlias = NDArray[np.int64]
 Draw: TypeAlias = np.random.Generator
@@ -73,7 +75,9 @@ def partition(
         raise ValueError(f"partition {kind!r} has no option {unknown_of(wrong, known)}")
     if not 1 <= clients <= len(labels):
         raise ValueError(f"clients must be from 1 to {len(labels)} (samples), got {clients}")
-    make = partial(_natural, owner=owner) if kind == "natural" else KINDS[kind]
+    make = KINDS.get(kind, partial(of_class, kind))
+    if kind == "natural" or kind not in KINDS:
+        make = partial(make, owner=owner)
     parts = make(np.asarray(labels), clients, stream(seed, "partition"), **options)
     for client, rows in enumerate(parts):
         if len(rows) == 0:
@@ -86,8 +90,13 @@ def partition(
 
 def options_of(kind: str) -> list[str]:
     """Return the names of the options of partition ``kind``."""
+    if kind[:1].isupper():
+        return [name for name in parameters(kind) if name not in GIVEN]
     if kind not in KINDS:
-        raise ValueError(f"unknown partition {unknown([kind], KINDS)}; known: {', '.join(KINDS)}")
+        raise ValueError(
+            f"unknown partition {unknown([kind], KINDS)}; known: {', '.join(KINDS)}, and classes of"
+            " flwr_datasets.partitioner"
+        )
     return getfullargspec(KINDS[kind]).kwonlyargs if kind != "natural" else []
 
 
@@ -130,8 +139,8 @@ def describe(parts: Sequence[Rows], labels: NDArray[Any] | Drawn) -> Rows:
 
 
 def _iid(labels: NDArray[Any], clients: int, rng: Draw) -> list[Rows]:
-    return _apply(
-        _partitioners().IidPartitioner(clients), labels, clients, rng.permutation(len(labels))
+    return applied(
+        flwr_partitioners().IidPartitioner(clients), labels, clients, rng.permutation(len(labels))
     )
 
 
@@ -139,14 +148,14 @@ def _shards(
     labels: NDArray[Any], clients: int, rng: Draw, *, shards_per_client: int = 2
 ) -> list[Rows]:
     _check_share("shards_per_client", shards_per_client, labels, clients)
-    partitioner = _partitioners().ShardPartitioner(
+    partitioner = flwr_partitioners().ShardPartitioner(
         clients,
         "label",
         num_shards_per_partition=shards_per_client,
         shuffle=False,
         seed=int(rng.integers(2**32)),
     )
-    return _apply(partitioner, labels, clients, rng.permutation(len(labels)))
+    return applied(partitioner, labels, clients, rng.permutation(len(labels)))
 
 
 def _dirichlet(
@@ -155,14 +164,19 @@ def _dirichlet(
     rng: Draw,
     *,
     alpha: float = 0.5,
-    rows_per_client: int | None = None,
+    rows_per_client: int | str | None = None,
 ) -> list[Rows]:
     check("alpha", alpha, above=0.0)
     if rows_per_client is not None:
-        _check_share("rows_per_client", rows_per_client, labels, clients)
-        return _mixtures(labels, clients, rng, alpha, rows_per_client)
+        low, high = _ends(rows_per_client)
+        for end in (low, high):
+            _check_share("rows_per_client", end, labels, clients)
+        if low > high:
+            raise ValueError(f"rows_per_client must be a range, got {rows_per_client!r}")
+        sizes = [low] * clients if low == high else rng.integers(low, high + 1, clients).tolist()
+        return _mixtures(labels, rng, alpha, sizes)
     for _ in range(10):  # flwr-datasets would warn at every draw that leaves a client empty
-        partitioner = _partitioners().DirichletPartitioner(
+        partitioner = flwr_partitioners().DirichletPartitioner(
             clients,
             "label",
             alpha=float(alpha),
@@ -170,34 +184,37 @@ def _dirichlet(
             shuffle=False,
             seed=int(rng.integers(2**32)),
         )
-        parts = _apply(partitioner, labels, clients, rng.permutation(len(labels)))
+        parts = applied(partitioner, labels, clients, rng.permutation(len(labels)))
         if min(map(len, parts)) > 0:
             break
     return parts
 
 
-def _mixtures(
-    labels: NDArray[Any], clients: int, rng: Draw, alpha: float, rows_per_client: int
-) -> list[Rows]:
-    """Give each client ``rows_per_client`` samples, by a mixture of classes that it draws.
+def _ends(count: Any) -> tuple[Any, Any]:
+    """Return the ends of a range, ``"100-500"``; of a number, twice itself."""
+    low, dash, high = count.partition("-") if isinstance(count, str) else ("", "", "")
+    return (int(low), int(high)) if dash and (low + high).isdecimal() else (count, count)
+
+
+def _mixtures(labels: NDArray[Any], rng: Draw, alpha: float, sizes: Sequence[int]) -> list[Rows]:
+    """Give client i ``sizes[i]`` samples, by a mixture of classes that it draws.
 
     When a class runs out, the others keep their proportions. Mixtures are kept as logarithms: with
     a small alpha most shares are too small for a double, and the flwr-datasets partitioner of this
     kind then divides 0 by 0.
     """
     pools = [rng.permutation(np.flatnonzero(labels == c)) for c in np.unique(labels)]
-    size = (clients, len(pools))
+    size = (len(sizes), len(pools))
     # Gamma(alpha) = Gamma(alpha + 1) U^(1/alpha); its shares are Dirichlet(alpha)
     logs = np.log(rng.standard_gamma(alpha + 1, size)) + np.log1p(-rng.random(size)) / alpha
     parts = []
-    for log in logs:
+    for log, left in zip(logs, sizes, strict=True):
         taken: list[Rows] = []
-        left = rows_per_client
         while left:
-            sizes = np.array([len(pool) for pool in pools])
-            log = np.where(sizes > 0, log, -np.inf)
+            stock = np.array([len(pool) for pool in pools])
+            log = np.where(stock > 0, log, -np.inf)
             share = np.exp(log - log.max())
-            counts = np.minimum(rng.multinomial(left, share / share.sum()), sizes)
+            counts = np.minimum(rng.multinomial(left, share / share.sum()), stock)
             taken += [pool[:count] for pool, count in zip(pools, counts, strict=True)]
             pools = [pool[count:] for pool, count in zip(pools, counts, strict=True)]
             left -= int(counts.sum())
@@ -221,7 +238,7 @@ def _power_law(
     if min(sizes) == 0:  # left to the check of `partition`, which names the client
         return np.split(rows, np.cumsum(sizes)[:-1])
     if classes_per_client is None:
-        return _apply(_partitioners().SizePartitioner(sizes.tolist()), labels, clients, rows)
+        return applied(flwr_partitioners().SizePartitioner(sizes.tolist()), labels, clients, rows)
     pools = [rows[labels[rows] == c] for c in classes]
     smallest_first = [_take(pools, size, classes_per_client, rng) for size in sizes[::-1].tolist()]
     return smallest_first[::-1]
@@ -314,24 +331,6 @@ def check_count(name: str, value: int, low: int, high: int, why: str) -> None:
     except ValueError:
         message = f"{name} must be an integer from {low} to {high} ({why}), got {shown(value)}"
         raise ValueError(message) from None
-
-
-def _partitioners() -> Any:
-    """Return flwr-datasets' partitioners, whose import takes seconds (seaborn, pandas)."""
-    return import_module("flwr_datasets.partitioner")
-
-
-def _apply(partitioner: Any, labels: NDArray[Any], clients: int, rows: Rows) -> list[Rows]:
-    """Let flwr-datasets partition ``rows``, in this order, and return the indices."""
-    import datasets  # flwr-datasets has imported it by now
-
-    partitioner.dataset = datasets.Dataset.from_dict(
-        {"label": labels[rows], "row": rows}
-    ).with_format("arrow")
-    with warnings.catch_warnings():  # datasets 4 sorts by an argument that pyarrow 25 deprecated
-        warnings.simplefilter("ignore", FutureWarning)
-        parts = [partitioner.load_partition(client)[:] for client in range(clients)]
-    return [part["row"].to_numpy() for part in parts]
 
 
 KINDS: dict[str, Callable[..., list[Rows]]] = {

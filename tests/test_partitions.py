@@ -14,6 +14,7 @@ from PIL import Image
 from fl_strategies.core.schedules import shown
 from simulations import partitions
 from simulations.figures import draw_partition
+from simulations.partitioners import applied
 from simulations.partitions import KINDS, describe, partition, power_law, train_test
 
 # Crooked on purpose: unequal classes, in no order, sizes that nothing divides.
@@ -240,7 +241,7 @@ def test_natural_clients_are_those_of_flower_datasets() -> None:
 
     owner = np.random.default_rng(0).permutation(np.arange(200) % 13 * 7 + 3)
     labels = np.arange(200)
-    expected = partitions._apply(NaturalIdPartitioner("label"), owner, 13, labels)
+    expected = applied(NaturalIdPartitioner("label"), owner, 13, labels)
     found = partition("natural", labels, 13, seed=1, owner=owner)
     assert [rows.tolist() for rows in found] == [np.sort(rows).tolist() for rows in expected]
 
@@ -355,3 +356,48 @@ def test_every_option_is_a_number_in_its_range(kind: str, option: str) -> None:
 def test_a_fraction_that_leaves_nothing_to_train_on_is_refused(fraction: float) -> None:
     with pytest.raises(ValueError, match=r"fraction must be in \[0, 1\)"):
         train_test([np.arange(3)], fraction, 1)
+
+
+def of_flwr(name: str, clients: int = 20, **options: Any) -> list[Any]:
+    return partition(name, LABELS, clients, seed=1, owner=OWNER, **options)
+
+
+def test_partitioners_of_flwr_datasets_go_by_the_name_of_their_class() -> None:
+    pairs = of_flwr("GroupedNaturalIdPartitioner", 10, group_size=2)
+    assert [len(np.unique(OWNER[rows])) for rows in pairs] == [2] * 10
+    two = of_flwr("PathologicalPartitioner", num_classes_per_partition=2)
+    assert {len(np.unique(LABELS[rows])) for rows in two} == {2}
+    mixed, other = (partition("DirichletPartitioner", LABELS, 9, seed=s, alpha=1.0) for s in (1, 2))
+    assert not same(mixed, other)
+    assert same(mixed, of_flwr("DirichletPartitioner", 9, alpha=1.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("DirichletPartitoner", {}, "no partitioner .*did you mean 'DirichletPartitioner'"),
+        ("DirichletPartitioner", {}, "partition 'DirichletPartitioner' needs alpha"),
+        ("DirichletPartitioner", {"alfa": 1.0}, "has no option 'alfa' .did you mean 'alpha'"),
+        ("DirichletPartitioner", {"alpha": 1.0, "partition_by": "x"}, r"\['label', 'owner'\], got"),
+        ("GroupedNaturalIdPartitioner", {"group_size": 3}, r"clients must be 7 .*, got 20"),
+        ("VerticalEvenPartitioner", {}, "divides columns over clients"),
+    ],
+)
+def test_a_partitioner_of_flwr_datasets_is_refused_with_the_reason(
+    name: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        of_flwr(name, **options)
+
+
+def test_numbers_of_samples_are_drawn_from_a_range() -> None:
+    sizes = [
+        list(map(len, partition("dirichlet", LABELS, 14, seed=s, rows_per_client="50-99")))
+        for s in (1, 1, 2)
+    ]
+    assert sizes[0] == sizes[1] != sizes[2]
+    assert 50 <= min(sizes[0]) < max(sizes[0]) <= 99
+    with pytest.raises(ValueError, match=r"rows_per_client must be .* from 1 to 71 .*, got 72"):
+        partition("dirichlet", LABELS, 20, seed=1, rows_per_client="50-72")
+    with pytest.raises(ValueError, match="rows_per_client must be a range, got '9-5'"):
+        partition("dirichlet", LABELS, 20, seed=1, rows_per_client="9-5")

@@ -153,8 +153,8 @@ def table_7() -> list[Setting]:
 
     Rounds, mu, q and alpha of MNIST are not stated: they are those of ``table_1``, with 0.01
     for mu. Learning rates are chosen in the first cell. In one place a round is one epoch, twice as
-    many passes as half of the devices make. ``fedbc`` is the paper's form, ``fedbc-global`` starts local
-    training at z, and ``fedbc-lambda`` has lambda in [1, 2].
+    many passes as half of the devices make. ``fedbc`` is the paper's form, ``fedbc-global``
+    starts local training at z, and ``fedbc-lambda`` has lambda in [1, 2].
     """
 
     def cell(classes: int, exponent: float) -> Setting:
