@@ -37,6 +37,7 @@ ONE_STEP: Mapping[str, Sequence[Scalar]] = {
     "random-epochs": (False,),
     "steps": (0, 1),
     "random-steps": (False,),
+    "variance-reduction": ("off",),
 }
 """Local settings that make (1), the first of each of which clients are sent."""
 

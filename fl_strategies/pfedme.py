@@ -53,6 +53,7 @@ from fl_strategies.fedavg import Averaging, Weights
 from fl_strategies.server.algorithm import Card, Next
 from fl_strategies.server.algorithm import State as ServerState
 from fl_strategies.server.composition import Averages
+from fl_strategies.solvers.own_steps import check_plain_steps
 
 Side: TypeAlias = Literal["client", "global"]
 
@@ -144,6 +145,11 @@ class PFedMe(Averaging):
         choices=("samples", "uniform"),
         about="Whether p_i is the number of samples, or 1.",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_batch = {"variance-reduction": ("off",)}
+        check_plain_steps(self.local, "pFedMe solves (1) on one mini-batch", one_batch)
 
     @property
     def mean_of(self) -> Averages:

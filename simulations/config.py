@@ -119,6 +119,7 @@ class RunConfig:
     extrapolation: float = key(0.0, "each step is taken at w + this * (w - previous w)")
     box: float = key(0.0, "each step ends with the projection onto [-box, box]^d; 0: none")
     sam: float = key(0.0, "radius of sharpness-aware minimisation; 0: off")
+    variance_reduction: str = key("off", "variance-reduced gradients: `off`, `svrg`, `sarah`")
     epochs: int = key(-1, "local epochs")
     random_epochs: str = key("", "`true`: draw the epochs from U{1..epochs}; `false`", words=FLAG)
     steps: int = key(0, "mini-batch steps instead of epochs")

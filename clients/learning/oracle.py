@@ -178,5 +178,11 @@ class ClientOracle:
 def on_all(training: LocalTraining, steps: int) -> LocalTraining:
     """Return the settings for ``steps`` steps, each on the full batch."""
     return replace(
-        training, epochs=steps, random_epochs=False, steps=0, random_steps=False, batch_size=0
+        training,
+        epochs=steps,
+        random_epochs=False,
+        steps=0,
+        random_steps=False,
+        batch_size=0,
+        variance_reduction="off",
     )

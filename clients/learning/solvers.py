@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from clients.learning.objective import Move, Objective
 from clients.learning.optimizers import SPS, DeltaSGD
 from clients.learning.passes import Inputs
-from clients.learning.sam import sharpness_aware
+from clients.learning.sam import Gradient, sharpness_aware
+from clients.learning.variance_reduction import variance_reduced
 from fl_strategies.core.oracle import Solved
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.solvers.local import TORCH, LocalTraining, build, torch_solver
@@ -110,8 +111,9 @@ def solve(
     needs_loss = training.solver not in GRADIENT_ONLY
     bent = _bend(problem, subproblem, start, needs_loss)
     plain = isinstance(optimizer, Descent) and optimizer.plain and problem.descends
-    plain = plain and not training.sam and not (half and subproblem.bends)
-    gradient = sharpness_aware(problem, training.sam) if training.sam else problem.gradient
+    other = _other_gradient(problem, training)
+    plain = plain and other is None and not (half and subproblem.bends)
+    gradient = other or problem.gradient
     follow = _follower(model.vector, subproblem, training.rate)
 
     def step(x: Inputs, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,6 +217,15 @@ def _optimizer(problem: Objective, training: LocalTraining, batch_size: int) -> 
     parameter.grad = model.trained_gradient
     share = min(1.0, batch_size / len(problem)) if batch_size else 1.0
     return make_optimizer(training, [parameter], module=model.module, batch_share=share)
+
+
+def _other_gradient(problem: Objective, training: LocalTraining) -> Gradient | None:
+    """Return what computes the gradients where it is not f's on the mini-batch at w."""
+    if training.sam:
+        return sharpness_aware(problem, training.sam)
+    if training.variance_reduction != "off":
+        return variance_reduced(problem, training.variance_reduction, problem.planned(training))
+    return None
 
 
 def _bend(

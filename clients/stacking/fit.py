@@ -144,6 +144,8 @@ def _obstacle(client: FederatedClient, training: LocalTraining, words: tuple[Any
         return f"{type(client).__name__} is not one of the algorithms that were tried on stacks"
     if training.sam:
         return "sharpness-aware minimisation does not run on stacks"
+    if training.variance_reduction != "off":
+        return "variance-reduced gradients do not run on stacks"
     if training.solver not in STACKED:
         return f"the solver {training.solver!r} does not run on stacks"
     if dropouts(client.problem.model.module) and (why := _draws_further(client, training, words)):

@@ -50,7 +50,10 @@ OFFERED = ("module", "batch_share")
 """Arguments that an optimizer gets if it takes them: the torch module, batch / data set size."""
 
 FINE_TUNE = ("off", "train", "test-batch")
-"""The allowed values of ``fine_tune``."""
+VARIANCE_REDUCTION = ("off", "svrg", "sarah")
+"""The allowed values of ``fine_tune`` and ``variance_reduction``."""
+NOT_NEGATIVE = ("steps", "step_limit", "batch_size", "momentum", "weight_decay", "extrapolation",
+                "box", "sam", "residual", "fine_tune_lr")  # fmt: skip
 
 
 @hinted
@@ -96,6 +99,10 @@ class LocalTraining:
         Radius of sharpness-aware minimisation: each gradient of f_i is taken at w + sam g / ||g||,
         g being the one at w (``clients.learning.sam``). It doubles the work of a step. Not for
         "lbfgs", "delta-sgd" and "sps", whose step sizes need the gradient at w.
+    variance_reduction : "off", "svrg" or "sarah" (default "off")
+        Correct each mini-batch's gradient of f_i by the one on all of the client's samples, which
+        each epoch begins with (``clients.learning.variance_reduction``). For the solvers that take
+        ``sam``, and in place of it.
     residual : float >= 0, optional
         Stop after the first epoch at whose end the squared norm of the subproblem's full gradient
         is at most this. The metric ``residual`` then reports the norm. With 0 it is measured
@@ -130,6 +137,7 @@ class LocalTraining:
     extrapolation: float = 0.0
     box: float = 0.0
     sam: float = 0.0
+    variance_reduction: str = "off"
     residual: float | None = None
     fine_tune: str = "off"
     fine_tune_lr: float | None = None
@@ -137,37 +145,31 @@ class LocalTraining:
     def __post_init__(self) -> None:
         check("lr", self.rate, above=0.0)
         check("epochs", self.epochs, low=1)
-        check("steps", self.steps, low=0)
-        check("step_limit", self.step_limit, low=0)
-        check("batch_size", self.batch_size, low=0)
-        check("momentum", self.momentum, low=0.0)
-        check("weight_decay", self.weight_decay, low=0.0)
-        check("extrapolation", self.extrapolation, low=0.0)
-        check("box", self.box, low=0.0)
-        check("sam", self.sam, low=0.0)
-        if self.fine_tune_lr is not None:
-            check("fine_tune_lr", self.fine_tune_lr, low=0.0)
+        for name in NOT_NEGATIVE:
+            if (value := getattr(self, name)) is not None:
+                check(name, value, low=0)
+        one_of("variance_reduction", self.variance_reduction, VARIANCE_REDUCTION)
         one_of("fine_tune", self.fine_tune, FINE_TUNE)
-        if self.residual is not None:
-            check("residual", self.residual, low=0.0)
         for name in ("random_epochs", "random_steps", "nesterov"):
             check_flag(name, getattr(self, name))
-        kinds = {
-            "epochs": int,
-            "steps": int,
-            "step_limit": int,
-            "batch_size": int,
-            "solver_params": str,
-        }
-        for name, kind in kinds.items():
+        whole = dict.fromkeys(("epochs", "steps", "step_limit", "batch_size"), int)
+        for name, kind in {**whole, "solver_params": str}.items():
             if not isinstance(value := getattr(self, name), kind):
                 raise ValueError(f"{name} must be {kind.__name__}, got {shown(value)}")
         if self.random_steps and not self.steps:
             raise ValueError(f"random_steps needs steps >= 1, got {self.steps}")
         if self.nesterov and not self.momentum:
             raise ValueError(f"nesterov needs a momentum > 0, got {self.momentum}")
-        if self.sam and self.solver in WITHOUT_SAM:
-            raise ValueError(f"sam must be 0 with the solver {self.solver!r}, got {self.sam}")
+        for name, off in (("sam", 0), ("variance_reduction", "off")):
+            if (value := getattr(self, name)) != off and self.solver in WITHOUT_SAM:
+                raise ValueError(
+                    f"{name} must be {off} with the solver {self.solver!r}, got {value}"
+                )
+        if self.variance_reduction != "off" and (self.sam or self.full_batch):
+            raise ValueError(
+                f"variance_reduction = {self.variance_reduction} needs mini-batches and sam = 0,"
+                f" got batch_size = {self.batch_size}, solver = {self.solver!r}, sam = {self.sam}"
+            )
         self._check_solver()
 
     @property

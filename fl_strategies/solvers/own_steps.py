@@ -30,7 +30,7 @@ PLAIN: Mapping[str, Sequence[Any]] = MappingProxyType(
 """Local settings with which each step is w <- w - lr g."""
 
 OWN_STEPS: Mapping[str, Sequence[Any]] = MappingProxyType(
-    {**PLAIN, "weight-decay": (0.0,), "residual": (), "sam": (0.0,)}
+    {**PLAIN, "weight-decay": (0.0,), "residual": (), "sam": (0.0,), "variance-reduction": ("off",)}
 )
 """Local settings that an algorithm with its own gradient steps does not use, and the values they
 must have."""
