@@ -14,8 +14,8 @@ from simulations.lab.settings import FIXED, Rule, Setting
 from simulations.lab.tuners import Space
 
 RATES: Space = {"lr": (0.03, 0.1, 0.3)}
-CHOICE = 25
-"""Rounds of the runs that choose; schedules change after them."""
+CHOICE, EARLY = 25, 12
+"""Rounds of the runs that choose, and of the early gain; schedules change after them."""
 
 
 def _fedadmm(**params: Any) -> Rule:
@@ -29,9 +29,12 @@ RULES: dict[str, Rule] = {
     "fedprox": Rule("fedprox", config=FIXED, tune={"mu": (0.01, 0.1), **RATES}),
     "rho-0.01": _fedadmm(rho=0.01),
     "eta-later-0.3": _fedadmm(eta={1: 1.0, CHOICE + 1: 0.3}),
+    "eta-later-0.1": _fedadmm(eta={1: 1.0, EARLY + 1: 0.1}),
+    "rho-later-0.1": _fedadmm(rho={1: 1.0, EARLY + 1: 0.1}, eta={1: 1.0, EARLY + 1: 0.1}),
     "feddyn": Rule("feddyn", {"alpha": 1.0}, FIXED, True),
 }
-"""``rho-0.01`` has the paper's rho, ``eta-later-0.3`` rho = 1 and, after 25 rounds, eta = 0.3."""
+"""``rho-0.01`` has the paper's rho, ``eta-later-0.3`` rho = 1 and, after 25 rounds, eta = 0.3;
+``eta-later-0.1`` has eta = |S|/m after 12 rounds, and ``rho-later-0.1`` rho = 0.1 in addition."""
 
 
 def rho_and_rate(model: str) -> list[Setting]:
