@@ -1,6 +1,6 @@
 """Data sets as arrays, indexed per client.
 
-digits, synthetic, fedpd-weak, fedpd-strong
+digits, synthetic, fedpd-weak, fedpd-strong, fcube
                see :mod:`simulations.generated`; they need no network
 mnist          ylecun/mnist, [1, 28, 28]
 fashion_mnist  zalando-datasets/fashion_mnist, [1, 28, 28]

@@ -4,6 +4,7 @@ digits         scikit-learn's 1797 digits, [1, 8, 8], in [0, 1]
 synthetic      FedBC's generator, [60]: :func:`synthetic`
 fedpd-weak, fedpd-strong
                FedPD's, [20], labels at random or by a model per client: :func:`two_classes`
+fcube          NIID-Bench's, [3], two octants of a cube per client: :func:`fcube`
 """
 
 from __future__ import annotations
@@ -189,6 +190,35 @@ def two_classes(
     return _dataset(name, Population(draw, counts, train, 20, np.float32), 2)
 
 
+def fcube(
+    *, clients: int = 4, samples: int = 1000, test_samples: int = 250, seed: int = 0
+) -> Dataset:
+    """Return NIID-Bench's FCUBE: points of the cube [-1, 1]^3, labels 0 for x_1 > 0, 1 for x_1 < 0.
+
+    Each client has two octants, which the origin mirrors into each other, and takes its samples
+    from them in turn: labels are balanced, and clients differ in features alone. The octants with
+    x_1 > 0 are those of the first four clients, client 4 has those of client 0, and so on.
+
+    NIID-Bench has four parties with 1,000 training samples each, as here by default. It tests on
+    1,000 points, anywhere in the cube; here a client has ``test_samples`` of its own octants, so
+    that those of four clients are spread over the cube alike.
+
+    Reference: Li, Diao, Chen, He, "Federated Learning on Non-IID Data Silos: An Experimental
+    Study", ICDE 2022 (feature distribution skew), and its authors' code (utils.py).
+    """
+    _check_counts(clients=clients, samples=samples, test_samples=test_samples, seed=seed)
+    n = samples + test_samples
+
+    def draw(i: int) -> Samples:
+        octant = np.array([1, -1 if i % 4 >= 2 else 1, -1 if i % 2 else 1])
+        in_turn = 1 - 2 * (np.arange(n) % 2)
+        x = stream(seed, "fcube", i).uniform(size=(n, 3)) * np.outer(in_turn, octant)
+        return x.astype(np.float32), (x[:, 0] < 0).astype(np.int64)
+
+    counts, train = np.full(clients, n), np.full(clients, samples)
+    return _dataset("fcube", Population(draw, counts, train, 3, np.float32), 2)
+
+
 def _dataset(name: str, population: Population, classes: int) -> Dataset:
     """Return the data of a population, warning of those that are drawn at once and are large."""
     clients, samples = len(population.counts), int(population.counts.sum())
@@ -224,6 +254,7 @@ GENERATED: dict[str, Callable[..., Dataset]] = {
     "synthetic": synthetic,
     "fedpd-weak": partial(two_classes, False),
     "fedpd-strong": partial(two_classes, True),
+    "fcube": fcube,
 }
 """Data sets drawn from a seed, for a number of clients."""
 BUILT_IN: dict[str, Callable[..., Dataset]] = {"digits": digits, **GENERATED}

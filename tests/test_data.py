@@ -261,6 +261,52 @@ def test_a_synthetic_device_keeps_a_fifth_for_testing(sizes: str) -> None:
         assert (train + test).sum() == 30 * 250
 
 
+def test_each_party_of_fcube_has_two_octants_that_the_origin_mirrors() -> None:
+    made = data.load("fcube", seed=3)
+    assert made.x.shape == (4000, 3)
+    assert made.test_x.shape == (1000, 3)
+    assert np.abs(made.x).max() <= 1
+    first_octants = set()
+    for party in range(4):
+        for x, y, owner in (
+            (made.x, made.y, made.owner),
+            (made.test_x, made.test_y, made.test_owner),
+        ):
+            assert owner is not None
+            mine = owner == party
+            assert mine.sum() == len(x) / 4
+            assert np.bincount(y[mine]).tolist() == [mine.sum() / 2] * 2
+            above, below = (np.unique(np.sign(x[mine & (y == c)]), axis=0) for c in (0, 1))
+            assert len(above) == 1
+            assert np.array_equal(above, -below)
+            assert above[0, 0] == 1
+            first_octants.add(tuple(above[0]))
+    assert len(first_octants) == 4
+
+
+def test_points_of_fcube_are_spread_evenly_over_their_octants() -> None:
+    made = data.load("fcube", samples=10_000)
+    assert made.owner is not None
+    for party in range(4):
+        edges = np.abs(made.x[made.owner == party])
+        for coordinate in edges.T:
+            counts = np.histogram(coordinate, bins=10, range=(0, 1))[0]
+            assert np.abs(counts - 1000).max() < 5 * np.sqrt(1000)
+        correlations = np.corrcoef(edges.T) - np.eye(3)
+        assert np.abs(correlations).max() < 5 / np.sqrt(10_000)
+
+
+def test_the_seed_decides_the_points_of_fcube_and_party_4_has_the_octants_of_party_0() -> None:
+    first, same, other = (generated.fcube(seed=seed) for seed in (1, 1, 2))
+    for field in ("x", "y", "owner", "test_x", "test_y", "test_owner"):
+        assert np.array_equal(getattr(first, field), getattr(same, field))
+    assert not np.array_equal(first.x, other.x)
+    assert not np.array_equal(np.abs(first.x[:1000]), np.abs(first.x[1000:2000]))
+    more = generated.fcube(clients=8, seed=1)
+    assert np.array_equal(more.x[:4000], first.x)
+    assert np.array_equal(np.sign(more.x[4000:]), np.sign(first.x))
+
+
 AUTHORS = {
     1: ("0f014a358d53a149", "9259dc545cdd2387", "b74ddcbb85af0fd1", "01874d1d07c1a9d8"),
     2: ("268bb47da85bf716", "becc792c3e05f765", "e089f5fdb4e2322e", "f4091e36503f7f85"),

@@ -21,9 +21,10 @@ SHARE = 0.6
 SETTINGS: dict[str, dict[str, Scalar]] = {
     "digits": {"partition": "dirichlet", "partition_params": "alpha=0.1"},
     "fedpd-strong": {"dataset_params": "samples=100"},
+    "fcube": {"dataset_params": "samples=100"},
 }
 """A split on which settings of little use show, and fewer samples; the rest is left alone."""
-GUESSED = {"digits": 0.1, "synthetic": 0.1, "fedpd-strong": 0.5}
+GUESSED = {"digits": 0.1, "synthetic": 0.1, "fedpd-strong": 0.5, "fcube": 0.5}
 """The accuracy of guessing; there is no better one on fedpd-weak, whose labels are random."""
 
 
