@@ -19,6 +19,7 @@ from simulations.lab import (
     fedbcd_curves,
     fedpd_curves,
     local_solvers,
+    niid_bench,
 )
 from simulations.lab.comparisons import (
     BATCH_SIZES,
@@ -280,47 +281,6 @@ FAIRNESS: tuple[Figure, ...] = ("worst_tenth", "best_tenth", "variance")
 Q_FEDAVG = q_fedavg("late_accuracy")
 
 
-# ---- NIID-Bench: Li, Diao, Chen, He, ICDE 2022, Table III ---------------------------------------
-
-NIID_BENCH = {
-    "mnist": {"fedavg": 0.989, "fedprox": 0.989, "scaffold": 0.990, "fednova": 0.989},
-    "fashion_mnist": {"fedavg": 0.881, "fedprox": 0.881, "scaffold": 0.884, "fednova": 0.885},
-}
-
-
-def niid_bench(dataset: str) -> Setting:
-    """Return its label skew by Dirichlet(0.5): 10 parties, all of them in each of 50 rounds."""
-    return Setting(
-        name=f"niid-bench-{dataset}",
-        where=f"NIID-Bench, Table III: {dataset}, Dirichlet(0.5)",
-        figure="final_accuracy",
-        ours="",
-        rules={
-            "fedavg": Rule("fedavg", config={"momentum": 0.9}),
-            "fedprox": Rule("fedprox", {"mu": 0.01}, {"momentum": 0.9}),
-            "scaffold": Rule("scaffold", config={"momentum": 0.0}),  # ours takes plain steps alone
-            "fednova": Rule("fednova", config={"momentum": 0.9}),
-            "moon": Rule("moon", {"mu": 1.0}, {"momentum": 0.9}),
-            "centralised": centralised(momentum=0.9),
-        },
-        published=NIID_BENCH[dataset],
-        config={
-            "dataset": dataset,
-            "model": "cnn-6-16",
-            "partition": "dirichlet",
-            "partition-params": "alpha=0.5",
-            "clients": 10,
-            "fraction": 1.0,
-            "rounds": 50,
-            "epochs": 10,
-            "random-epochs": "false",
-            "batch-size": 64,
-            "lr": 0.01,
-        },
-        seeds=(1, 2, 3),
-    )
-
-
 BOARD: dict[str, list[Setting]] = {
     "fedadmm": table_iii(CNN, "fedadmm"),
     "fedadmm-mlp": table_iii(MLP, "fedadmm-mlp"),
@@ -352,6 +312,6 @@ BOARD: dict[str, list[Setting]] = {
     "fedpd-fig2": [fedpd_curves.fig_2(kind) for kind in ("weak", "strong")],
     "fedpd-writers": [fedpd_curves.writers()],
     "deadlines": [deadlines.SETTING],
-    "niid-bench": [niid_bench(dataset) for dataset in NIID_BENCH],
+    "niid-bench": niid_bench.SETTINGS,
 }
 """Settings by study."""

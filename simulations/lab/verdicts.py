@@ -11,8 +11,8 @@ only*, if the number does not; *not*, if the interval holds 0 or lies on the oth
 paper's rule is behind a baseline by its own numbers, the differences to all published baselines
 must lie on their sides. A setting without a paper's rule, of a benchmark, is reproduced if each
 published number lies in its rule's interval of prediction. A setting without published numbers says
-whether the rule is *ahead* of the best baseline or *behind* it with the whole interval, or *level*.
-What cannot be run says why.
+whether the rule is *ahead* of the best baseline or *behind* it with the whole interval, or *level*;
+without a paper's rule, too, it has *no verdict*. What cannot be run says why.
 
 While a baseline of these has not run, the only verdicts are *not* and *behind*, which it could not
 change.
@@ -29,7 +29,15 @@ from simulations.lab.measured import KINDS
 from simulations.lab.settings import Setting
 
 Verdict = Literal[
-    "reproduced", "order only", "not", "not run", "not possible here", "ahead", "level", "behind"
+    "reproduced",
+    "order only",
+    "not",
+    "not run",
+    "not possible here",
+    "ahead",
+    "level",
+    "behind",
+    "no verdict",
 ]
 
 CONFIDENCE = 0.95
@@ -156,6 +164,8 @@ def _within(row: Row) -> bool:
 
 def _foretold(setting: Setting, whole: Mapping[str, Row]) -> Verdict:
     """Return the verdict on a benchmark's numbers."""
-    if setting.published.keys() - whole.keys():
+    if (setting.published or setting.rules).keys() - whole.keys():
         return "not run"
+    if not setting.published:
+        return "no verdict"
     return "reproduced" if all(_within(whole[rule]) for rule in setting.published) else "not"
