@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import itertools
 import logging
+import mmap
 import os
 import pickle
 import queue
@@ -193,7 +194,8 @@ class _Worker:
     def answer(self) -> _Answer:
         """Return what the worker sent; a reply lies in the next of its files."""
         size: int = self.connection.recv()
-        answer: _Answer = pickle.loads(os.pread(self._replies[0].fileno(), size, 0))
+        with mmap.mmap(self._replies[0].fileno(), size, access=mmap.ACCESS_READ) as data:
+            answer: _Answer = pickle.loads(data)
         self._replies.rotate(-1)
         return answer
 
@@ -265,17 +267,18 @@ def work(file: int, replies: Sequence[int]) -> None:
     Answers are written into the files ``replies`` by turns. One more than ``AHEAD`` are enough for
     the engine to have read what is overwritten.
     """
-    connection, turns = Connection(file), itertools.cycle(replies)
+    connection = Connection(file)
+    turns = itertools.cycle([open(place, "r+b") for place in replies])  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine's process gets it, and ends us
     become_server()
     torch.set_num_threads(1)
 
     def send(answer: _Answer) -> None:
-        data = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
-        written, place = 0, next(turns)
-        while written < len(data):
-            written += os.pwrite(place, memoryview(data)[written:], written)
-        connection.send(len(data))
+        place = next(turns)
+        place.seek(0)
+        pickle.dump(answer, place, pickle.HIGHEST_PROTOCOL)  # arrays go into the file at once
+        place.flush()
+        connection.send(place.tell())
 
     path, levels = connection.recv()
     heard = _Heard(levels)
