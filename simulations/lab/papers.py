@@ -60,6 +60,7 @@ epochs, B the batch size. Core-hours are those of a machine that also did other 
 A verdict needs three seeds: *reproduced* is the published order with its whole interval and the
 published number in our interval of prediction, *order only* the order alone, else *not*. Where
 nothing is published, our rule is *ahead* of the best baseline, *level* with it or *behind* it.
+With fewer seeds, or far fewer rounds than the paper's, there is *no verdict*.
 Every *not* has a cause that a run has tested, or says that none was tested. Where values were kept
 to three digits, the last one may differ from the note's.
 """
