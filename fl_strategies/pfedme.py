@@ -149,7 +149,8 @@ class PFedMe(Averaging):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_batch = {"variance-reduction": ("off",)}
-        check_plain_steps(self.local, "pFedMe solves (1) on one mini-batch", one_batch)
+        why = "pFedMe's local steps are all on one mini-batch"
+        check_plain_steps(self.local, why, one_batch)
 
     @property
     def mean_of(self) -> Averages:

@@ -197,7 +197,6 @@ def setup(app: Sphinx) -> None:
     directives.write_api(HERE / "api")
     app.add_directive("algorithm", directives.Algorithm)
     app.add_directive("algorithms", directives.Algorithms)
-    app.add_directive("app-diff", directives.AppDiff)
     app.add_directive("board", directives.Board)
     app.add_directive("combinations", directives.Combinations)
     app.add_directive("hyperparameters", directives.Hyperparameters)

@@ -1,6 +1,5 @@
 """What the site's pages derive from the code: cards, hyperparameters, paragraphs, API pages."""
 
-import difflib
 import importlib
 import inspect
 import pkgutil
@@ -13,7 +12,7 @@ from typing import Any
 from docutils.nodes import Node
 from sphinx.util.docutils import SphinxDirective
 
-from fl_strategies import STRATEGIES, FederatedStrategy, apps
+from fl_strategies import STRATEGIES, FederatedStrategy
 from fl_strategies.core.hyperparameters import Hyperparameter
 from fl_strategies.parts import STAGES, Part, parts_for
 from fl_strategies.server.options import Options
@@ -266,26 +265,6 @@ class Board(FromCode):
         about = "Final test accuracy in per cent with the default settings: "
         link = f"[the table of all algorithms](/{DEFAULTS}#accuracy-with-default-settings)."
         return [*head[0].split("\n"), found[0], "", about + link]
-
-
-class AppDiff(FromCode):
-    """``{app-diff} problem server_app.py``: how an app's file differs from Flower's quickstart.
-
-    A third argument names another app, from which it differs.
-    """
-
-    def lines(self) -> list[str]:
-        kind, rest = self.arguments
-        return ["```diff", *app_diff(kind, *rest.split()), "```"]
-
-
-def app_diff(kind: str, name: str, base: str = "flower") -> list[str]:
-    """Return the hunks that make the file of the app ``kind`` of that of ``base``."""
-    before, after = (
-        (apps.HERE / each / "my_app" / name).read_text().splitlines() for each in (base, kind)
-    )
-    found = difflib.unified_diff(before, after, n=2, lineterm="")
-    return [line for line in found if not line.startswith(("---", "+++"))]
 
 
 class Paragraphs(FromCode):

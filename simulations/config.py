@@ -70,7 +70,7 @@ def keeps_state(algorithm: str, compression: str) -> bool:
     """Return whether clients of the algorithm keep a state if they compress so."""
     codec = parse_part(compression, "compression") if compression else None
     keeps_errors = isinstance(codec, Compression) and codec.feedback
-    return keeps_errors or CLIENTS[algorithm].state_type is not None
+    return keeps_errors or CLIENTS[STRATEGIES[algorithm].runs or algorithm].state_type is not None
 
 
 @dataclass(frozen=True)

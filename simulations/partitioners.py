@@ -16,6 +16,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_strategies.core.reasons import of_exception
+from fl_strategies.core.schedules import shown
 from fl_strategies.core.spelling import unknown
 
 Rows: TypeAlias = NDArray[np.int64]
@@ -50,7 +52,7 @@ def of_class(
 ) -> list[Rows]:
     """Return the indices of each client's samples, as the partitioner of class ``name`` has them.
 
-    Raises ``ValueError`` if an option is missing, or it makes another number of partitions.
+    Raises ``ValueError`` if an option is missing or refused, or the number of partitions differs.
     """
     known = parameters(name)
     given: dict[str, Any] = {
@@ -58,15 +60,34 @@ def of_class(
         "seed": int(rng.integers(2**32)),
         "partition_by": "owner" if "Natural" in name else "label",
     }
-    options = {key: value for key, value in given.items() if key in known} | options
+    typed, options = options, {k: v for k, v in given.items() if k in known} | options
     empty = inspect.Parameter.empty
     if missing := [key for key in known.keys() - options if known[key].default is empty]:
         raise ValueError(f"partition {name!r} needs {', '.join(sorted(missing))}")
-    partitioner = getattr(flwr_partitioners(), name)(**options)
     columns = {} if owner is None else {"owner": np.asarray(owner)}
     if (column := options.get("partition_by", "label")) not in {"label", *columns}:
+        if column == "owner":
+            raise ValueError(f"{name} needs the samples' client ids, and these samples have none")
         raise ValueError(f"partition_by must be one of {['label', *columns]}, got {column!r}")
-    return applied(partitioner, labels, clients, rng.permutation(len(labels)), columns)
+    for key, value in options.items():
+        _check_type(key, value, known[key].annotation)
+    try:
+        partitioner = getattr(flwr_partitioners(), name)(**options)
+        return applied(partitioner, labels, clients, rng.permutation(len(labels)), columns)
+    except Exception as error:
+        if str(error).startswith("clients must be"):
+            raise
+        told = " ".join(f"{key}={shown(value)}" for key, value in typed.items())
+        raise ValueError(f"partition {name!r} with {told}: {of_exception(error)}") from error
+
+
+def _check_type(name: str, value: Any, annotation: Any) -> None:
+    """Raise ``ValueError`` for a value of another type than a partitioner's number or flag."""
+    whole, flag = ("an integer", (int,)), ("true or false", (bool,))
+    wanted = {int: whole, int | None: whole, bool: flag, float: ("a number", (int, float))}
+    noun, kinds = wanted.get(annotation, ("", ()))
+    if noun and (not isinstance(value, kinds) or (isinstance(value, bool) and noun != flag[0])):
+        raise ValueError(f"{name} must be {noun}, got {shown(value)}")
 
 
 def applied(

@@ -43,15 +43,13 @@ def written(kind: str, folder: Path) -> Path:
 def changed(app: Path, section: str) -> None:
     """Change the app as a section of the page says: by its diffs, and by whole files."""
     (text,) = re.findall(rf"^## \({section}\)(.*?)(?=^## )", PAGE, re.MULTILINE | re.DOTALL)
-    for directive, said in re.findall(
-        r"^```\{(app-diff|literalinclude)\} (.*)", text, re.MULTILINE
-    ):
-        if directive == "app-diff":
-            kind, name, *base = said.split()
-            patch(app / "my_app" / name, imported_directives().app_diff(kind, name, *base))
+    block = r"^.*`(\w+\.py)`.*:\n\n```(diff|\{literalinclude\}) ?(.*)\n((?:.*\n)*?)```"
+    for name, kind, path, diff in re.findall(block, text, re.MULTILINE):
+        if kind == "diff":
+            patch(app / "my_app" / name, diff.splitlines())
         else:
-            whole = ROOT / "notebooks/pages" / said
-            (app / "my_app" / whole.name).write_text(whole.read_text())
+            whole = (ROOT / "notebooks/pages" / path).read_text()
+            (app / "my_app" / name).write_text(whole)
 
 
 def patch(path: Path, diff: Sequence[str]) -> None:
@@ -65,14 +63,6 @@ def patch(path: Path, diff: Sequence[str]) -> None:
         assert text.count(before) == 1, hunk
         text = text.replace(before, after)
     path.write_text(text)
-
-
-def imported_directives() -> Any:
-    sys.path.insert(0, str(ROOT / "notebooks"))
-    try:
-        return importlib.import_module("directives")
-    finally:
-        sys.path.pop(0)
 
 
 def files(app: Path) -> dict[str, str]:

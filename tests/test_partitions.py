@@ -381,6 +381,10 @@ def test_partitioners_of_flwr_datasets_go_by_the_name_of_their_class() -> None:
         ("DirichletPartitioner", {"alpha": 1.0, "partition_by": "x"}, r"\['label', 'owner'\], got"),
         ("GroupedNaturalIdPartitioner", {"group_size": 3}, r"clients must be 7 .*, got 20"),
         ("VerticalEvenPartitioner", {}, "divides columns over clients"),
+        ("GroupedNaturalIdPartitioner", {"group_size": 0}, "with group_size=0: ZeroDivisionError"),
+        ("GroupedNaturalIdPartitioner", {"group_size": 2.5}, "must be an integer, got 2.5"),
+        ("DirichletPartitioner", {"alpha": 1.0, "shuffle": "x"}, "must be true or false, got 'x'"),
+        ("DirichletPartitioner", {"alpha": -1.0}, r"with alpha=-1.0: .*greater than zero"),
     ],
 )
 def test_a_partitioner_of_flwr_datasets_is_refused_with_the_reason(
@@ -388,6 +392,11 @@ def test_a_partitioner_of_flwr_datasets_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         of_flwr(name, **options)
+
+
+def test_natural_ids_need_samples_that_have_them() -> None:
+    with pytest.raises(ValueError, match="needs the samples' client ids, and these samples have"):
+        partition("GroupedNaturalIdPartitioner", LABELS, 20, seed=1, group_size=2)
 
 
 def test_numbers_of_samples_are_drawn_from_a_range() -> None:

@@ -96,8 +96,8 @@ def test_it_needs_mini_batches_and_a_solver_that_asks_for_one_gradient_a_step() 
         refused(
             f"variance_reduction must be off with the solver '{solver}', got svrg", solver=solver
         )
-    refused("needs mini-batches and sam = 0, got batch_size = 0", batch_size=0)
-    refused("needs mini-batches .* solver = 'gd'", solver="gd")
-    refused("needs mini-batches .* sam = 0.1", sam=0.1)
+    refused("must be off with the solver 'gd', got svrg", solver="gd")
+    refused("must be off with batch_size = 0, got svrg", batch_size=0)
+    refused("must be off with sam = 0.1, got svrg", sam=0.1)
     with pytest.raises(ValueError, match="variance_reduction must be one of"):
         LocalTraining(variance_reduction="svrgg")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 from fl_strategies import apps
@@ -19,7 +20,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", help="the app's; must not exist")
     given = parser.parse_args()
     if given.kind == "stop":
-        from fl_strategies.apps.stop import stop  # needs psutil, of the extra `simulation`
+        if given.folder is not None:
+            parser.error(f"stop ends this user's SuperLink and takes no folder, got {given.folder}")
+        try:
+            from fl_strategies.apps.stop import stop
+        except ModuleNotFoundError:
+            parser.error("stop needs psutil: pip install psutil")
 
         print(f"{stop()} processes ended")
         return
@@ -28,9 +34,10 @@ def main() -> None:
     if given.folder.exists():
         parser.error(f"{given.folder} exists already")
     apps.write(given.kind, given.folder)
+    folder = shlex.quote(str(given.folder))
     print(
         f"{given.folder} holds the app. To run it, installing first what it needs:\n"
-        f'flwr run {given.folder} --stream --federation-config "num-supernodes=10"'
+        f'flwr run {folder} --stream --federation-config "num-supernodes=10"'
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from fl_strategies.core.layout import Arrays, Layout, negative_variance
 from fl_strategies.core.records import NOTHING, Round, Upload
+from fl_strategies.core.schedules import shown
 from fl_strategies.core.vectors import finite
 from fl_strategies.server.stages import States, aged, as_moved, merged, stepped, with_mean
 
@@ -58,7 +59,7 @@ def next_model(
     if not fault:
         with np.errstate(over="ignore", invalid="ignore"):  # an overflow is found just below
             around = with_mean(algorithm, parts, as_moved(algorithm, round), uploads)
-            aggregated, after, info = algorithm.aggregate(state, around, uploads)
+            aggregated, after, info = _aggregated(algorithm, state, around, uploads)
             if around.theta is not round.theta:
                 aggregated = round.theta + (aggregated - around.theta)
             theta, kept, numbers = stepped(algorithm, parts, round, aggregated, uploads)
@@ -67,6 +68,19 @@ def next_model(
             return Outcome(model, after, {**info, **numbers, **ages}, parts=kept)
     after, info = algorithm.skipped(state, round, uploads)
     return Outcome(None, after, info, skipped=fault, parts={**parts})
+
+
+def _aggregated(
+    algorithm: Algorithm, state: Any, round: Round, uploads: Sequence[Upload]
+) -> tuple[Any, Any, Mapping[str, float]]:
+    """Return what ``aggregate`` does; raise ``TypeError`` or ``ValueError`` for another thing."""
+    made: Any = algorithm.aggregate(state, round, uploads)
+    name, shape = f"{type(algorithm).__name__}.aggregate", np.shape(round.theta)
+    if not isinstance(made, tuple) or len(made) != 3:
+        raise TypeError(f"{name} must return (theta, state, info), got {shown(made)}")
+    if np.shape(made[0]) != shape:
+        raise ValueError(f"{name} must return a theta [{shape[0]}], got {np.shape(made[0])}")
+    return made
 
 
 def _unusable(model: Arrays, layout: Layout) -> str:

@@ -38,6 +38,8 @@ TAKES: dict[str, tuple[str, ...]] = {
 FULL_BATCH = ("gd", "lbfgs")
 WITHOUT_SAM = ("lbfgs", *OURS)
 """Solvers whose step sizes need the gradient at w."""
+NO_BATCH = {"sam": WITHOUT_SAM, "variance_reduction": (*FULL_BATCH, *OURS)}
+"""The solvers that have no use for a setting."""
 DECOUPLED = ("AdamW", "Muon", "Adafactor")
 """Classes of ``torch.optim`` with decoupled weight decay, which is not a term of f_i."""
 
@@ -161,15 +163,13 @@ class LocalTraining:
         if self.nesterov and not self.momentum:
             raise ValueError(f"nesterov needs a momentum > 0, got {self.momentum}")
         for name, off in (("sam", 0), ("variance_reduction", "off")):
-            if (value := getattr(self, name)) != off and self.solver in WITHOUT_SAM:
-                raise ValueError(
-                    f"{name} must be {off} with the solver {self.solver!r}, got {value}"
-                )
-        if self.variance_reduction != "off" and (self.sam or self.full_batch):
-            raise ValueError(
-                f"variance_reduction = {self.variance_reduction} needs mini-batches and sam = 0,"
-                f" got batch_size = {self.batch_size}, solver = {self.solver!r}, sam = {self.sam}"
-            )
+            if (value := getattr(self, name)) == off:
+                continue
+            where = f"the solver {self.solver!r}" if self.solver in NO_BATCH[name] else ""
+            if name != "sam" and not where and (self.sam or not self.batch_size):
+                where = f"sam = {self.sam}" if self.sam else "batch_size = 0"
+            if where:
+                raise ValueError(f"{name} must be {off} with {where}, got {value}")
         self._check_solver()
 
     @property

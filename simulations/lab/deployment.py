@@ -18,7 +18,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import trustme
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -93,6 +92,8 @@ class Federation(SuperLink):
 
 def write_certificates(folder: Path) -> None:
     """Write ``ca.pem``, and ``server.pem`` and ``server.key`` for the loopback address."""
+    import trustme  # of `make .venv`: the other commands do without it
+
     authority = trustme.CA()
     server = authority.issue_cert("localhost", LOOPBACK)
     authority.cert_pem.write_to_path(folder / "ca.pem")

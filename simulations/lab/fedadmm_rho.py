@@ -14,7 +14,7 @@ from simulations.lab.settings import FIXED, Rule, Setting
 from simulations.lab.tuners import Space
 
 RATES: Space = {"lr": (0.03, 0.1, 0.3)}
-CHOICE, EARLY = 25, 12
+CHOICE, EARLY = 25, 15
 """Rounds of the runs that choose, and of the early gain; schedules change after them."""
 
 
@@ -34,7 +34,7 @@ RULES: dict[str, Rule] = {
     "feddyn": Rule("feddyn", {"alpha": 1.0}, FIXED, True),
 }
 """``rho-0.01`` has the paper's rho, ``eta-later-0.3`` rho = 1 and, after 25 rounds, eta = 0.3;
-``eta-later-0.1`` has eta = |S|/m after 12 rounds, and ``rho-later-0.1`` rho = 0.1 in addition."""
+``eta-later-0.1`` has eta = |S|/m after 15 rounds, and ``rho-later-0.1`` rho = 0.1 in addition."""
 
 
 def rho_and_rate(model: str) -> list[Setting]:

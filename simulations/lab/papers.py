@@ -55,7 +55,7 @@ Accuracies are in per cent, means over the seeds have 95 % t intervals, and *dif
 (paired by seed)* is the mean of ours less the baseline over runs with the same seed. The baseline
 is the best published one that ran here. Hyperparameters are chosen on training samples held out,
 unless a note says otherwise; in the notes the choice is in brackets. E is the number of local
-epochs, B the batch size. Core-hours are those of a machine that also did other work.
+epochs, B the batch size.
 
 A verdict needs three seeds: *reproduced* is the published order with its whole interval and the
 published number in our interval of prediction, *order only* the order alone, else *not*. Where
@@ -94,7 +94,8 @@ def page(papers: Sequence[Mapping[str, Any]], records: Records) -> str:
             cells = cells_of(row, settings)
             first = f"[{cells['cell']}](../../simulations/lab/notes/{row['note']})"
             names = ("published", "ours", "baseline", "difference", "verdict", "cause")
-            rows.append([first, *(cells.get(name, "") for name in names)])
+            texts = [first, *(cells.get(name, "") for name in names)]
+            rows.append([text.replace("|", r"\|") for text in texts])
         sections.append(f"## {paper['paper']}\n\n{paper['about']}\n\n{grid(HEADS, rows)}")
     return "\n".join([HEAD, *sections, TAIL])
 
