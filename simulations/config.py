@@ -85,16 +85,16 @@ class RunConfig:
     params: str = key("", "hyperparameters of the algorithm: `rho=0.01 eta=1:1.0;60:0.5`")
     selection: str = key("", f"part: one of {_parts('selection')}")
     download: str = key("", f"part: {_parts('download')}")
-    compression: str = key("", f"part: one of {_parts('compression')}, `topk share=0.01`")
+    compression: str = key("", f"part: one of {_parts('compression')}; as in `topk share=0.01`")
     privacy: str = key(
-        "", f"part: one of {_parts('privacy')}, `gaussian clip=1 noise=1 delta=1e-5`"
+        "", f"part: one of {_parts('privacy')}; as in `gaussian clip=1 noise=1 delta=1e-5`"
     )
-    combine: str = key("", f"part: one of {_parts('combine')}, `trimmed-mean share=0.2`")
-    regularizer: str = key("", f"part: one of {_parts('regularizer')}, `l1 weight=0.01`")
-    server_step: str = key("", f"part: one of {_parts('server_step')}, `adam lr=0.1`")
-    clock: str = key("", f"part: one of {_parts('clock')}, `clock step=0.01 spread=0.5`")
-    availability: str = key("", f"part: one of {_parts('availability')}, `markov on=8 off=4`")
-    pace: str = key("", f"part: one of {_parts('pace')}, `buffered size=10 concurrency=50`")
+    combine: str = key("", f"part: one of {_parts('combine')}; as in `trimmed-mean share=0.2`")
+    regularizer: str = key("", f"part: one of {_parts('regularizer')}; as in `l1 weight=0.01`")
+    server_step: str = key("", f"part: one of {_parts('server_step')}; as in `adam lr=0.1`")
+    clock: str = key("", f"part: one of {_parts('clock')}; as in `clock step=0.01 spread=0.5`")
+    availability: str = key("", f"part: one of {_parts('availability')}; as in `markov on=8 off=4`")
+    pace: str = key("", f"part: one of {_parts('pace')}; as in `buffered size=10 concurrency=50`")
     dataset: str = key("digits", "short name, folder or Hub name, see `simulations.data`")
     dataset_params: str = key("", "options of the data set: `alpha=1 beta=1`")
     normalise: str = key("own", "image normalisation: `own`, `authors`, `none`")
@@ -147,7 +147,9 @@ class RunConfig:
         "", "`true`: report norm(grad f)^2, f the clients' mean loss", words=FLAG
     )
     evaluate_every: int = key(1, "rounds from one test to the next; the last is tested, too", low=1)
-    target: float = key(-1.0, "test accuracy; the first round to reach it is told", low=0, high=1)
+    target: float = key(
+        -1.0, "test accuracy; the summary has the first round that reaches it", low=0, high=1
+    )
     stop_at_target: bool = key(False, "end the run at `target`")
     min_replies: int = key(1, "a round with fewer usable replies is skipped")
     clipping_norm: float = key(0.0, "bound on the norm of an upload's change; 0: none", low=0.0)
@@ -155,7 +157,9 @@ class RunConfig:
     node_wait: float = key(
         60.0, "seconds that a deployment's first round waits for all its SuperNodes", above=0.0
     )
-    lost_state: str = key("", "what to do with clients that lost their state: `reset refuse warn`")
+    lost_state: str = key(
+        "", "what to do with clients that lost their state: `reset`, `refuse` or `warn`"
+    )
     lost_rounds: int = key(
         3, "a simulation ends after so many rounds in a row with lost clients; 0: never", low=0
     )

@@ -107,7 +107,7 @@ def test_options_of_a_solver_travel_as_text() -> None:
         ({"solver_params": "module=net"}, r"no option 'module'"),
         ({"solver_params": "gamma"}, "name=value, got 'gamma'"),
         ({"solver_params": "gamma=-1"}, "gamma must be > 0, got -1"),
-        ({"solver_params": 2.0}, r"solver_params must be str, got 2\.0"),
+        ({"solver_params": 2.0}, r"solver_params must be a text, got 2\.0"),
         ({"momentum": 0.9}, "solver 'delta-sgd' has no momentum"),
     ],
 )

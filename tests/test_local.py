@@ -114,7 +114,7 @@ def test_what_clients_take_a_strategy_takes(settings: dict[str, Any]) -> None:
 
 
 def test_settings_of_every_round_of_a_schedule_are_checked() -> None:
-    assert "epochs must be int, got 2.5" in refused(
+    assert "epochs must be an integer, got 2.5" in refused(
         lambda: FedAvg(local={"epochs": {1: 1, 8: 2.5}})
     )
     together = {"steps": {1: 4, 6: 0}, "random-steps": True}

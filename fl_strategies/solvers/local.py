@@ -157,7 +157,8 @@ class LocalTraining:
         whole = dict.fromkeys(("epochs", "steps", "step_limit", "batch_size"), int)
         for name, kind in {**whole, "solver_params": str}.items():
             if not isinstance(value := getattr(self, name), kind):
-                raise ValueError(f"{name} must be {kind.__name__}, got {shown(value)}")
+                noun = "an integer" if kind is int else "a text"
+                raise ValueError(f"{name} must be {noun}, got {shown(value)}")
         if self.random_steps and not self.steps:
             raise ValueError(f"random_steps needs steps >= 1, got {self.steps}")
         if self.nesterov and not self.momentum:
