@@ -147,7 +147,7 @@ def test_no_odd_value_in_a_nodes_introduction_harms_the_clients_of_another(
                     number, to_record(START), ConfigRecord(), Told(about)
                 )
                 assert HONEST in {request.metadata.dst_node_id for request in requests}
-                assert {0, 1, 2} <= {*strategy._asked.clients}
+                assert {0, 1, 2} <= {*strategy.run.asked.clients}
                 numbers = [*strategy.nodes.known, *strategy.nodes.samples.values()]
                 assert all(type(one) is int and 0 <= one < 2**64 for one in numbers), value
                 assert max(strategy.nodes.samples.values(), default=0) <= 10**9

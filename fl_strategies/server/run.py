@@ -15,7 +15,9 @@ from fl_strategies.core.ledger import Ledger
 from fl_strategies.core.log import log
 from fl_strategies.core.metric_names import FOREIGN, SERVER, SKIPPED
 from fl_strategies.core.reasons import named
+from fl_strategies.core.records import Round
 from fl_strategies.core.schedules import plain
+from fl_strategies.server.asked import Asked
 from fl_strategies.server.callbacks import Callback, RoundInfo
 from fl_strategies.server.checkpoints import Checkpoint, Checkpoints
 from fl_strategies.server.patience import Patience
@@ -79,6 +81,8 @@ class Run:
     """The clients ever connected, of that checkpoint."""
     roles: Roles | None = None
     """The roles of the model's arrays, once they are settled."""
+    asked: Asked = field(default_factory=lambda: Asked(Round()))
+    """Who was asked last, between Flower's hooks that configure and that aggregate."""
     opened: bool = False
     """Whether the strategy's ``start`` or ``open``, not a wrapper, began the run."""
 

@@ -101,7 +101,6 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         self.phases = Phases()
         self.caller = Caller()
         self.model: Model | None = None
-        self._asked = Asked(Round())
         if self.fold == "on" and not self.can_fold:
             raise ValueError(
                 f'fold must be "auto" or "off" for {stages.described(self)}, which needs each'
@@ -255,27 +254,27 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
             self.settle(grid)
         self.run.round = server_round
         self.load(arrays)
-        self._asked = self.ask(config, grid)
-        return self._asked.messages
+        self.run.asked = self.ask(config, grid)
+        return self.run.asked.messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Return the next global model and the round's metrics; None if the round is skipped."""
-        return self.use(self._asked, replies)
+        return self.use(self.run.asked, replies)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return the requests to the clients sampled to evaluate; none if the fraction is 0."""
         if self.fraction_evaluate == 0.0:
-            self._asked = Asked(Round())
+            self.run.asked = Asked(Round())
             return []
         least, busy = max(self.min_available_nodes, self.min_evaluate_nodes), self.phases.busy
         nodes = {c: n for c, n in self.nodes.wait(grid, least).items() if c not in busy}
         round = self.make_round(self.run.rounds_before + server_round, nodes)
         clients = self.sample("evaluate", round, self.fraction_evaluate, self.min_evaluate_nodes)
-        self._asked = self.sender.send(
+        self.run.asked = self.sender.send(
             self.state,
             replace(round, asked=tuple(clients)),
             replace(self.opened_model, record=self.shown(arrays)),
@@ -284,17 +283,17 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
             MessageType.EVALUATE,
             self.caller,
         )
-        return self._asked.messages
+        return self.run.asked.messages
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         """Return the clients' evaluation: weighted means, and the variation between clients."""
-        if not self._asked.clients:
+        if not self.run.asked.clients:
             return None
-        read = self.reader.evaluation(self._asked, replies, self.run.clients)
+        read = self.reader.evaluation(self.run.asked, replies, self.run.clients)
         self.run.clients, self.run.faults = read.rows, read.faults
-        self.result.evaluate_metrics_clientapp[self._asked.round.number] = read.metrics
+        self.result.evaluate_metrics_clientapp[self.run.asked.round.number] = read.metrics
         return read.metrics
 
     # ---- what a round is made of --------------------------------------------------------------
