@@ -108,7 +108,7 @@ def listed(names: Iterable[object]) -> str:
     names, items = [*names], ""
     for place, name in enumerate(names):
         text = f", {shown(name)}" if place else shown(name)
-        if len(items) + len(text) > 320:
+        if len(items) + len(text) > 170:
             return f"[{items}, ... ({len(names)} in all)]"
         items += text
     return f"[{items}]"
