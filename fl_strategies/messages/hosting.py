@@ -84,9 +84,9 @@ def pack_request(
 def unpack_request(content: RecordDict) -> tuple[ArrayRecord, dict[int, dict[str, Any]]]:
     """Return the arrays and, by client, the config; raise ``ValueError`` for a broken request."""
     records = dict(content.config_records)
-    whose = {name: ids for name, ids in records.pop(HOSTED).items() if name != FOLD}
+    whose = _whose(records.pop(HOSTED))
     catch_ups: Any = records.pop(CATCH_UP)[CATCH_UP] if CATCH_UP in records else []
-    rows = rows_of((_ids(name, whose[name]), records.pop(name, {})) for name in whose)
+    rows = rows_of((ids, records.pop(name, {})) for name, ids in whose.items())
     if len(content.array_records) != 1 or len(records) > 1:
         raise ValueError(
             "a request holds one ArrayRecord and at most one common ConfigRecord, got"
@@ -101,9 +101,13 @@ def unpack_request(content: RecordDict) -> tuple[ArrayRecord, dict[int, dict[str
 
 def asked_in(content: RecordDict) -> list[int]:
     """Return the ids of the clients that a request is about."""
-    whose = content.config_records[HOSTED]
-    tables = [_ids(name, ids) for name, ids in whose.items() if name != FOLD]
+    tables = _whose(content.config_records[HOSTED]).values()
     return list(dict.fromkeys(client for ids in tables for client in ids))
+
+
+def _whose(hosted: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the ids of the clients of each table of a request."""
+    return {name: _ids(name, ids) for name, ids in hosted.items() if name != FOLD}
 
 
 def fold_of(content: RecordDict) -> str:

@@ -38,8 +38,6 @@ TAKES: dict[str, tuple[str, ...]] = {
 FULL_BATCH = ("gd", "lbfgs")
 WITHOUT_SAM = ("lbfgs", *OURS)
 """Solvers whose step sizes need the gradient at w."""
-NO_BATCH = {"sam": WITHOUT_SAM, "variance_reduction": (*FULL_BATCH, *OURS)}
-"""The solvers that have no use for a setting."""
 DECOUPLED = ("AdamW", "Muon", "Adafactor")
 """Classes of ``torch.optim`` with decoupled weight decay, which is not a term of f_i."""
 
@@ -163,14 +161,16 @@ class LocalTraining:
             raise ValueError(f"random_steps needs steps >= 1, got {self.steps}")
         if self.nesterov and not self.momentum:
             raise ValueError(f"nesterov needs a momentum > 0, got {self.momentum}")
-        for name, off in (("sam", 0), ("variance_reduction", "off")):
-            if (value := getattr(self, name)) == off:
-                continue
-            where = f"the solver {self.solver!r}" if self.solver in NO_BATCH[name] else ""
-            if name != "sam" and not where and (self.sam or not self.batch_size):
-                where = f"sam = {self.sam}" if self.sam else "batch_size = 0"
-            if where:
-                raise ValueError(f"{name} must be {off} with {where}, got {value}")
+        if self.sam and self.solver in WITHOUT_SAM:
+            raise ValueError(f"sam must be 0 with the solver {self.solver!r}, got {self.sam}")
+        if (reduction := self.variance_reduction) != "off":
+            excluded = {
+                f"the solver {shown(self.solver)}": self.solver in (*FULL_BATCH, *OURS),
+                f"sam = {self.sam}": self.sam > 0,
+                "batch_size = 0": self.batch_size == 0,
+            }
+            if what := next((what for what, found in excluded.items() if found), ""):
+                raise ValueError(f"variance_reduction must be off with {what}, got {reduction}")
         self._check_solver()
 
     @property
