@@ -128,11 +128,11 @@ def test_what_the_app_holds_goes_to_workers_and_a_run_ends_with_no_process_left(
         np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
     assert shared.evaluate_metrics_clientapp == alone.evaluate_metrics_clientapp
     assert all(map(psutil.pid_exists, processes))
-    file = grid._workers._app.path
-    assert os.path.exists(file)
+    file = grid._workers._app.file
+    assert os.fstat(file.fileno()).st_nlink == 0  # no name, so nobody has to remove it
     del grid
     assert not any(map(psutil.pid_exists, processes))
-    assert not os.path.exists(file)
+    assert file.closed
 
 
 @pytest.mark.slow
@@ -206,7 +206,7 @@ def test_workers_are_handed_the_samples_and_read_no_files(
     packed = PackedApp(app_with_data(images))
     assert len(packed.data) < expected.nbytes / 10
     monkeypatch.setattr(problems, "_dataset", None)
-    app = unpacked(packed.path, packed.data)
+    app = unpacked(packed.file and packed.file.fileno(), packed.data)
     grid = InProcessGrid(app, 3, run_config=images.to_run_config())
     FedAvg().start(grid, initial, 1)
     ((handed, _),) = problems.HANDED.values()

@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib
 import io
 import itertools
-import os
+import mmap
 import pickle
 import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any
 
-import numpy as np
 import torch
 from flwr.app import ArrayRecord, Message
 from flwr.clientapp import ClientApp
@@ -71,10 +70,10 @@ class Given(pickle.Unpickler):
 
 
 class PackedApp:
-    """A ClientApp for other processes: ``data``, whose arrays lie in the file ``path``."""
+    """A ClientApp for other processes: ``data``, whose arrays lie in ``file``, which has no name."""
 
     def __init__(self, client_app: ClientApp | str) -> None:
-        self.path = ""
+        self.file: IO[bytes] | None = None
         if isinstance(client_app, str):
             self.data = pickle.dumps((client_app, []))
             return
@@ -102,14 +101,14 @@ class PackedApp:
             ) from error
         sizes = []
         if buffers:
-            with tempfile.NamedTemporaryFile(prefix="client-app-", delete=False) as file:
-                self.path = file.name
-                weakref.finalize(self, os.unlink, file.name)
-                for buffer in buffers:
-                    raw = buffer.raw()
-                    sizes.append(raw.nbytes)
-                    file.write(raw)
-                    file.write(bytes(-raw.nbytes % 64))
+            self.file = tempfile.TemporaryFile()  # noqa: SIM115
+            weakref.finalize(self, self.file.close)
+            for buffer in buffers:
+                raw = buffer.raw()
+                sizes.append(raw.nbytes)
+                self.file.write(raw)
+                self.file.write(bytes(-raw.nbytes % 64))
+            self.file.flush()
         self.data = pickle.dumps((data.getvalue(), sizes))
 
 
@@ -117,16 +116,16 @@ def _has_numpy(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16
 
 
-def unpacked(path: str, data: bytes) -> ClientApp:
-    """Return the ClientApp of a :class:`PackedApp`'s ``path`` and ``data``."""
+def unpacked(file: int | None, data: bytes) -> ClientApp:
+    """Return the ClientApp of a :class:`PackedApp`'s ``data`` and open ``file``."""
     app, sizes = pickle.loads(data)
     if isinstance(app, str):
         return app_of(app)
     buffers, start = [], 0
-    if path:
-        mapped = np.memmap(path, np.uint8, mode="c")  # changes stay in this process
+    if file is not None:
+        mapped = memoryview(mmap.mmap(file, 0, access=mmap.ACCESS_COPY))  # changes stay here
         for size in sizes:
-            buffers.append(mapped[start : start + size].data)
+            buffers.append(mapped[start : start + size])
             start += size + -size % 64
     client_app: ClientApp = pickle.loads(app, buffers=buffers)
     return client_app

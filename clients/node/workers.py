@@ -161,10 +161,12 @@ class _Worker:
         self._has = set[int]()
         self._replies = deque(memory_file() for _ in range(AHEAD + 1))
         files = [file.fileno() for file in self._replies]
+        in_app = app.file.fileno() if app.file else None
+        passed = files if in_app is None else [*files, in_app]
         here, there = socket.socketpair()
         with there:
             paths = [path or os.getcwd() for path in sys.path]
-            program = f"from {__name__} import work; work({there.fileno()}, {files})"
+            program = f"from {__name__} import work; work({there.fileno()}, {files}, {in_app})"
             command = [sys.executable, "-P", "-c", program]
             environment = os.environ | {
                 "PYTHONPATH": os.pathsep.join(paths),
@@ -173,12 +175,12 @@ class _Worker:
             self.process = subprocess.Popen(
                 command,
                 env=environment,
-                pass_fds=[there.fileno(), *files],
+                pass_fds=[there.fileno(), *passed],
                 stdin=subprocess.DEVNULL,
             )
         self.connection = Connection(here.detach())
         levels = {logger.name: logger.level for logger in (FLOWER, LOGGER)}
-        self.connection.send((app.path, levels))
+        self.connection.send(levels)
         self.connection.send_bytes(app.data)
 
     def give(self, request: Message, context: Context, shared: Shared) -> None:
@@ -261,11 +263,11 @@ class _Heard(logging.Handler):
         return lines
 
 
-def work(file: int, replies: Sequence[int]) -> None:
+def work(file: int, replies: Sequence[int], in_app: int | None) -> None:
     """Answer the engine's tasks until it closes the connection, which is the open ``file``.
 
-    Answers are written into the files ``replies`` by turns. One more than ``AHEAD`` are enough for
-    the engine to have read what is overwritten.
+    The ClientApp's arrays lie in ``in_app``. Answers are written into the files ``replies`` by
+    turns. One more than ``AHEAD`` are enough for the engine to have read what is overwritten.
     """
     connection = Connection(file)
     turns = itertools.cycle([open(place, "r+b") for place in replies])  # noqa: SIM115
@@ -280,10 +282,9 @@ def work(file: int, replies: Sequence[int]) -> None:
         place.flush()
         connection.send(place.tell())
 
-    path, levels = connection.recv()
-    heard = _Heard(levels)
+    heard = _Heard(connection.recv())
     try:
-        app = unpacked(path, connection.recv_bytes())
+        app = unpacked(in_app, connection.recv_bytes())
     except Exception as error:
         send(_Answer([], failed=of_exception(error)))
         return
