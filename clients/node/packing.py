@@ -70,7 +70,7 @@ class Given(pickle.Unpickler):
 
 
 class PackedApp:
-    """A ClientApp for other processes: ``data``, whose arrays lie in ``file``, which has no name."""
+    """A ClientApp for other processes: ``data``, with its arrays in the unnamed ``file``."""
 
     def __init__(self, client_app: ClientApp | str) -> None:
         self.file: IO[bytes] | None = None
