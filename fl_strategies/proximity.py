@@ -8,7 +8,8 @@ After the local work that turned client i's model into x+, near the model z that
 
 lambda  dual variable and weight of a client, at first 0, clipped to [lambda_min, lambda_max]; with
         lambda_min = lambda_max = c it stays at c
-gamma   allowed squared distance: a fixed number, or at first 0 and then by the heuristic (b)
+gamma   allowed squared distance: a fixed number, which may be each client's own, or at first 0 and
+        then by the heuristic (b)
 alpha, alpha_gamma
         step sizes of (a) and of (b)
 
@@ -37,7 +38,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from fl_strategies.core.hyperparameters import Schedule, number
+from fl_strategies.core.hyperparameters import PerClient, Schedule, number
 from fl_strategies.core.log import LOGGER
 from fl_strategies.core.oracle import Solved, Step
 from fl_strategies.core.randomness import draw, stream
@@ -140,7 +141,7 @@ def _clip(lam: Number, dual: Dual) -> Number:
     return clip(lam, dual.lambda_min, dual.lambda_max)
 
 
-def check_alpha_gamma(gamma: Gamma, settings: Mapping[str, Any]) -> None:
+def check_alpha_gamma(gamma: PerClient | str, settings: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` if ``settings`` of a request have a step size for a fixed gamma."""
     if gamma != "heuristic" and "alpha-gamma" in settings:
         value = settings["alpha-gamma"]
@@ -187,11 +188,12 @@ class ProximityStrategy(FederatedStrategy):
         low=0.0,
         scheduled=True,
     )
-    gamma: Gamma = number(
+    gamma: PerClient | Literal["heuristic"] = number(
         default="heuristic",
-        about="Allowed squared distance: one number for all clients, or each client's own by (b).",
+        about="Allowed squared distance: a fixed number, or each client's own by (b).",
         low=0.0,
         words=("heuristic",),
+        per_client=True,
         sent="gamma",
     )
     lambda_min: float = number(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -134,8 +134,11 @@ def test_a_round_through_flower_takes_each_clients_turn_from_the_clock() -> None
 # ---- where it goes ------------------------------------------------------------------------------
 
 
-def constrained(problems: list[Quadratic], gamma: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return z and the x_i that minimise sum f_i(x_i) within ||x_i - z||^2 <= gamma."""
+Gammas: TypeAlias = tuple[float, float, float]
+
+
+def constrained(problems: list[Quadratic], gammas: Gammas) -> tuple[np.ndarray, np.ndarray]:
+    """Return z and the x_i that minimise sum f_i(x_i) within ||x_i - z||^2 <= gamma_i."""
     clients = len(problems)
 
     def split(v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -150,7 +153,7 @@ def constrained(problems: list[Quadratic], gamma: float) -> tuple[np.ndarray, np
 
     def room(v: np.ndarray) -> np.ndarray:
         z, x = split(v)
-        return gamma - ((x - z) ** 2).sum(1)
+        return np.array(gammas) - ((x - z) ** 2).sum(1)
 
     middle = optimum(problems)
     start = np.concatenate([middle, *(middle + 1e-2 * (q.b - middle) for q in problems)])
@@ -166,25 +169,28 @@ def constrained(problems: list[Quadratic], gamma: float) -> tuple[np.ndarray, np
     return split(found.x)
 
 
-@pytest.mark.parametrize(("gamma", "alpha"), [(0.5, 0.2), (12.0, 0.02)])
-def test_with_a_fixed_gamma_it_solves_the_constrained_problem(gamma: float, alpha: float) -> None:
+@pytest.mark.parametrize(
+    ("gammas", "alpha"),
+    [((0.5, 0.5, 0.5), 0.2), ((12.0, 12.0, 12.0), 0.02), ((0.5, 2.0, 0.1), 0.2)],
+)
+def test_with_fixed_gammas_it_solves_the_constrained_problem(gammas: Gammas, alpha: float) -> None:
     problems = quadratics(3)
-    dual = Dual(alpha, 0.0, gamma, 0.0, math.inf, 0.0)
+    duals = [Dual(alpha, 0.0, gamma, 0.0, math.inf, 0.0) for gamma in gammas]
     z = START
-    kept = [first_state(START, dual) for _ in problems]
+    kept = [first_state(START, dual) for dual in duals]
     for _ in range(4000):
         kept = [
             fedbc.client_rule(state, z, q.oracle(), dual=dual).state
-            for q, state in zip(problems, kept, strict=True)
+            for q, state, dual in zip(problems, kept, duals, strict=True)
         ]
         z, _ = server_rule((state.x, state.lam) for state in kept)
-    best_z, best_x = constrained(problems, gamma)
+    best_z, best_x = constrained(problems, gammas)
     np.testing.assert_allclose([state.x for state in kept], best_x, atol=1e-4)
     if any(state.lam > 0 for state in kept):
         np.testing.assert_allclose(z, best_z, atol=1e-4)
     gradients = np.array([q.gradient(s.x) for q, s in zip(problems, kept, strict=True)])
     np.testing.assert_allclose(gradients.sum(0), 0.0, atol=1e-7)  # stationary in z
-    for g, state in zip(gradients, kept, strict=True):
+    for g, state, gamma in zip(gradients, kept, gammas, strict=True):
         np.testing.assert_allclose(g + 2 * state.lam * (state.x - z), 0.0, atol=1e-7)
         distance = ((state.x - z) ** 2).sum()
         assert distance <= gamma + 1e-7

@@ -111,6 +111,10 @@ def test_a_lambda_out_of_range_is_left_out_with_one_line(
             {"gamma": "free"},
             r"gamma must be a finite number >= 0.*, or one of \['heuristic'\], got 'free'",
         ),
+        (
+            {"gamma": [0.5, "heuristic"]},
+            r"gamma of client 1 must be a finite number >= 0, got 'heu",
+        ),
         ({"lambda_min": -0.5}, r"lambda_min must be >= 0, got -0.5"),
         ({"lambda_max": math.nan}, r"lambda_max must be a finite number >= 0.*, got nan"),
         (
@@ -127,6 +131,18 @@ def test_bad_hyperparameters_are_refused_with_bound_and_value(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         make(**hyperparameters)
+
+
+def test_each_client_has_its_own_gamma() -> None:
+    gammas = [0.5, 2.0, 0.1]
+    one = strategy(gamma=gammas)
+    federation = grid(quadratics(3))
+    train(one, federation, 2)
+    assert [state.gamma for state in states(federation, one.ledger.acked)] == gammas
+    with pytest.raises(
+        ValueError, match=r"gamma must be .* one for each client up to 3, got \[0.5"
+    ):
+        train(strategy(gamma=gammas), grid(quadratics(4)), 2)
 
 
 def test_an_unknown_start_is_refused() -> None:

@@ -134,8 +134,9 @@ def test_the_devices_own_models_are_measured_beside_the_common_one() -> None:
 @pytest.mark.parametrize(
     ("hyperparameters", "message"),
     [
-        ({"gamma": 0.0}, r"gamma must be > 0, got 0.0"),
-        ({"gamma": [0.5, -1.0]}, r"gamma must be > 0, got -1.0"),
+        ({"gamma": 0.0}, r"gamma must be > 0.*, got 0.0"),
+        ({"gamma": [0.5, -1.0]}, r"gamma of client 1 must be > 0.*, got -1.0"),
+        ({"gamma": []}, r"gamma must be a number, or one for each client, got \[\]"),
         ({"eta_z": 1.5}, r"eta_z must be > 0 and <= 1, got 1.5"),
         ({"zeta": 1.0}, r"zeta must be >= 0 and < 1, got 1.0"),
         ({"zeta": -0.1}, r"zeta must be >= 0 and < 1, got -0.1"),
@@ -188,7 +189,7 @@ def test_bad_hyperparameters_of_fedbcd_i_are_refused(
             {"reduce": "sum", "eta_z": 0.3, "gamma": 0.9},
             r'must be <= 1 with reduce="sum", got 1.08',
         ),
-        ({"gamma": [0.1, 0.2]}, r"gamma must have a value for client 2, got 2"),
+        ({"gamma": [0.1, 0.2]}, r"gamma must be a number, or one for each client up to \d, got"),
     ],
 )
 def test_what_clients_or_the_model_rule_out_is_refused_before_any_training(

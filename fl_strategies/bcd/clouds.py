@@ -16,11 +16,18 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 
-from fl_strategies.core.hyperparameters import Scalar, Schedule, choice, number, option
+from fl_strategies.core.hyperparameters import (
+    PerClient,
+    Scalar,
+    Schedule,
+    choice,
+    number,
+    of_client,
+)
 from fl_strategies.core.log import LOGGER
 from fl_strategies.core.randomness import share
 from fl_strategies.core.records import Round, Upload
-from fl_strategies.core.schedules import at, check, require, values
+from fl_strategies.core.schedules import at, check, values
 from fl_strategies.core.vectors import Vector
 from fl_strategies.parts.exponential import Exponential
 from fl_strategies.parts.virtual_clock import VirtualClock
@@ -50,18 +57,9 @@ class CloudState:
         return sorted(client for client in clients if self.cloud_of.get(client) == cloud)
 
 
-def weight(upload: Upload, *, gamma: float | Sequence[float]) -> float:
+def weight(upload: Upload, *, gamma: PerClient) -> float:
     """Return the device's gamma, its weight in a server step."""
-    return gamma_of(gamma, upload.client)
-
-
-def gamma_of(gamma: float | Sequence[float], client: int) -> float:
-    """Return the client's gamma; raise ``ValueError`` if a sequence ends before it."""
-    if isinstance(gamma, int | float):
-        return gamma
-    if len(gamma) > 1 and client >= len(gamma):
-        raise ValueError(f"gamma must have a value for client {client}, got {len(gamma)}")
-    return gamma[client if len(gamma) > 1 else 0]
+    return of_client("gamma", gamma, upload.client)
 
 
 class CloudStrategy(FederatedStrategy):
@@ -78,11 +76,12 @@ class CloudStrategy(FederatedStrategy):
     step_per_cloud: ClassVar[bool] = False
     """Whether a server step sums over the devices of one cloud server; else over all devices."""
 
-    gamma: float | Sequence[float] = option(
+    gamma: PerClient = number(
         default=1.0,
-        type_name="float > 0, or a sequence of them by client id",
-        about="Pull of a device's model towards its cloud server's, and its weight there (1 by"
-        " default).",
+        about="Pull of a device's model towards its cloud server's, and its weight there.",
+        above=0.0,
+        per_client=True,
+        sent="gamma",
     )
     eta_z: Schedule = number(
         default=0.5,
@@ -126,12 +125,6 @@ class CloudStrategy(FederatedStrategy):
     )
 
     def __post_init__(self) -> None:
-        gamma = self.gamma
-        numbers = isinstance(gamma, Sequence) and not isinstance(gamma, str) and len(gamma) > 0
-        accepted = numbers or isinstance(gamma, int | float)
-        require(accepted, "gamma", "a number > 0 or a sequence of them", gamma)
-        for each_gamma in self.gammas:
-            check("gamma", each_gamma, above=0.0)
         if self.reduce == "mean":
             check("eta_z", self.eta_z, above=0.0, high=1.0, scheduled=True)
         super().__post_init__()
@@ -202,10 +195,10 @@ class CloudStrategy(FederatedStrategy):
 
     def gamma_of(self, client: int) -> float:
         """Return the client's gamma."""
-        return gamma_of(self.gamma, client)
+        return of_client("gamma", self.gamma, client)
 
     def client_config(self, state: Any, round: Round, client: int) -> Mapping[str, Any]:
-        return {"box": self.box or 0.0, "gamma": self.gamma_of(client)}
+        return {"box": self.box or 0.0}
 
     # ---- devices ------------------------------------------------------------------------------
 

@@ -41,11 +41,10 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from fl_strategies.bcd.clouds import PAPER_LOCAL, CloudState, CloudStrategy
 from fl_strategies.bcd.fedbcd import Sum, added, server_rule, work
-from fl_strategies.core.hyperparameters import Scalar, number, option
+from fl_strategies.core.hyperparameters import PerClient, Scalar, number
 from fl_strategies.core.oracle import Oracle, Solved, Step
 from fl_strategies.core.randomness import draw, share, stream
 from fl_strategies.core.records import Round, Upload
-from fl_strategies.core.schedules import check
 from fl_strategies.core.stacks import clip, repeated
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector
@@ -139,8 +138,8 @@ class FedBCDI(CloudStrategy):
         "offline_rounds": 5,
     }
     authors_local: ClassVar[Mapping[str, Scalar]] = {"steps": 5, "random-steps": True}
-    gamma: float = option(
-        default=0.2, type_name="float in (0, 1], or a sequence of them by client id", about="Pull."
+    gamma: PerClient = number(
+        default=0.2, about="Pull.", above=0.0, high=1.0, per_client=True, sent="gamma"
     )
     fraction_available: float = number(
         default=0.8,
@@ -156,11 +155,6 @@ class FedBCDI(CloudStrategy):
         integer=True,
         low=1,
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for gamma in self.gammas:
-            check("gamma", gamma, above=0.0, high=1.0)
 
     def first_state(self, theta: Vector) -> ServerState:
         return ServerState({}, theta)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias, dataclass_transform
 
 from fl_strategies.core.schedules import Schedule as Schedule
@@ -24,6 +24,8 @@ from fl_strategies.core.schedules import values as all_values
 from fl_strategies.core.spelling import unknown_of
 
 Scalar: TypeAlias = bool | int | float | str
+PerClient: TypeAlias = float | Sequence[float]
+"""A number, or a sequence of one for each client, by the client's id."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Hyperparameter:
     ``kind`` is float, int, bool, str or object. Numbers lie within ``bounds`` (``above``, ``low``,
     ``high``, ``below``), may be schedules if ``scheduled``, and may be replaced by one of
     ``words``. ``sent`` is the name in requests, "" if it is not sent. ``accepts`` says of an
-    object whether it is allowed.
+    object whether it is allowed. With ``per_client`` clients may have numbers of their own.
     """
 
     default: Any
@@ -46,6 +48,16 @@ class Hyperparameter:
     sent: str = ""
     type_name: str = ""
     accepts: Callable[[Any], bool] = lambda value: value is not None
+    per_client: bool = False
+
+    def check_argument(self, name: str, value: Any) -> None:
+        """Raise ``ValueError`` unless ``value``, or that of each client, is allowed."""
+        if not (self.per_client and is_per_client(value)):
+            self.check(name, value)
+            return
+        require(len(value) > 0, name, "a number, or one for each client", value)
+        for client, one in enumerate(value):
+            replace(self, words=(), optional=False).check(f"{name} of client {client}", one)
 
     def check(self, name: str, value: Any) -> None:
         """Raise ``ValueError``, which names ``name``, unless ``value`` is allowed."""
@@ -78,6 +90,7 @@ class Hyperparameter:
         signs = {"above": ">", "low": ">=", "high": "<=", "below": "<"}
         limits = [f"{signs[n]} {bound:g}" for n, bound in self.bounds.items()]
         text = ", ".join([text, " and ".join(limits)]) if limits else text
+        text += ", or a sequence of them by client id" * self.per_client
         return " or ".join([text, *(f'"{word}"' for word in self.words)])
 
     def documented(self, name: str) -> str:
@@ -97,12 +110,20 @@ def number(
     words: Sequence[str] = (),
     optional: bool = False,
     sent: str = "",
+    per_client: bool = False,
     **bounds: float,
 ) -> Any:
     """Declare a number within ``bounds``: ``above`` <, ``low`` <=, ``high`` >=, ``below`` >."""
-    kind = int if integer else float
     return Hyperparameter(
-        default, about, kind, bounds, scheduled, tuple(words), optional or default is None, sent
+        default,
+        about,
+        int if integer else float,
+        bounds,
+        scheduled,
+        tuple(words),
+        optional or default is None,
+        sent,
+        per_client=per_client,
     )
 
 
@@ -171,7 +192,7 @@ class Declared:
             raise TypeError(self.unknown_names({n: arguments[n] for n in sorted(unknown)}))
         for name, declaration in self.declarations.items():
             value = plain(arguments.get(name, declaration.default))
-            declaration.check(name, value)
+            declaration.check_argument(name, value)
             setattr(self, name, value)
         self.__post_init__()
 
@@ -206,6 +227,25 @@ def check_request(declarations: Mapping[str, Hyperparameter], request: Mapping[s
     for declaration in declarations.values():
         if declaration.sent in request:
             declaration.check(declaration.sent, request[declaration.sent])
+
+
+def is_per_client(value: Any) -> bool:
+    """Return whether ``value`` is a sequence of one number for each client."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def of_client(name: str, value: PerClient, client: int) -> float:
+    """Return the client's number of ``value``; raise ``ValueError`` if a sequence ends before it.
+
+    Examples
+    --------
+    >>> of_client("gamma", 0.5, 7), of_client("gamma", [0.5, 2.0], 1)
+    (0.5, 2.0)
+    """
+    if isinstance(value, int | float):
+        return value
+    require(client < len(value), name, f"a number, or one for each client up to {client}", value)
+    return value[client]
 
 
 def largest(value: Schedule) -> float:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
+from fl_strategies.core.hyperparameters import is_per_client
 from fl_strategies.core.schedules import shown
 
 
@@ -16,8 +18,8 @@ def parse_params(text: str, setting: str = "") -> dict[str, Any]:
 
     Examples
     --------
-    >>> parse_params("rho=0.01 eta=1:1.0;60:0.5 weights=uniform")
-    {'rho': 0.01, 'eta': {1: 1.0, 60: 0.5}, 'weights': 'uniform'}
+    >>> parse_params("rho=0.01 eta=1:1.0;60:0.5 weights=uniform gamma=0.5,2")
+    {'rho': 0.01, 'eta': {1: 1.0, 60: 0.5}, 'weights': 'uniform', 'gamma': [0.5, 2.0]}
     """
     try:
         return _params(text)
@@ -44,6 +46,8 @@ def format_params(params: Mapping[str, Any]) -> str:
     for name, value in params.items():
         if isinstance(value, Mapping):
             value = ";".join(f"{first}:{number}" for first, number in value.items())
+        elif is_per_client(value):
+            value = ",".join(map(str, value))
         texts.append(f"{name}={value}")
     return " ".join(texts)
 
@@ -60,6 +64,9 @@ def _value(name: str, text: str) -> Any:
         if len(schedule) < len(pairs):
             raise ValueError(f"a schedule has each round once, got {shown(f'{name}={text}')}")
         return schedule
+    if "," in text:
+        with suppress(ValueError):
+            return [float(number) for number in text.split(",")]
     if text in ("None", "none"):
         return None
     if text in ("True", "true", "False", "false"):

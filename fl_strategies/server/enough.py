@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
+from fl_strategies.core.hyperparameters import is_per_client, of_client
+
 if TYPE_CHECKING:
     from fl_strategies.server.strategy import FederatedStrategy
 
@@ -35,6 +37,9 @@ def check_enough(strategy: FederatedStrategy, clients: int, how: str) -> None:
 def check_population(strategy: FederatedStrategy, clients: int) -> None:
     """Raise ``ValueError`` if no run with so many clients, all connected, can succeed."""
     strategy.check_clients(clients)
+    for name, declaration in strategy.declarations.items():
+        if declaration.per_client and is_per_client(value := getattr(strategy, name)):
+            of_client(name, value, clients - 1)
     how = f"that {strategy.algorithm} asks in a round"
     _check_replies(strategy, strategy.asked_of(clients), how)
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 
-from fl_strategies.core.hyperparameters import Scalar, sent_values
+from fl_strategies.core.hyperparameters import Scalar, is_per_client, of_client, sent_values
 from fl_strategies.core.ledger import Ledger
 from fl_strategies.core.log import log
 from fl_strategies.core.records import CATCH_UP, Round
@@ -103,18 +103,30 @@ class Sender:
 
     def request(self, state: State, round: Round, client: int, caller: Caller) -> dict[str, Scalar]:
         """Return the config for ``client``."""
-        return self._alike(round, caller) | self._own(state, round, client)
+        return self._configs(state, replace(round, asked=(client,)), {}, caller)[client]
 
     def _configs(
         self, state: State, round: Round, config: Mapping[str, Any], caller: Caller
     ) -> dict[int, dict[str, Any]]:
-        alike = {**config, **self._alike(round, caller)}
-        return {client: {**alike, **self._own(state, round, client)} for client in round.asked}
+        """Return what each client is told: what all are, and besides or instead of that its own."""
+        algorithm = self.algorithm
+        declared = sent_values(type(algorithm).declarations, lambda name: getattr(algorithm, name))
+        of_each = {name: value for name, value in declared.items() if is_per_client(value)}
+        alike = {name: value for name, value in declared.items() if name not in of_each}
+        alike = {**config, **self._alike(round, caller, alike)}
 
-    def _alike(self, round: Round, caller: Caller) -> dict[str, Scalar]:
+        def own(client: int) -> dict[str, Any]:
+            numbers = {name: of_client(name, value, client) for name, value in of_each.items()}
+            theirs = {**numbers, **algorithm.client_config(state, round, client)}
+            return _at(theirs, round.number) | self.ledger.request_fields(client)
+
+        return {client: {**alike, **own(client)} for client in round.asked}
+
+    def _alike(
+        self, round: Round, caller: Caller, declared: Mapping[str, Any]
+    ) -> dict[str, Scalar]:
         """Return what every client is told."""
         algorithm, layout = self.algorithm, round.layout
-        declared = sent_values(type(algorithm).declarations, lambda name: getattr(algorithm, name))
         alike = _at({**(algorithm.local or {}), **declared}, round.number) | {
             "run-id": round.run,
             "server-round": round.number,
@@ -129,11 +141,6 @@ class Sender:
             if caller.intact(algorithm.mean_of, layout):
                 alike["checksums"] = True
         return alike
-
-    def _own(self, state: State, round: Round, client: int) -> dict[str, Scalar]:
-        """Return what ``client`` is told besides or instead of that."""
-        own = self.algorithm.client_config(state, round, client)
-        return _at(own, round.number) | self.ledger.request_fields(client)
 
     def _add_catch_up(
         self, state: State, asked: Asked, configs: Mapping[int, dict[str, Any]]

@@ -77,6 +77,28 @@ ALPHAS = at_all_alphas(
     dataset="fashion_mnist", model="mlp", rounds=200,
 )  # fmt: skip
 
+
+def _robust(delta: float = 0.1, epochs: int = 1) -> Rule:
+    config = {**PAPER, "solver-params": f"gamma=2 delta={delta:g} theta_0=1", "epochs": epochs}
+    return Rule("fedavg", config=config, reference=True)
+
+
+ROBUST = [
+    one._replace(seeds=(1, 2, 3), line=None)
+    for one in at_all_alphas(
+        "delta-sgd-robust", "Delta-SGD, Figs. 4 and 6: Fashion-MNIST, MLP, 200 rounds",
+        {
+            "delta-sgd": _robust()._replace(reference=False),
+            "delta-0.01": _robust(delta=0.01),
+            "delta-1": _robust(delta=1.0),
+            "epochs-2": _robust(epochs=2),
+            "epochs-3": _robust(epochs=3),
+        },
+        dataset="fashion_mnist", model="mlp", rounds=200,
+    )
+]  # fmt: skip
+"""Delta-SGD with other values of delta (Fig. 4) and of E (Fig. 6)."""
+
 AROUND: dict[str, tuple[str, dict[str, Any], str]] = {
     "fedadam": ("fedavg", {}, "fedadam"),
     "fedprox": ("fedprox", {"mu": 0.1}, ""),
