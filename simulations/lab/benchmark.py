@@ -145,11 +145,11 @@ def history(folder: Path) -> list[dict[str, float]]:
 
 def on_engine(config: RunConfig, engine: str, folder: Path) -> tuple[float, int]:
     """Return the seconds of the training phases after round 1, and the local steps in them."""
-    config = replace(config, output=str(folder), fold="on" if "fold" in engine else config.fold)
+    config = replace(config, output=str(folder))
     if engine == "ray":
         flwr_run(config.to_run_config(), num_supernodes=2, workers=2, on_line=lambda line: None)
     else:
-        run_in_process(config, workers=2 if "two workers" in engine else 1)
+        run_in_process(config, workers=2 if engine == "two workers" else 1)
     rows = history(folder)
     steps = sum(row["steps-mean"] * row["clients-used"] for row in rows)
     return sum(row["seconds"] for row in rows), round(steps)
@@ -221,8 +221,8 @@ def of_a_round(ray: Path, in_process: Path, compute: float) -> list[tuple[str, f
 def half(folder: Path, turns: int = 3) -> list[list[str]]:
     """MNIST, MLP 784-128-10, 100 of 1,000 clients of 60 samples, B = 20, E = 1, 5, 20: ms a round
     of each engine, by turns, median and range; and times half of a plain PyTorch loop of the same
-    steps on one thread. Folding, a worker sends one mean of its clients' uploads."""
-    engines = ("in-process", "two workers", "two workers, fold", "ray")
+    steps on one thread."""
+    engines = ("in-process", "two workers", "ray")
     rows = [["E", "half of the plain loop", *engines]]
     for epochs in (1, 5, 20):
         keys = {"clients": 1000, "fraction": 0.1, "epochs": epochs, "rounds": 8}
