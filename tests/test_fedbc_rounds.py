@@ -135,7 +135,7 @@ def test_bad_hyperparameters_are_refused_with_bound_and_value(
 
 def test_each_client_has_its_own_gamma() -> None:
     gammas = [0.5, 2.0, 0.1]
-    one = strategy(gamma=gammas)
+    one = strategy(gamma=np.array(gammas))
     federation = grid(quadratics(3))
     train(one, federation, 2)
     assert [state.gamma for state in states(federation, one.ledger.acked)] == gammas

@@ -74,7 +74,7 @@ def check(
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` with Python's numbers in place of NumPy's, also those of a mapping.
+    """Return ``value`` with Python's numbers in place of NumPy's, also in a mapping or an array.
 
     Examples
     --------
@@ -83,7 +83,7 @@ def plain(value: Any) -> Any:
     """
     if isinstance(value, Mapping):
         return {plain(key): plain(item) for key, item in value.items()}
-    return value.item() if isinstance(value, np.generic) else value
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
 
 def require(holds: bool, name: str, must: str, value: object) -> None:
