@@ -186,16 +186,15 @@ def rho_chosen(partition: str) -> Setting:
     (cell,) = (one for one in table_iii(MLP, "") if one.name == f"-mnist-1000-{partition}")
     rates: Space = {"lr": (0.1, 0.3)}
     rho: Space = {"rho": (0.1, 0.3, 1.0)}
+    params = {"rho": 0.3, "eta": 1.0, **FEDADMM_PAPER}
     setting = cell._replace(
         name=f"fedadmm-rho-mnist-1000-{partition}",
         where=f"FedADMM, Table III: MNIST, 1,000 clients, {partition}, rho chosen, mlp, 95 %",
         rules={
-            "fedadmm": Rule("fedadmm", {"eta": 1.0, **FEDADMM_PAPER}, DRAWN, tune={**rho, **rates}),
+            "fedadmm": Rule("fedadmm", params, DRAWN, tune={**rho, **rates}),
             "fedavg": Rule("fedavg", config=FIXED),
             "fedprox": Rule("fedprox", {"mu": 0.1}, DRAWN),
-            "eta-later-0.1": Rule(
-                "fedadmm", {"rho": 0.3, "eta": {1: 1.0, 16: 0.1}, **FEDADMM_PAPER}, DRAWN, True
-            ),
+            "eta-later-0.1": Rule("fedadmm", params | {"eta": {1: 1.0, 16: 0.1}}, DRAWN, True),
         },
         published={},
         config={**cell.config, "target": 0.95},
