@@ -181,7 +181,6 @@ def rho_chosen(partition: str) -> Setting:
     """Return Table III's cell of MNIST and 1,000 clients with an MLP, and rho chosen with the rate.
 
     They are chosen in 20 of the 100 rounds. The MLP's target is 95 % in place of the CNN's 97 %.
-    ``eta-later-0.1`` has the rho that was chosen, and eta = |S|/m after 15 rounds.
     """
     (cell,) = (one for one in table_iii(MLP, "") if one.name == f"-mnist-1000-{partition}")
     rates: Space = {"lr": (0.1, 0.3)}
@@ -194,7 +193,6 @@ def rho_chosen(partition: str) -> Setting:
             "fedadmm": Rule("fedadmm", params, DRAWN, tune={**rho, **rates}),
             "fedavg": Rule("fedavg", config=FIXED),
             "fedprox": Rule("fedprox", {"mu": 0.1}, DRAWN),
-            "eta-later-0.1": Rule("fedadmm", params | {"eta": {1: 1.0, 16: 0.1}}, DRAWN, True),
         },
         published={},
         config={**cell.config, "target": 0.95},
