@@ -54,7 +54,8 @@ def admm_gap(
     V = ||sum_i (y_i + rho (w_i - theta))||^2
         + sum_i (||grad f_i(w_i) + y_i + rho (w_i - theta)||^2 + ||w_i - theta||^2)
 
-    ``own`` holds each client's (w_i, y_i), both [d]. Reference: Gong et al., ICDE 2022, (7).
+    ``own`` holds each client's (w_i, y_i), both [d]. Raises ``ValueError`` if the numbers of
+    problems and of pairs differ. Reference: Gong et al., ICDE 2022, (7).
     """
     slope, total = torch.zeros_like(theta), 0.0
     for problem, (w, y) in zip(problems, own, strict=True):
@@ -87,7 +88,8 @@ def cloud_gap(
     """Return how far FedBCD is from a stationary point, z being the mean of the z_n.
 
     ``own`` holds the devices' models x_i [d], ``clouds`` the cloud servers' z_n [d]. f_i is the
-    device's loss plus (gamma/2) ||x_i - z||^2. Reference: Wu et al., AAAI 2021, Theorem 1.
+    device's loss plus (gamma/2) ||x_i - z||^2. Raises ``ValueError`` if the numbers of problems and
+    of devices' models differ. Reference: Wu et al., AAAI 2021, Theorem 1.
     """
     z = torch.stack([*clouds]).mean(0)
     devices = []
