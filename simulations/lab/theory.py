@@ -41,7 +41,7 @@ from simulations.stationarity import CloudGap, admm_gap, cloud_gap, gradient_at
 from simulations.tables import grid
 
 CLIENTS, SERVERS, BOX = 20, 4, 2.0
-TIMES = "10,100,1000"
+TIMES = "10,30,100,300"
 """T, numbers of rounds."""
 GROWS = 50
 """The most rounds with eta = 1, whose V overflows float32 after about 100."""
