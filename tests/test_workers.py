@@ -206,7 +206,7 @@ def test_workers_are_handed_the_samples_and_read_no_files(
     packed = PackedApp(app_with_data(images))
     assert len(packed.data) < expected.nbytes / 10
     monkeypatch.setattr(problems, "_dataset", None)
-    app = unpacked(packed.file and packed.file.fileno(), packed.data)
+    app = unpacked(packed.file.fileno(), packed.data)
     grid = InProcessGrid(app, 3, run_config=images.to_run_config())
     FedAvg().start(grid, initial, 1)
     ((handed, _),) = problems.HANDED.values()

@@ -11,7 +11,7 @@ import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from typing import IO, Any
+from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, Message
@@ -73,7 +73,8 @@ class PackedApp:
     """A ClientApp for other processes: ``data``, with its arrays in the unnamed ``file``."""
 
     def __init__(self, client_app: ClientApp | str) -> None:
-        self.file: IO[bytes] | None = None
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115
+        weakref.finalize(self, self.file.close)
         if isinstance(client_app, str):
             self.data = pickle.dumps((client_app, []))
             return
@@ -100,15 +101,12 @@ class PackedApp:
                 ' give it as "module:name"'
             ) from error
         sizes = []
-        if buffers:
-            self.file = tempfile.TemporaryFile()  # noqa: SIM115
-            weakref.finalize(self, self.file.close)
-            for buffer in buffers:
-                raw = buffer.raw()
-                sizes.append(raw.nbytes)
-                self.file.write(raw)
-                self.file.write(bytes(-raw.nbytes % 64))
-            self.file.flush()
+        for buffer in buffers:
+            raw = buffer.raw()
+            sizes.append(raw.nbytes)
+            self.file.write(raw)
+            self.file.write(bytes(-raw.nbytes % 64))
+        self.file.flush()
         self.data = pickle.dumps((data.getvalue(), sizes))
 
 
@@ -116,13 +114,13 @@ def _has_numpy(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16
 
 
-def unpacked(file: int | None, data: bytes) -> ClientApp:
+def unpacked(file: int, data: bytes) -> ClientApp:
     """Return the ClientApp of a :class:`PackedApp`'s ``data`` and open ``file``."""
     app, sizes = pickle.loads(data)
     if isinstance(app, str):
         return app_of(app)
     buffers, start = [], 0
-    if file is not None:
+    if sizes:
         mapped = memoryview(mmap.mmap(file, 0, access=mmap.ACCESS_COPY))  # changes stay here
         for size in sizes:
             buffers.append(mapped[start : start + size])

@@ -161,8 +161,7 @@ class _Worker:
         self._has = set[int]()
         self._replies = deque(memory_file() for _ in range(AHEAD + 1))
         files = [file.fileno() for file in self._replies]
-        in_app = app.file.fileno() if app.file else None
-        passed = files if in_app is None else [*files, in_app]
+        in_app = app.file.fileno()
         here, there = socket.socketpair()
         with there:
             paths = [path or os.getcwd() for path in sys.path]
@@ -175,7 +174,7 @@ class _Worker:
             self.process = subprocess.Popen(
                 command,
                 env=environment,
-                pass_fds=[there.fileno(), *passed],
+                pass_fds=[there.fileno(), *files, in_app],
                 stdin=subprocess.DEVNULL,
             )
         self.connection = Connection(here.detach())
@@ -263,7 +262,7 @@ class _Heard(logging.Handler):
         return lines
 
 
-def work(file: int, replies: Sequence[int], in_app: int | None) -> None:
+def work(file: int, replies: Sequence[int], in_app: int) -> None:
     """Answer the engine's tasks until it closes the connection, which is the open ``file``.
 
     The ClientApp's arrays lie in ``in_app``. Answers are written into the files ``replies`` by

@@ -234,18 +234,22 @@ def is_per_client(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def of_client(name: str, value: PerClient, client: int) -> float:
-    """Return the client's number of ``value``; raise ``ValueError`` if a sequence ends before it.
+def of_client(name: str, value: Any, client: int) -> float:
+    """Return ``value``, or the client's number of a sequence.
+
+    Raises ``ValueError``, which names ``name``, if the sequence ends before it.
 
     Examples
     --------
     >>> of_client("gamma", 0.5, 7), of_client("gamma", [0.5, 2.0], 1)
     (0.5, 2.0)
     """
-    if isinstance(value, int | float):
-        return value
-    require(client < len(value), name, f"a number, or one for each client up to {client}", value)
-    return value[client]
+    if is_per_client(value):
+        until = f"a number, or one for each client up to {client}"
+        require(client < len(value), name, until, value)
+        value = value[client]
+    one: float = value
+    return one
 
 
 def largest(value: Schedule) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
-from fl_strategies.core.hyperparameters import is_per_client, of_client
+from fl_strategies.core.hyperparameters import of_client
 
 if TYPE_CHECKING:
     from fl_strategies.server.strategy import FederatedStrategy
@@ -38,8 +38,8 @@ def check_population(strategy: FederatedStrategy, clients: int) -> None:
     """Raise ``ValueError`` if no run with so many clients, all connected, can succeed."""
     strategy.check_clients(clients)
     for name, declaration in strategy.declarations.items():
-        if declaration.per_client and is_per_client(value := getattr(strategy, name)):
-            of_client(name, value, clients - 1)
+        if declaration.per_client:
+            of_client(name, getattr(strategy, name), clients - 1)
     how = f"that {strategy.algorithm} asks in a round"
     _check_replies(strategy, strategy.asked_of(clients), how)
 
