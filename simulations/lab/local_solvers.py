@@ -3,7 +3,8 @@
 Kim et al. tune each local solver on one task and keep its setting elsewhere. Here each solver's
 learning rate is chosen at alpha = 0.1, on training samples held out, and kept at alpha = 1 and
 0.01; Delta-SGD has the paper's setting and is not tuned. ``ALPHAS`` compares solvers under FedAvg,
-``INSIDE`` compares SGD and Delta-SGD under other algorithms and under Flower's FedAdam.
+``INSIDE`` compares SGD and Delta-SGD under other algorithms and under Flower's FedAdam, and
+``CARRIED`` takes eight tuned solvers to clients of other sizes, to FedProx and to MOON.
 """
 
 from __future__ import annotations
@@ -123,3 +124,47 @@ def inside(name: str) -> list[Setting]:
 
 
 INSIDE = [one for name in AROUND for one in inside(name)]
+
+
+DECAY = {"lr-decay": True}
+EIGHT: dict[str, tuple[dict[str, Any], Space]] = {
+    "sgd": SOLVERS["sgd"],
+    "sgd-decay": (SOLVERS["sgd"][0] | DECAY, SOLVERS["sgd"][1]),
+    "sgdm": SOLVERS["sgdm"],
+    "sgdm-decay": (SOLVERS["sgdm"][0] | DECAY, SOLVERS["sgdm"][1]),
+    "adam": SOLVERS["adam"],
+    "adagrad": ({"solver": "adagrad"}, {"lr": (0.003, 0.01, 0.03)}),
+    "sps": ({"solver": "sps", "lr": 1.0, "solver-params": "c=0.5 growth=0"}, {}),
+    "delta-sgd": SOLVERS["delta-sgd"],
+}
+"""The solvers of the paper's tables. SPS has no cap on growth, as there, and nothing to tune."""
+
+
+def carried() -> list[Setting]:
+    """Return the solvers tuned with 500 samples a client, and where their rates are kept.
+
+    Table 3 has clients of 100 to 500 samples, Table 2b is inside FedProx, Table 4 inside MOON. mu
+    is not stated: it is that of ``AROUND``.
+    """
+
+    def of(name: str, what: str, algorithm: str, params: dict[str, Any], rows: str) -> Setting:
+        rules = {
+            solver: Rule(algorithm, params, config, tune=tune)
+            for solver, (config, tune) in EIGHT.items()
+        }
+        config = {"dataset": "fashion_mnist", "model": "mlp", "rounds": 100}
+        return at(
+            f"delta-sgd-carried-{name}", f"Delta-SGD, {what}: Fashion-MNIST, MLP", rules, TUNED_AT,
+            **config, **{"partition-params": f"alpha={TUNED_AT:g} rows_per_client={rows}"},
+        )._replace(line=None, seeds=(1, 2, 3))  # fmt: skip
+
+    first = of("equal", "equal sizes", "fedavg", {}, "500")
+    others = [
+        of("sizes", "Table 3, 100 to 500 samples", "fedavg", {"weights": "samples"}, "100-500"),
+        of("fedprox", "Table 2b, inside FedProx", "fedprox", AROUND["fedprox"][1], "500"),
+        of("moon", "Table 4, inside MOON", "moon", AROUND["moon"][1], "500"),
+    ]
+    return [first, *(other._replace(tuned_by=first) for other in others)]
+
+
+CARRIED = carried()

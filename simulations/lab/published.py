@@ -327,6 +327,7 @@ BOARD: dict[str, list[Setting]] = {
     "local-solvers": local_solvers.ALPHAS,
     "delta-sgd-inside": local_solvers.INSIDE,
     "delta-sgd-robust": local_solvers.ROBUST,
+    "delta-sgd-carried": local_solvers.CARRIED,
     "q-fedavg": [Q_FEDAVG, *(q_fedavg(figure)._replace(runs_in=Q_FEDAVG) for figure in FAIRNESS)],
     "delta-sgd": [
         *(delta_sgd_table_1("mnist", a, 100, tuple(SOLVERS)) for a in (1, 0.1, 0.01)),
