@@ -237,8 +237,10 @@ def test_a_study_continues_from_its_folders(
     config = {"dataset": "digits", "clients": 5, "rounds": 2, "epochs": 1, "fraction": 1.0}
     rules = {f"lr{lr}": Rule("fedavg", config={"lr": lr}) for lr in (0.1, 0.2)}
     setting = Setting("one", "One", "final_accuracy", "lr0.1", rules, {}, config, seeds=(1, 2))
-    monkeypatch.setitem(published.BOARD, "fedpd-fig2", [setting])
-    command = ["fedpd-fig2", "--output", str(tmp_path)]
+    other = setting._replace(name="two", where="Two", config={**config, "rounds": 1})
+    monkeypatch.setitem(published.BOARD, "fedpd-fig2", [setting, other])
+    output = ["fedpd-fig2", "--output", str(tmp_path)]
+    command = [*output, "--only", "one"]
     reproduce.main([*command, "--rules", "lr0.1"])
     stamp = (tmp_path / "one/lr0.1-seed1/summary.json").stat().st_mtime_ns
     assert not (tmp_path / "one/lr0.2-seed1").exists()
@@ -248,7 +250,14 @@ def test_a_study_continues_from_its_folders(
     assert "2 of 4 runs were finished before" in out
     assert "lr0.2-seed2 round 2/2" in out
     assert (tmp_path / "one/lr0.1-seed1/summary.json").stat().st_mtime_ns == stamp
-    assert out.rstrip().endswith((tmp_path / "board.md").read_text().rstrip())
+    board = (tmp_path / "board.md").read_text()
+    assert out.rstrip().endswith(board.rstrip())
+    assert "### One" in board
+    assert "### Two" not in board  # neither chosen nor run
+    reproduce.main([*output, "--only", "two"])
+    board = (tmp_path / "board.md").read_text()
+    assert "### One" in board
+    assert "### Two" in board
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@
 A study is a list of settings of the board (``simulations.lab.published``). Their numbers stand
 next to the published ones, with intervals over seeds and a verdict. A run that is finished under
 DIR, with the same settings, is not made again, so that an interrupted command can be repeated.
-After every run ``DIR/board.md`` and ``DIR/board.json`` are written anew; each setting gets a
-figure. A run ends at its number of rounds, at its target, or when all its clients diverge.
+After every run ``DIR/board.md`` and ``DIR/board.json`` are written anew, with the settings that are
+chosen or have runs under DIR; each chosen one gets a figure. A run ends at its number of rounds, at
+its target, or when all its clients diverge.
 ``--quick`` makes two rounds of two settings with a small model, to show that the study still runs;
 it writes under ``DIR/quick``.
 """
@@ -61,12 +62,13 @@ def run_settings(args: argparse.Namespace, folder: Path) -> str:
     command = f"python -m simulations.lab.reproduce {args.study}{options}"
 
     judged = {setting.name: board.judged(setting, folder, settings) for setting in settings}
+    wanted = chosen(settings, args.only)
 
     def runs_of(setting: Setting) -> list[tuple[str, RunConfig]]:
         return board.experiment(setting, folder).finished_runs()
 
     def write_board() -> str:
-        results = [*judged.values()]
+        results = [one for one in judged.values() if one.setting in wanted or one.ran]
         tables = [
             board_page.to_target(result.setting, runs_of(result.setting))
             for result in results
@@ -83,7 +85,6 @@ def run_settings(args: argparse.Namespace, folder: Path) -> str:
         judged[setting.name] = board.judged(setting, folder, settings)
         write_board()
 
-    wanted = chosen(settings, args.only)
     rules = [rule for rule in args.rules.split(",") if rule]
     board.run(wanted, folder, rules=rules, jobs=args.jobs, quiet=args.quiet, on_done=note)
     # some share their runs

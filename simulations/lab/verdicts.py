@@ -103,6 +103,11 @@ class Judged(NamedTuple):
     difference: Interval | None
     verdict: Verdict
 
+    @property
+    def ran(self) -> bool:
+        """Whether any of its runs is finished."""
+        return any(row.values for row in self.rows)
+
 
 def judge(setting: Setting, rows: Sequence[Row]) -> Judged:
     """Return the verdict on ``rows``, those of the rules that ran with every seed."""
