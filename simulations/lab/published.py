@@ -236,7 +236,7 @@ def delta_sgd_table_1(dataset: str, alpha: float, rounds: int, rules: tuple[str,
     """Return a column of Table 1 for one alpha: 500 rounds there on MNIST, 1,000 on FMNIST."""
     of = {"mnist": 500, "fashion_mnist": 1000}[dataset]
     return Setting(
-        name=f"delta-sgd-{dataset}-alpha{alpha:g}-rounds{rounds}",
+        name=f"delta-sgd-{dataset}-alpha{alpha:g}-rounds{rounds:,}",
         where=f"Delta-SGD, Table 1: {dataset}, alpha = {alpha:g}, {_rounds(rounds, of)}",
         figure="final_accuracy",
         ours="delta-sgd",
