@@ -158,14 +158,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def stand_in(folder: Path, *, train: int = 400, test: int = 50) -> Path:
-    """Write training and test images under the names of the real data sets.
+    """Write training and test samples under the names of the real data sets.
 
-    400 and 50 images are different ones; more repeat them.
+    400 and 50 images are different ones; more repeat them. Shakespeare has its 138 roles.
     """
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet
-    from tiny_data import encoded
+    from tiny_data import encoded, windows
 
     rng = np.random.default_rng(0)
     for name, column, labels, shape in (
@@ -183,4 +183,11 @@ def stand_in(folder: Path, *, train: int = 400, test: int = 50) -> Path:
             table = pa.concat_tables([pa.table(columns)] * (count // different))
             file = folder / name / f"{split}.parquet"
             pa.parquet.write_table(table, file, dictionary_pagesize_limit=2**24)
+    (folder / "shakespeare").mkdir()
+    x, y = windows(0, 4)
+    roles = pa.table(
+        {"character_id": np.repeat(np.arange(138), 4).astype(str), "x": x * 138, "y": y * 138}
+    )
+    for split in ("train", "test"):
+        pa.parquet.write_table(roles, folder / "shakespeare" / f"{split}.parquet")
     return folder
