@@ -30,7 +30,9 @@ from clients import (
     client_app,
     client_id,
 )
+from clients.node import host
 from clients.node.packing import PackedApp, unpacked
+from clients.stacking.fit import fit_all
 from fl_strategies import FedADMM, FedAvg, FederatedStrategy
 from fl_strategies.parts import Buffered, Clock
 from simulations import problems
@@ -212,6 +214,27 @@ def test_workers_are_handed_the_samples_and_read_no_files(
     ((handed, _),) = problems.HANDED.values()
     np.testing.assert_array_equal(handed.inputs(), expected)
     assert handed.inputs().strides == expected.strides
+
+
+def test_workers_stack_as_many_clients_as_the_run_says(
+    images: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stack may give the same bits as clients alone: what is asked for tells."""
+    asked: list[object] = []
+
+    def noted(*given: Any, stack: object) -> Any:
+        asked.append(stack)
+        return fit_all(*given, stack=stack)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(host, "fit_all", noted)
+    monkeypatch.setattr(problems, "HANDED", {})
+    config = replace(images, algorithm="fedavg", stack="2")
+    packed = PackedApp(app_with_data(config))
+    app = unpacked(packed.file.fileno(), packed.data)
+    grid = InProcessGrid(app, 3, hosts=1, run_config=config.to_run_config())
+    initial = ArrayRecord(problems.fresh_model(config).state_dict())
+    FedAvg(shared_population=3).start(grid, initial, 1)
+    assert asked == [2]
 
 
 @pytest.mark.slow

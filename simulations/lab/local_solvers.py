@@ -20,6 +20,8 @@ PAPER: dict[str, Any] = {
     "lr": 0.2,
     "solver-params": "gamma=2 delta=0.1 theta_0=1",
 }
+SPS: dict[str, Any] = {"solver": "sps", "lr": 1.0, "solver-params": "c=0.5 growth=0"}
+"""Without a cap on growth, as in the paper."""
 SGD_RATES = (0.03, 0.1, 0.3)
 SOLVERS: dict[str, tuple[dict[str, Any], Space]] = {
     "sgd": ({"solver": "sgd"}, {"lr": SGD_RATES}),
@@ -134,10 +136,10 @@ EIGHT: dict[str, tuple[dict[str, Any], Space]] = {
     "sgdm-decay": (SOLVERS["sgdm"][0] | DECAY, SOLVERS["sgdm"][1]),
     "adam": SOLVERS["adam"],
     "adagrad": ({"solver": "adagrad"}, {"lr": (0.003, 0.01, 0.03)}),
-    "sps": ({"solver": "sps", "lr": 1.0, "solver-params": "c=0.5 growth=0"}, {}),
+    "sps": (SPS, {}),
     "delta-sgd": SOLVERS["delta-sgd"],
 }
-"""The solvers of the paper's tables. SPS has no cap on growth, as there, and nothing to tune."""
+"""The solvers of the paper's tables. SPS has nothing to tune."""
 
 
 def carried() -> list[Setting]:

@@ -212,7 +212,7 @@ SOLVERS: dict[str, dict[str, Any]] = {
     "sgdm-decay": {"solver": "sgd", "lr": 0.1, "momentum": 0.9, "lr-decay": True},
     "adam": {"solver": "adam", "lr": 0.001},
     "adagrad": {"solver": "adagrad", "lr": 0.01},
-    "sps": {"solver": "sps", "lr": 1.0, "solver-params": "c=0.5 growth=0"},
+    "sps": local_solvers.SPS,
     "delta-sgd": local_solvers.PAPER,
 }
 """One setting for all data, which is the paper's point. The paper tunes the first four on CIFAR-10
