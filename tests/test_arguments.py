@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord
 from laws import START, local
 from problems import Linear, grid, half_mean_square, make_client_app, quadratics, to_record
 from torch import nn
@@ -73,6 +73,9 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: start(timeout=-1), "timeout must be >= 0, got -1"),
     (lambda: FedAvg(seed=2**63), "seed must be an integer >= 0 and <= 9.22337e+18, got"),
     (lambda: waiting_for(3), "3 clients are to be connected, the grid has 2"),
+    (lambda: FedAvg(shared_population=2, **QUIET).start(grid(quadratics(2)), to_record(START)),
+     "1 clients are to be connected, the grid has 0: shared_population=2 needs nodes with"
+     " client_app(..., hosts=2)"),
     (lambda: waiting_for(1, hosts=2), "1 clients are to be connected, the grid has 0; 2 nodes"),
     (lambda: start(timeout=math.nan), "timeout must be a finite number >= 0, got nan"),
     (lambda: start(initial_arrays=Linear().state_dict()),
@@ -83,6 +86,13 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
      "what evaluate_fn returns must be a MetricRecord, or None, got (0.5, {})"),
     *[(lambda name=name: start(**{name: 3}), f"{name} must be a ConfigRecord, or None, got 3")
       for name in ("train_config", "evaluate_config")],
+    (lambda: start(train_config=ConfigRecord({"momentum": -0.1})), "momentum must be >= 0"),
+    (lambda: start(train_config=ConfigRecord({"batch_size": 2.5})), "batch_size must be an integer, got 2.5"),
+    (lambda: start(initial_arrays=ArrayRecord(
+        {n: Array(a.numpy().astype("f4")) for n, a in to_record(START).items()})),
+     "client 0 describes another model: its head is float64 (2, 2), that of the initial model"),
+    (lambda: start(initial_arrays=ArrayRecord({"head": Array(START[:2])})),
+     "client 0 describes another model: the initial model lacks ['tail']"),
     (lambda: InProcessGrid(client, 4),  # type: ignore[arg-type]
      "client_app must be a ClientApp: clients.client_app(client_fn) makes one, got"),
     (lambda: InProcessGrid(make_client_app(quadratics(1)), "4"),  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from problems import to_record
 from resumed import FEDADMM, ROUNDS, federation, interrupted, outcome, run, strategy
 
 from fl_strategies import Checkpoints, FedAvg, RoundInfo, as_legacy
+from fl_strategies.parts import TopK
 
 # ---- killed at any moment ---------------------------------------------------------------------
 
@@ -157,8 +158,11 @@ def test_a_run_does_not_begin_anew_where_every_checkpoint_is_damaged(tmp_path: P
 @pytest.mark.parametrize(
     ("others", "said"),
     [
-        ({"seed": 4}, r"of a run with \{'seed': 3\}, not \{'seed': 4\}"),
-        ({"buffers": ["tail"]}, r"of a run with \{'model': .*\}, not \{'model'"),
+        ({"seed": 4}, r"cannot be resumed with other settings: seed was 3, is 4$"),
+        ({"buffers": ["tail"]}, r"settings: model was .*, is "),
+        ({"rho": 1.0}, r"settings: rho was 0\.5, is 1$"),
+        ({"local": local(lr=0.01)}, r"settings: local 'lr' was .*, is 0\.01$"),
+        ({"compression": TopK()}, r"settings: compression was None, is TopK\("),
     ],
 )
 def test_another_runs_checkpoints_are_refused(
@@ -171,7 +175,7 @@ def test_another_runs_checkpoints_are_refused(
 
 def test_another_algorithms_checkpoints_are_refused(tmp_path: Path) -> None:
     run(strategy(FEDADMM, tmp_path), tmp_path, 4)
-    with pytest.raises(ValueError, match=r"'algorithm': 'fedadmm'\}, not \{'algorithm': 'fedavg'"):
+    with pytest.raises(ValueError, match="algorithm was fedadmm, is fedavg; "):
         run(FedAvg(seed=3, checkpoints=Checkpoints(tmp_path / "checkpoints")), tmp_path, 6)
 
 

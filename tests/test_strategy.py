@@ -315,7 +315,7 @@ def test_a_model_that_cannot_be_trained_is_refused(
 ) -> None:
     record = ArrayRecord({name: Array(array) for name, array in arrays.items()})
     with pytest.raises(ValueError, match=message):
-        averaging(buffers=buffers).start(grid(quadratics(1)), record, 1)
+        averaging(buffers=buffers, ties=(), frozen={}).start(grid(quadratics(1)), record, 1)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from clients.learning.sharing import Patterns, split
 from fl_strategies.core.layout import Layout
 from fl_strategies.core.schedules import require
 from fl_strategies.core.spelling import hinted
-from fl_strategies.messages.description import Description, digest
+from fl_strategies.messages.description import Description, digest, type_and_shape
 
 T = TypeVar("T")
 
@@ -165,7 +165,9 @@ class FlatModel:
     def description(self) -> Description:
         """All arrays of the module and their roles: what the server asks a few clients for."""
         layout = self.layout
-        return Description(tuple(self._all), self.buffers, layout.ties, layout.frozen, self.kept)
+        kinds = {n: type_and_shape(layout.dtypes[n], shape) for n, shape in layout.shapes.items()}
+        own = layout.ties, layout.frozen, self.kept, kinds
+        return Description(tuple(self._all), self.buffers, *own)
 
     @property
     def signature(self) -> str:

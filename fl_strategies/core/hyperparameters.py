@@ -168,8 +168,7 @@ class Declared:
         super().__init_subclass__(**options)
         ordered: dict[str, Hyperparameter] = {}
         for base in reversed(cls.__mro__):
-            declared = {n: d for n, d in vars(base).items() if isinstance(d, Hyperparameter)}
-            ordered |= declared
+            ordered |= {n: d for n, d in vars(base).items() if isinstance(d, Hyperparameter)}
         cls.declarations = {n: d for n, d in ordered.items() if n not in cls.common} | ordered
         cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [
@@ -177,8 +176,8 @@ class Declared:
                 for name, d in cls.declarations.items()
             ]
         )
-        if declared:
-            entries = "\n".join(d.documented(name) for name, d in declared.items())
+        if own := {n: d for n, d in cls.declarations.items() if n not in cls.common}:
+            entries = "\n".join(d.documented(name) for name, d in own.items())
             text = inspect.cleandoc(cls.__doc__ or "")
             cls.__doc__ = f"{text}\n\nParameters\n----------\n{entries}\n"
 

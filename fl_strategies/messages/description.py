@@ -43,6 +43,8 @@ class Description(NamedTuple):
     ties: tuple[tuple[str, ...], ...] = ()
     frozen: Mapping[str, str] = NOTHING
     local: tuple[str, ...] = ()
+    kinds: Mapping[str, str] = NOTHING
+    """The :func:`type_and_shape` of each array that travels."""
 
     @property
     def shared(self) -> list[str]:
@@ -52,7 +54,8 @@ class Description(NamedTuple):
 
     def to_text(self) -> str:
         """Return the description as it travels."""
-        return json.dumps({**self._asdict(), "frozen": dict(self.frozen)}, separators=(",", ":"))
+        maps = {"frozen": dict(self.frozen), "kinds": dict(self.kinds)}
+        return json.dumps({**self._asdict(), **maps}, separators=(",", ":"))
 
     @classmethod
     def of(cls, text: object) -> Description:
@@ -62,18 +65,18 @@ class Description(NamedTuple):
             raise BadReply(f"no text of at most {MAX_DESCRIPTION} characters: {length}")
         try:
             fields = json.loads(text)
-            frozen = dict(fields["frozen"])
+            frozen, kinds = (dict(fields[name]) for name in ("frozen", "kinds"))
             parts = [_names(fields[name]) for name in ("arrays", "buffers", "local")]
             arrays, buffers, local = parts
             ties = tuple(_names(group) for group in fields["ties"])
             roles = [*buffers, *local, *_names([*frozen])]
-            _names([*frozen.values()], distinct=False)
+            _names([*frozen.values(), *kinds.values()], distinct=False)
             if len({*roles}) < len(roles) or not {*roles} <= {*arrays}:
                 raise ValueError("roles of arrays that it does not have, or two of one array")
             _names([name for group in ties for name in group])
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise BadReply(f"it cannot be read: {type(error).__name__}: {error}") from None
-        return cls(arrays, buffers, ties, frozen, local)
+        return cls(arrays, buffers, ties, frozen, local, kinds)
 
 
 def _names(values: Any, *, distinct: bool = True) -> tuple[str, ...]:
@@ -85,6 +88,11 @@ def _names(values: Any, *, distinct: bool = True) -> tuple[str, ...]:
     if distinct and len({*values}) < len(values):
         raise ValueError(f"a name twice: {values!r:.100}")
     return tuple(values)
+
+
+def type_and_shape(dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:
+    """Return an array's type and shape as a text, "float32 (3, 4)"."""
+    return f"{dtype} {shape}"
 
 
 def digest(array: npt.NDArray[Any]) -> str:

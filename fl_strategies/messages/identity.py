@@ -30,6 +30,14 @@ class Identity:
     trust: str
     layout: Layout
 
+    @property
+    def needs(self) -> str:
+        """What clients the strategy needs, and how to have them."""
+        return (
+            f"{self.strategy} needs clients that run {self.algorithm!r}: put AnyAlgorithmClient"
+            " behind client_app"
+        )
+
     def admit(self, client: int, words: Mapping[str, str]) -> None:
         """Raise :class:`BadReply` for a reply of another algorithm, before its arrays are read."""
         ran = words.get("algorithm", "")
@@ -52,10 +60,9 @@ class Identity:
     def _admit_unnamed(self, client: int) -> None:
         if not self.trust:
             raise BadReply(
-                "it does not say which algorithm its client ran, and"
-                f" {self.strategy} needs clients that run {self.algorithm!r}: put"
-                " AnyAlgorithmClient behind client_app; or, if your own client implements it, have"
-                f" it report algorithm={self.algorithm!r} or set assume_algorithm=True"
+                f"it does not say which algorithm its client ran, and {self.needs}; or, if your own"
+                f" client implements it, have it report algorithm={self.algorithm!r} or set"
+                " assume_algorithm=True"
             )
 
     def doubts(self, used: Iterable[Reply], local: Iterable[str]) -> str:

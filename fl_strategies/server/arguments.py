@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from logging import WARNING
+from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.clientapp import ClientApp
@@ -14,7 +15,7 @@ from fl_strategies.core.records import CATCH_UP
 from fl_strategies.core.schedules import check, require
 from fl_strategies.core.spelling import misspelt
 from fl_strategies.messages.codes import DOWNLOAD
-from fl_strategies.solvers.local import default_training
+from fl_strategies.solvers.local import check_local, default_training
 
 OF_LAYOUT = ("layout", "frozen", "checksums", DOWNLOAD)
 """Names in a request that depend on the model's layout."""
@@ -37,20 +38,28 @@ def check_start(
 
 
 def check_configs(
-    configs: Mapping[str, ConfigRecord | None], *, ours: Collection[str], declared: Collection[str]
+    configs: Mapping[str, ConfigRecord | None],
+    *,
+    ours: Collection[str],
+    declared: Collection[str],
+    local: Mapping[str, Any],
 ) -> None:
     """Raise ``ValueError`` for what is no config, or sets what the strategy itself sends.
+
+    Settings of local training are checked together with the strategy's ``local``.
 
     Misspellings are warned of.
 
     ``ours`` are the names in a request before the layout is known, ``declared`` those of
     hyperparameters that may be sent.
     """
-    taken = {*ours, *declared, *OF_LAYOUT, CATCH_UP}
+    taken, known = {*ours, *declared, *OF_LAYOUT, CATCH_UP}, default_training().settings
     for name, config in configs.items():
         wanted = "a ConfigRecord, or None"
         require(config is None or isinstance(config, Mapping), name, wanted, config)
         if clash := sorted(taken & {*(config or ())}):
             raise ValueError(f"{name} must not set {clash}: the strategy does")
-        if near := misspelt(config or (), {*default_training().settings, *declared}):
+        spelt = {n.replace("_", "-"): value for n, value in (config or {}).items()}
+        check_local({**local, **{n: value for n, value in spelt.items() if n in known}})
+        if near := misspelt(config or (), {*known, *declared}):
             log(WARNING, "%s has %s", name, near)

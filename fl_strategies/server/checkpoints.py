@@ -29,11 +29,11 @@ from fl_strategies.core.spelling import hinted, unknown
 
 PREFIX, SUFFIX = "round-", ".safetensors"
 RUN = frozenset(
-    {"algorithm", "seed", "model", "run-id", "rounds-before", "round", "stopped", "clients",
-     "metrics", "history", "devices", "roles"}
+    {"settings", "run-id", "rounds-before", "round", "stopped", "clients", "metrics", "history",
+     "devices", "roles"}
 )  # fmt: skip
 """The content of ``Checkpoint.run``."""
-VERSION = 4
+VERSION = 5
 """The version of the format."""
 
 

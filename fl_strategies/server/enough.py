@@ -45,6 +45,8 @@ def check_population(strategy: FederatedStrategy, clients: int) -> None:
 
 
 def _check_replies(strategy: FederatedStrategy, clients: int, how: str) -> None:
-    least = strategy.min_replies
+    least, combine = strategy.min_replies, strategy.combine
     if clients < least:
-        raise ValueError(f"min_replies is {least}, and the number of clients {how} is {clients}")
+        of_part = combine is not None and combine.least == least
+        needs = f"{combine!r} needs {least} uploads" if of_part else f"min_replies is {least}"
+        raise ValueError(f"{needs}, and the number of clients {how} is {clients}")

@@ -15,11 +15,11 @@ from flwr.serverapp import Grid
 
 from fl_strategies.core.log import log
 from fl_strategies.core.schedules import require
+from fl_strategies.parts import STAGES
 from fl_strategies.server import stages
 from fl_strategies.server.arguments import check_configs, check_start
 
 if TYPE_CHECKING:
-    from fl_strategies.core.hyperparameters import Scalar
     from fl_strategies.server.algorithm import State
     from fl_strategies.server.checkpoints import Checkpoint
     from fl_strategies.server.run import Result
@@ -50,6 +50,7 @@ def run_rounds(
         configs,
         ours=[*strategy.request(1, 0)],
         declared=[d.sent for d in type(strategy).declarations.values() if d.sent],
+        local=strategy.local,
     )
     train_config = configs["train_config"] or ConfigRecord()
     evaluate_config = configs["evaluate_config"] or ConfigRecord()
@@ -58,6 +59,10 @@ def run_rounds(
         strategy.settle(grid)
         stopped = _resume(strategy, last) if last else False
         run.num_rounds = strategy.communication_rounds(strategy.state, num_rounds)
+        if run.round > run.num_rounds:
+            raise ValueError(
+                f"num_rounds must be >= {run.round}, the rounds done, got {num_rounds}"
+            )
         arrays = run.result.arrays
         run.result.arrays = strategy.shown(arrays)
         log(INFO, run.beginning(strategy.algorithm))
@@ -99,7 +104,7 @@ def close_round(strategy: FederatedStrategy, arrays: ArrayRecord) -> bool:
     if checkpoints and (last or run.number % checkpoints.every == 0):
         kept = run.checkpoint(
             arrays,
-            _identity(strategy),
+            _settings(strategy),
             _states(strategy),
             strategy.ledger,
             strategy.nodes.known,
@@ -122,10 +127,15 @@ def _evaluate(
         run.result.evaluate_metrics_serverapp[run.number] = metrics
 
 
-def _identity(strategy: FederatedStrategy) -> dict[str, Scalar]:
+def _settings(strategy: FederatedStrategy) -> dict[str, str]:
     """Return what a checkpoint and the run that continues from it must have in common."""
-    model = strategy.opened_model.layout.signature
-    return {"algorithm": strategy.algorithm, "seed": strategy.seed, "model": model}
+    names = ["algorithm", "seed", *strategy.hyperparameters(), *STAGES, "fraction_train"]
+    settings = {name: getattr(strategy, name) for name in names}
+    settings |= {f"local {name!r}": value for name, value in strategy.local.items()}
+    settings["model"] = strategy.opened_model.layout.signature
+    texts = {n: value if isinstance(value, str) else repr(value) for n, value in settings.items()}
+    # 1 and 1.0 are one; an object's address says nothing
+    return {n: text.partition(" at 0x")[0].removesuffix(".0") for n, text in texts.items()}
 
 
 def _states(strategy: FederatedStrategy) -> dict[str, State]:
@@ -137,7 +147,7 @@ def _resume(strategy: FederatedStrategy, last: Checkpoint) -> bool:
     """Continue from the ``last`` checkpoint; return whether the run ended there."""
     run = strategy.run
     states = run.resume(
-        last, strategy.checkpoints, _identity(strategy), _states(strategy), strategy.ledger
+        last, strategy.checkpoints, _settings(strategy), _states(strategy), strategy.ledger
     )
     strategy.state, strategy.parts = states.pop("algorithm"), states
     strategy.nodes.known |= run.known

@@ -90,9 +90,12 @@ class Nodes:
                 return nodes
             closed = getattr(grid, "closed", False) and not self._unmet(grid)
             if len(nodes) < needed and closed:
-                refused = f"; {named(sorted(self._refused), 'node')} refused" * bool(self._refused)
+                why = f"; {named(sorted(self._refused), 'node')} refused" * bool(self._refused)
+                if self.population and not self.hosts:
+                    n = self.population
+                    why = f": shared_population={n} needs nodes with client_app(..., hosts={n})"
                 raise ValueError(
-                    f"{needed} clients are to be connected, the grid has {len(nodes)}{refused}"
+                    f"{needed} clients are to be connected, the grid has {len(nodes)}{why}"
                 )
             if waited - said >= 10:
                 said = waited

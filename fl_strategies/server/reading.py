@@ -105,7 +105,7 @@ class Reader:
             by_client(good, "samples", self._in_training, {}),
             {reply.client: kind for reply in good if (kind := device_of(reply))},
             sifted.faults,
-            sifted.unusable,
+            {client: phase.explained(reason) for client, reason in sifted.unusable.items()},
             busy_shares(sifted.busy, hosts, waited),
             seconds,
         )
@@ -203,6 +203,11 @@ class Phase:
     def check(self, good: Sequence[tuple[Reply, Upload]]) -> Mapping[int, str]:
         """Return which uploads the rule cannot use, and why."""
         return self.algorithm.unusable(self.state, self.asked.round, [upload for _, upload in good])
+
+    def explained(self, reason: str) -> str:
+        """Return why a reply is unusable; of a client that loads all arrays, what is needed."""
+        unknown = any(f"{vector}/" in reason for vector in self.algorithm.extra_vectors)
+        return f"{self.identity.needs}; {reason}" if unknown else reason
 
     def read(self, client: int, content: Content) -> tuple[Reply, Upload]:
         """Return a reply and its upload; raise :class:`BadReply` if it breaks a bound."""

@@ -178,7 +178,7 @@ class Run:
     def checkpoint(
         self,
         arrays: ArrayRecord,
-        identity: Mapping[str, Any],
+        settings: Mapping[str, str],
         states: Mapping[str, Any],
         ledger: Ledger,
         known: Iterable[int],
@@ -187,7 +187,7 @@ class Run:
     ) -> Checkpoint:
         """Return the checkpoint after the current round, ``arrays`` being what trains next."""
         run = {
-            **identity,
+            "settings": settings,
             "rounds-before": self.rounds_before,
             "round": self.round,
             "run-id": self.id,
@@ -229,20 +229,25 @@ class Run:
         self,
         last: Checkpoint,
         checkpoints: Checkpoints | None,
-        identity: Mapping[str, Any],
+        settings: Mapping[str, str],
         states: Mapping[str, Any],
         ledger: Ledger,
     ) -> dict[str, Any]:
         """Restore the run and the ledger from the ``last`` checkpoint, and return its states.
 
-        ``identity`` is what checkpoint and run must have in common, ``states`` are records like
+        ``settings`` are what checkpoint and run must have in common, ``states`` are records like
         those to restore.
         """
         assert checkpoints is not None
         where, saved = checkpoints.directory, last.run
-        if other := {n: saved[n] for n, ours in identity.items() if saved[n] != ours}:
-            ours = {name: identity[name] for name in other}
-            raise ValueError(f"{where} is of a run with {other}, not {ours}")
+        before = saved["settings"]
+        if changes := [
+            f"{name} was {before.get(name)!s:.60}, is {settings.get(name)!s:.60}"
+            for name in {**settings, **before}
+            if before.get(name) != settings.get(name)
+        ]:
+            told = "; ".join(changes[:3])
+            raise ValueError(f"{where} cannot be resumed with other settings: {told}")
         if unknown := sorted(last.states.keys() - states.keys()):
             raise ValueError(f"{where} is of a run with the parts {unknown}, which this run lacks")
         after = {

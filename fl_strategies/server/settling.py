@@ -29,6 +29,7 @@ from fl_strategies.messages.description import (
     WHOSE,
     Description,
     digest,
+    type_and_shape,
 )
 from fl_strategies.messages.wire import Failed
 from fl_strategies.server.nodes import ANY_HOST, NO_QUERY, Nodes
@@ -165,18 +166,24 @@ def _read(reply: Message) -> Description | None:
 
 
 def decided(descriptions: Mapping[int, Description | None], arrays: Arrays) -> Roles | None:
-    """Return the roles that most descriptions give ``arrays``; None if no description fits.
+    """Return the roles that most descriptions give ``arrays``; None if there are no descriptions.
 
-    Raises ``ValueError`` if as many clients load all arrays as share only some of them.
+    Raises ``ValueError`` if no client's model is the initial one, or if as many clients load all
+    arrays as share only some of them.
     """
     votes: dict[int, Roles] = {}
+    wrong: list[str] = []
     for client, description in descriptions.items():
         try:
             if description is not None:
                 votes[client] = roles_in(description, arrays)
         except ValueError as fault:
-            log(WARNING, "%s describes another model: %s", named([client]), one_line(str(fault)))
+            said = f"{named([client])} describes another model: {one_line(str(fault))}"
+            log(WARNING, "%s", said)
+            wrong.append(said)
     if not votes:
+        if wrong and len(wrong) == len(descriptions):
+            raise ValueError(wrong[0])
         return None
     roles, _ = Counter(votes.values()).most_common(1)[0]
     voters = [client for client in votes if votes[client] == roles]
@@ -222,6 +229,10 @@ def roles_in(description: Description, arrays: Arrays) -> Roles:
         raise BadReply(f"the initial model lacks {few(missing)}")
     if unknown := [*arrays.keys() - place.values()]:
         raise BadReply(f"it lacks {few(sorted(unknown))} of the initial model")
+    for name, theirs in description.kinds.items():
+        array = arrays[place[name]] if name in place else None
+        if array is not None and theirs != (ours := type_and_shape(array.dtype, array.shape)):
+            raise BadReply(f"its {name} is {theirs}, that of the initial model {ours}")
     roles = Roles(
         tuple(map(place.__getitem__, shared)),
         tuple(place[name] for name in description.buffers if name in shared),
