@@ -87,7 +87,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     *[(lambda name=name: start(**{name: 3}), f"{name} must be a ConfigRecord, or None, got 3")
       for name in ("train_config", "evaluate_config")],
     (lambda: start(train_config=ConfigRecord({"momentum": -0.1})), "momentum must be >= 0"),
-    (lambda: start(train_config=ConfigRecord({"batch_size": 2.5})), "batch_size must be an integer, got 2.5"),
+    (lambda: start(train_config=ConfigRecord({"batch_size": 2.5})), "batch_size must be an"),
     (lambda: start(initial_arrays=ArrayRecord(
         {n: Array(a.numpy().astype("f4")) for n, a in to_record(START).items()})),
      "client 0 describes another model: its head is float64 (2, 2), that of the initial model"),
