@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from flwr.app import Error, Message
-from laws import START, TABLE, Row, local
+from laws import START, TABLE, Row, local, quiet
 from problems import CLIENT_OF, grid, make_client_app, quadratics, to_record
 from tampering import Tamper, numbers, words
 
 from clients import InProcessGrid
-from fl_strategies import FedAvg, NothingUsable
+from fl_strategies import FedAvg, FedPD, NothingUsable
 
 
 def broken(which: Callable[[int, int], bool], silent: Callable[[int, int], bool]) -> Any:
@@ -47,6 +47,13 @@ def test_a_run_in_which_nothing_can_be_used_ends_and_tells_each_cause_once(limit
         strategy.start(grid(quadratics(3), fault=broken(always, never)), to_record(START), 9)
     assert f"no reply of {limit} rounds in a row was usable: 3 clients" in str(error.value)
     assert str(error.value).count("is full") == 1
+
+
+def test_a_run_that_needs_a_client_which_always_fails_ends() -> None:
+    fault = broken(lambda client, number: client == 1, never)
+    told = "3 rounds in a row had too few usable replies, 2 at most: client 1: disk 1 of client"
+    with pytest.raises(NothingUsable, match=told):
+        quiet(FedPD).start(grid(quadratics(3), fault=fault), to_record(START), 9)
 
 
 def test_different_causes_are_all_told() -> None:

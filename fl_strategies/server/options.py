@@ -154,8 +154,8 @@ class Options(Declared):
     max_unusable_rounds: int = number(
         default=3,
         about="The run ends with `fl_strategies.NothingUsable` after so many training rounds in a"
-        " row with answers and without a usable one; at least two clients must have answered in"
-        " them, or the only one that exists.",
+        " row that were skipped and had unusable replies; at least two clients must have answered"
+        " in them, or the only one that exists.",
         integer=True,
         low=1,
     )

@@ -205,10 +205,15 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         read = self.reader.training(self.state, asked, replies, self.caller, hosts)
         run.clients, run.faults = read.rows, read.faults
         run.devices |= read.devices
-        run.patience.settle(len(read.uploads), read.unusable, len(self.nodes.known))
         fault = self.caller.fault(len(read.faults))
         outcome = next_model(
             self, self.state, read.round, read.uploads, fault=fault, parts=self.parts
+        )
+        run.patience.settle(
+            len(read.uploads),
+            read.unusable,
+            len(self.nodes.known),
+            skipped=outcome.model is None,
         )
         metrics, number = read.metrics, asked.round.number
         if outcome.model is not None:
