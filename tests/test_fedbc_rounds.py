@@ -80,7 +80,7 @@ def test_where_all_lambda_are_zero_the_mean_is_plain_and_is_announced_once(
         (math.nan, {}, "metric 'lambda' is not finite: nan"),
         (3.5, {"lambda_max": 2.0}, "metric 'lambda' must be in [0, 2], got 3.5"),
         (0.1, {"lambda_min": 0.5}, "metric 'lambda' must be in [0.5, 1e+12], got 0.1"),
-        (None, {}, "metric 'lambda' must be one number, got None"),
+        (None, {}, "metric 'lambda' is missing"),
     ],
 )
 def test_a_lambda_out_of_range_is_left_out_with_one_line(

@@ -174,7 +174,7 @@ DISTANCES = {
     "negative": ([-1.0, 1.0, 1.0, 1.0], r"metric 'folded-distance2' must be in \[0, 1e\+06\]"),
     "beyond the bound": ([2e6, 1.0, 1.0, 1.0], r"must be in \[0, 1e\+06\], got 2000000"),
     "not finite": ([np.nan, 1.0, 1.0, 1.0], "metric 'folded-distance2' is not finite"),
-    "missing": (None, "metric 'folded-distance2' must be one number, got None"),
+    "missing": (None, "metric 'folded-distance2' is missing"),
 }
 
 

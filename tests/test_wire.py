@@ -254,7 +254,7 @@ def test_a_reply_unlike_the_model_is_refused_by_name_and_value(
         ({"num-examples": -5}, "got -5"),
         ({"num-examples": math.nan}, "'num-examples' is not finite: nan"),
         ({"num-examples": [3, 4]}, "must be one number"),
-        ({"num-examples": None}, "must be one number, got None"),
+        ({"num-examples": None}, "metric 'num-examples' is missing"),
         ({"train-loss": math.inf}, "'train-loss' is not finite: inf"),
         ({"per-layer": [1.0, math.nan]}, "'per-layer' is not finite"),
         ({"lambda": -0.1}, r"'lambda' must be in \[0, 5\], got -0\.1"),

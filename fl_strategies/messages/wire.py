@@ -220,7 +220,9 @@ def check_scalars(scalars: Mapping[str, Any], bounds: Mapping[str, tuple[float, 
             raise BadReply(f"metric {name!r} {NOT_FINITE}: {value}")
     for name, (low, high) in bounds.items():
         value = scalars.get(name)
-        if value is None or isinstance(value, list):
+        if value is None:
+            raise BadReply(f"metric {name!r} is missing")
+        if isinstance(value, list):
             raise BadReply(f"metric {name!r} must be one number, got {value}")
         if not low <= value <= high:
             raise BadReply(f"metric {name!r} must be in [{low:g}, {high:g}], got {value}")

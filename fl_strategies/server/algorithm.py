@@ -173,7 +173,8 @@ class Algorithm(Options):
     @property
     def trust(self) -> str:
         """What a client that names no algorithm is trusted to do; "" if it is refused."""
-        return self.unnamed or ("to implement it" if self.assume_algorithm else "")
+        changes = " and to upload changes, not models" if self.accumulates_changes else ""
+        return self.unnamed or (f"to implement it{changes}" if self.assume_algorithm else "")
 
     # ---- the rule -----------------------------------------------------------------------------
 
