@@ -258,7 +258,7 @@ def test_a_reply_unlike_the_model_is_refused_by_name_and_value(
         ({"train-loss": math.inf}, "'train-loss' is not finite: inf"),
         ({"per-layer": [1.0, math.nan]}, "'per-layer' is not finite"),
         ({"lambda": -0.1}, r"'lambda' must be in \[0, 5\], got -0\.1"),
-        ({"lambda": None}, "'lambda' must be one number"),
+        ({"lambda": None}, "'lambda' is missing"),
     ],
 )
 def test_scalars_out_of_range_are_refused_by_name_and_value(

@@ -69,7 +69,8 @@ def personalized(setting: Setting) -> Setting:
     """
     ours = {
         name: rule._replace(reference=rule.algorithm.startswith("fedbcd"))
-        for name, rule in RULES.items()
+        for name, rule in setting.rules.items()
+        if name != "centralised"
     }
     return setting._replace(
         name=f"{setting.name}-personalized",
@@ -81,5 +82,16 @@ def personalized(setting: Setting) -> Setting:
     )
 
 
-SETTINGS = [curves(6, 3), curves(3, 3), curves(3, 6)]
+def long(labels: int, active: int) -> Setting:
+    """Return the rules of Fig. 4 for its 300 rounds."""
+    base = curves(labels, active)
+    return base._replace(
+        name=f"fedbcd-300-rounds-labels{labels}",
+        where=base.where.replace("100 rounds", "300 rounds"),
+        rules={name: RULES[name] for name in ("sync", "async-0.5", "fedbcd-i", "fedprox")},
+        config={**base.config, "rounds": 300},
+    )
+
+
+SETTINGS = [curves(6, 3), curves(3, 3), curves(3, 6), long(6, 3)]
 SETTINGS += [personalized(setting) for setting in SETTINGS]
