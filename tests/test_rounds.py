@@ -32,8 +32,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Seen]]:
     rounds: list[Seen] = []
 
     def noted(one: Any, state: Any, round: Round, uploads: Any, **options: Any) -> Outcome:
+        before = copy.deepcopy((state, round, list(uploads)))
         outcome = next_model(one, state, round, uploads, **options)
-        rounds.append(copy.deepcopy(Seen(state, round, list(uploads), outcome)))
+        rounds.append(Seen(*before, copy.deepcopy(outcome)))
         return outcome
 
     monkeypatch.setattr(module, "next_model", noted)
