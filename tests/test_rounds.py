@@ -57,6 +57,22 @@ def test_a_strategy_that_never_ran_computes_a_runs_rounds_anew(row: Row, seen: l
             assert dict(fresh.client_config(state, round, client)) is not None
 
 
+@pytest.mark.parametrize("row", TABLE, ids=str)
+def test_what_the_server_keeps_changes_a_later_round(row: Row, seen: list[Seen]) -> None:
+    """Its model or, where the server keeps what clients are told, its requests."""
+    options: dict[str, Any] = {"local": local(), "fraction_train": 0.5, "seed": 3}
+    train(row.strategy(**options), grid(quadratics(4)), 4)
+    first, (last, round, uploads, _) = seen[0].state, seen[-1]
+
+    def made(state: Any) -> Any:
+        one = row.strategy(**options)
+        config = [dict(one.client_config(state, round, client)) for client in round.connected]
+        model = next_model(one, state, round, uploads).model
+        return model, config, dict(one.vectors(state, round))
+
+    assert last is None or not same(made(first), made(last))
+
+
 def upload(client: int, *numbers: float, samples: int = 1) -> Upload:
     return Upload(client, np.array(numbers), samples)
 
