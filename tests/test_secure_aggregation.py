@@ -69,6 +69,16 @@ def test_under_masks_the_model_is_the_same_but_for_rounding(row: Row) -> None:
     assert np.abs(found - plain).max() > 1e-12  # there was a workflow at work
 
 
+@rows(OF_MODELS | OF_CHANGES)
+def test_under_masks_a_client_that_drops_out_is_left_out_of_the_sum(row: Row) -> None:
+    lost = [(2, 0), (3, 2)]
+    found = masked_run(
+        ready(row), 4, on=grid(quadratics(4), mods=[secaggplus_mod], fault=lose(*lost, masked=True))
+    )
+    plain = train(ready(row), grid(quadratics(4), fault=lose(*lost)), 4)
+    np.testing.assert_allclose(found, plain, rtol=0, atol=10 * STEP)
+
+
 def test_masks_hide_uploads_and_single_precision_comes_back() -> None:
     arrays: list[int] = []
 
