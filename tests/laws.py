@@ -76,7 +76,7 @@ class Row:
     """How its clients train, whatever a test asks for."""
     rounds: int = 240
     """In which it comes within 1e-9 of its limit on the problems of the first law; a single client
-    has 120 or more."""
+    and its personalized model have 120 or more."""
 
     def __post_init__(self) -> None:
         declared = STRATEGIES[self.name].declarations

@@ -11,8 +11,8 @@ import pytest
 import torch
 from federations import lose
 from flwr.app import ArrayRecord, Context
-from laws import OWN_STEPS, TABLE, local
-from problems import NODES
+from laws import OWN_STEPS, RATE, TABLE, local, train
+from problems import NODES, Linear, grid, quadratics, to_vector
 from safetensors.torch import load_file
 from small_runs import small
 from torch import Tensor, nn
@@ -137,6 +137,25 @@ def test_it_is_the_model_that_the_client_evaluates_as_its_own_to_the_bit(
         context = on.contexts[NODES[client]]
         same(personalized_model(ContextStore(context), model), own)
         assert not net().load_state_dict(mine).missing_keys
+
+
+@pytest.mark.parametrize("algorithm", sorted(PERSONALIZED))
+def test_a_single_clients_personalized_model_goes_to_its_own_minimiser(algorithm: str) -> None:
+    (q,), row = quadratics(1), ROWS[algorithm]
+    on, model = grid([q]), FlatModel(Linear(), head="out")
+    train(row.strategy(local=local(lr=3 * RATE)), on, max(120, row.rounds))
+    found = to_vector([array.numpy() for array in personalized_models(on, model)[0].values()])
+    np.testing.assert_allclose(found, q.b, atol=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", sorted(PERSONALIZED))
+def test_personalized_models_of_unlike_clients_differ(algorithm: str) -> None:
+    on, model = grid(quadratics(3)), FlatModel(Linear(), head="out")
+    shared = train(ROWS[algorithm].strategy(local=local()), on, 4)
+    models = [[*map(Tensor.numpy, one.values())] for one in personalized_models(on, model).values()]
+    first, second, third = map(to_vector, models)
+    for one, other in ((first, second), (second, third), (third, shared), (first, shared)):
+        assert np.abs(one - other).max() > 1e-3
 
 
 def test_arrays_of_the_clients_own_are_personalized_whatever_the_algorithm(
