@@ -11,8 +11,8 @@ import pytest
 import torch
 from federations import lose
 from flwr.app import ArrayRecord, Context
-from laws import OWN_STEPS, RATE, TABLE, local, train
-from problems import NODES, Linear, grid, quadratics, to_vector
+from laws import OWN_STEPS, RATE, START, TABLE, local, train
+from problems import NODES, Linear, forget, grid, quadratics, to_record, to_vector
 from safetensors.torch import load_file
 from small_runs import small
 from torch import Tensor, nn
@@ -156,6 +156,21 @@ def test_personalized_models_of_unlike_clients_differ(algorithm: str) -> None:
     first, second, third = map(to_vector, models)
     for one, other in ((first, second), (second, third), (third, shared), (first, shared)):
         assert np.abs(one - other).max() > 1e-3
+
+
+@pytest.mark.parametrize("algorithm", sorted(PERSONALIZED))
+def test_what_a_client_keeps_changes_a_later_round(algorithm: str) -> None:
+    def after(*forgetful: int) -> list[np.ndarray]:
+        on, model = grid(quadratics(3)), FlatModel(Linear(), head="out")
+        strategy = ROWS[algorithm].strategy(local=local())
+        shared = strategy.start(on, to_record(START), 3).arrays
+        for client in forgetful:
+            forget(on, client)
+        shared = strategy.start(on, shared, 1).arrays
+        own = personalized_models(on, model)[0].values()
+        return [to_vector(shared), to_vector([*map(Tensor.numpy, own)])]
+
+    assert np.abs(np.subtract(after(), after(0))).max() > 1e-6
 
 
 def test_arrays_of_the_clients_own_are_personalized_whatever_the_algorithm(
