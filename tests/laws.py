@@ -76,7 +76,7 @@ class Row:
     """How its clients train, whatever a test asks for."""
     rounds: int = 240
     """In which it comes within 1e-9 of its limit on the problems of the first law; a single client
-    has 120 or more."""
+    and its personalized model have 120 or more."""
 
     def __post_init__(self) -> None:
         declared = STRATEGIES[self.name].declarations
@@ -266,6 +266,23 @@ ROWS = [
 ]
 
 TABLE = [{row.name: row for row in ROWS}.get(name) or Row(name) for name in STRATEGIES]
+
+
+def _refusing(**settings: Any) -> set[str]:
+    """Return the names of the algorithms that refuse these local settings."""
+    refused = set()
+    for row in TABLE:
+        try:
+            STRATEGIES[row.name](**row.hyperparameters, local=settings)
+        except ValueError:
+            refused.add(row.name)
+    return refused
+
+
+OWN_STEPS = _refusing(sam=0.1)
+"""Algorithms whose clients take gradient steps of their own, not the local solver's."""
+PLAIN_STEPS = _refusing(solver="adam")
+"""Algorithms that are defined by plain gradient steps, or have their own."""
 
 every_algorithm = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 

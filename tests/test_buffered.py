@@ -76,9 +76,9 @@ def asynchronous(row: Row, size: int = 2, concurrency: int = 4, **others: Any) -
 
 
 def test_it_goes_around_what_averages_models_and_around_fedadmm_with_a_fraction() -> None:
-    assert {row.name for row in TAKEN} == {
-        "fedsgd", "fedavg", "fedprox", "fedadmm", "ditto", "moon", "per-fedavg", "pfedme",
-    }  # fmt: skip
+    taken = {row.name for row in TAKEN}
+    assert taken >= {"fedsgd", "fedavg", "fedprox", "fedadmm", "ditto", "per-fedavg", "pfedme"}
+    assert not taken & {"fednova", "scaffold", "feddyn", "fedpd", "fedbcd", "fedbcd-async"}
 
 
 # ---- its limits ---------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from fl_strategies.parts import (
     Momentum,
     MultiKrum,
     TrimmedMean,
+    parts_for,
 )
 from fl_strategies.parts.krum import scores
 
@@ -48,6 +49,10 @@ def uploads(seed: int = 0, n: int = N, d: int = D) -> list[np.ndarray]:
 
 def combined(part: Combine, vectors: Any) -> np.ndarray:
     return np.asarray(part.mean((v, 7.0 * i) for i, v in enumerate(vectors)))
+
+
+def test_no_part_of_the_stage_is_missing_here() -> None:
+    assert {*map(type, PARTS)} == {*parts_for("combine").values()}
 
 
 # ---- the equations ------------------------------------------------------------------------------

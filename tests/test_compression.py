@@ -20,11 +20,12 @@ import clients.base
 from clients.compressing import compressed
 from fl_strategies import SCAFFOLD, Checkpoints, FedADMM, FedAvg, FederatedStrategy, as_legacy
 from fl_strategies.messages.encoding import encoded
-from fl_strategies.parts import QSGD, BFloat16, Compression, TopK
+from fl_strategies.parts import QSGD, BFloat16, Compression, TopK, parts_for
 from simulations.experiment import metrics_of
 
 CODECS: list[Compression] = [TopK(share=0.4), BFloat16(), QSGD(levels=100)]
 every_codec = pytest.mark.parametrize("codec", CODECS, ids=str)
+FEEDBACK = [codec for codec in CODECS if codec.feedback]
 TYPES = [np.dtype(np.float32), np.dtype(np.float64)]
 every_type = pytest.mark.parametrize("dtype", TYPES, ids=str)
 ROW = {row.name: row for row in TABLE}
@@ -37,6 +38,10 @@ def vector(size: int, dtype: Any = np.float64, seed: int = 0) -> np.ndarray:
 
 def through(codec: Compression, p: np.ndarray, seed: int = 0) -> np.ndarray:
     return codec.decode(codec.encode(p, np.random.default_rng(seed)), p.size, p.dtype)
+
+
+def test_no_codec_is_missing_here() -> None:
+    assert {*map(type, CODECS)} == {*parts_for("compression").values()}
 
 
 # ---- codecs -------------------------------------------------------------------------------------
@@ -63,6 +68,23 @@ def test_a_code_has_the_stated_bytes_and_a_fixed_point(size: int, dtype: np.dtyp
         if not isinstance(codec, QSGD):
             np.testing.assert_array_equal(through(codec, found := through(codec, p)), found)
     np.testing.assert_array_equal(through(TopK(share=1.0), p), p)
+
+
+@every_type
+@pytest.mark.parametrize("codec", FEEDBACK, ids=str)
+def test_a_codec_with_feedback_is_a_contraction(codec: Compression, dtype: np.dtype[Any]) -> None:
+    vectors = [vector(size, dtype, seed) for size in (1, 7, 1000) for seed in range(20)]
+    for p in (*vectors, np.ones(100_000, dtype)):
+        assert np.linalg.norm(through(codec, p) - p) < np.linalg.norm(p)
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if not codec.feedback], ids=str)
+def test_a_codec_without_feedback_is_unbiased(codec: Compression) -> None:
+    """The mean of N draws is off by 1 / sqrt(N) of their spread."""
+    p, draws = vector(50), 2000
+    found = np.array([through(codec, p, seed) for seed in range(draws)])
+    off, spread = np.linalg.norm(found.mean(0) - p), np.linalg.norm(found.std(0))
+    assert off <= 2 * spread / np.sqrt(draws) + 1e-12
 
 
 @every_type
@@ -130,7 +152,7 @@ def test_a_code_that_names_a_place_twice_is_refused() -> None:
 # ---- what is left out comes later ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", [TopK(share=0.2), BFloat16()], ids=str)
+@pytest.mark.parametrize("codec", FEEDBACK, ids=str)
 @pytest.mark.parametrize("kind", [FedAvg, FedADMM, SCAFFOLD])
 def test_what_was_sent_and_used_and_what_is_left_is_all_that_changed(
     kind: Any, codec: Compression, monkeypatch: pytest.MonkeyPatch

@@ -54,12 +54,9 @@ def told(strategy: FederatedStrategy, on: InProcessGrid, rounds: int) -> tuple[A
 
 
 def test_the_rules_that_need_sums_alone_are_those() -> None:
-    assert {row.name for row in TABLE} - {row.name for row in FOLDABLE} == {
-        "fedbcd",
-        "fedbcd-i",
-        "fedbcd-async",
-        "fedbcd-i-async",
-    }
+    names = {row.name for row in FOLDABLE}
+    assert names >= {"fedavg", "fednova", "scaffold", "q-fedavg", "fedadmm", "fedpd", "fedbc"}
+    assert not names & {"fedbcd", "fedbcd-i", "fedbcd-async", "fedbcd-i-async"}
 
 
 @pytest.mark.sampled

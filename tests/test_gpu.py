@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from emulated_gpu import EmulatedGPU, on_a_client, on_gpu
+from laws import PLAIN_STEPS
 from torch import Tensor
 
 from clients import FlatModel, keeping
@@ -48,14 +49,12 @@ OWN_STEPS: dict[str, Any] = {
 }
 """The defaults: settings that an algorithm with steps of its own has no use for."""
 SOLVERS = ("sgd", "adam", "adagrad", "delta-sgd", "sps", "RMSprop")
-OF_ITS_OWN = ("fedsgd", "scaffold", "fednova", "per-fedavg", "per-fedbc")
-"""Algorithms whose rule names the solver."""
 
 
 def rotated(number: int, algorithm: str) -> dict[str, Any]:
     """Return the model, with dropout or with running statistics, and the solver of a row."""
     model = {"model": ("mlp-authors", "cnn-bn")[number % 2]}
-    if algorithm in OF_ITS_OWN or not STRATEGIES[algorithm].uses_local:
+    if algorithm in PLAIN_STEPS:
         return model
     return model | {"solver": SOLVERS[number % 6]}
 

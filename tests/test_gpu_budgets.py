@@ -14,7 +14,7 @@ import pytest
 import torch
 from emulated_gpu import EmulatedGPU
 from flwr.app import Array, ArrayRecord
-from laws import TABLE, Row, local
+from laws import PLAIN_STEPS, TABLE, Row, local
 from stacked_runs import classified, clients_of, smooth, stacked
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -121,16 +121,12 @@ def test_a_stacks_step_launches_as_much_as_three_steps_of_one_client() -> None:
     assert stack[1] - stack[0] <= 3 * (alone[1] - alone[0])
 
 
-PLAIN = {"scaffold", "fednova", "per-fedavg", "per-fedbc", "fedsgd"}
-"""Algorithms that are defined by plain gradient steps."""
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("row", "solver"),
     [
         *((row, "sgd") for row in TABLE),
-        *((row, "delta-sgd") for row in TABLE if row.name not in PLAIN),
+        *((row, "delta-sgd") for row in TABLE if row.name not in PLAIN_STEPS),
     ],
     ids=str,
 )

@@ -33,7 +33,6 @@ def test_every_strategy_has_its_row() -> None:
     assert [row.name for row in TABLE] == list(STRATEGIES)
 
 
-@pytest.mark.sampled
 @every_algorithm
 def test_an_algorithm_converges_to_its_known_limit_and_stays_there(row: Row) -> None:
     # stiff ones, on which RATE comes further in a round

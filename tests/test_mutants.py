@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -68,3 +69,14 @@ def test_with_every_mutant_caught_the_exit_code_is_0(tree: Path) -> None:
 def test_every_mutants_text_is_there_once() -> None:
     for mutant in MUTANTS:
         assert mutated((ROOT / mutant.file).read_text(), mutant), str(mutant)
+
+
+def test_every_rule_has_mutants() -> None:
+    """Write those of a new algorithm into ``mutants_of_rules.py``."""
+    rules = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "fl_strategies").rglob("*.py")
+        if re.search(r"^def (client|server)_rule\(", path.read_text(), re.MULTILINE)
+    }
+    assert {"fl_strategies/scaffold.py", "fl_strategies/bcd/fedbcd.py"} <= rules
+    assert rules - {mutant.file for mutant in MUTANTS} == set()

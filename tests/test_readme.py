@@ -43,7 +43,9 @@ def blocks(language: str, page: str = "README.md") -> list[str]:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    """But for a row of its table for each algorithm."""
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) - len(fl_strategies.STRATEGIES) <= 129
 
 
 def test_the_badges_say_what_pyproject_says() -> None:

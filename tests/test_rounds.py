@@ -32,8 +32,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Seen]]:
     rounds: list[Seen] = []
 
     def noted(one: Any, state: Any, round: Round, uploads: Any, **options: Any) -> Outcome:
+        before = copy.deepcopy((state, round, list(uploads)))
         outcome = next_model(one, state, round, uploads, **options)
-        rounds.append(copy.deepcopy(Seen(state, round, list(uploads), outcome)))
+        rounds.append(Seen(*before, copy.deepcopy(outcome)))
         return outcome
 
     monkeypatch.setattr(module, "next_model", noted)
@@ -54,6 +55,22 @@ def test_a_strategy_that_never_ran_computes_a_runs_rounds_anew(row: Row, seen: l
             assert fresh.select(state, replace(round, asked=())) == [*round.asked]
         for client in round.asked:
             assert dict(fresh.client_config(state, round, client)) is not None
+
+
+@pytest.mark.parametrize("row", TABLE, ids=str)
+def test_what_the_server_keeps_changes_a_later_round(row: Row, seen: list[Seen]) -> None:
+    """Its model or, where the server keeps what clients are told, its requests."""
+    options: dict[str, Any] = {"local": local(), "fraction_train": 0.5, "seed": 3}
+    train(row.strategy(**options), grid(quadratics(4)), 4)
+    first, (last, round, uploads, _) = seen[0].state, seen[-1]
+
+    def made(state: Any) -> Any:
+        one = row.strategy(**options)
+        config = [dict(one.client_config(state, round, client)) for client in round.connected]
+        model = next_model(one, state, round, uploads).model
+        return model, config, dict(one.vectors(state, round))
+
+    assert last is None or not same(made(first), made(last))
 
 
 def upload(client: int, *numbers: float, samples: int = 1) -> Upload:

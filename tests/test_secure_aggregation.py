@@ -69,6 +69,18 @@ def test_under_masks_the_model_is_the_same_but_for_rounding(row: Row) -> None:
     assert np.abs(found - plain).max() > 1e-12  # there was a workflow at work
 
 
+@rows(OF_MODELS | OF_CHANGES)
+def test_under_masks_clients_that_are_not_asked_or_lost_are_left_out_of_the_sum(row: Row) -> None:
+    options: dict[str, Any] = {"fraction_train": 0.75, "seed": 3}
+    lost, strategy = [(2, 0), (3, 2)], ready(row, **options)
+    on = grid(quadratics(4), mods=[secaggplus_mod], fault=lose(*lost, masked=True))
+    found = masked_run(strategy, 4, on=on)
+    plain = train(ready(row, **options), grid(quadratics(4), fault=lose(*lost)), 4)
+    np.testing.assert_allclose(found, plain, rtol=0, atol=10 * STEP)
+    rounds = strategy.result.train_metrics_clientapp.values()
+    assert [round["clients-lost"] for round in rounds] == [0, 1, 1, 0]
+
+
 def test_masks_hide_uploads_and_single_precision_comes_back() -> None:
     arrays: list[int] = []
 

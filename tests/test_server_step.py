@@ -38,6 +38,7 @@ from fl_strategies.parts import (
     Momentum,
     ServerStep,
     Yogi,
+    parts_for,
 )
 
 STEPS: list[ServerStep] = [Momentum(), Adam(), Yogi(), Adagrad(), FedExP()]
@@ -59,6 +60,10 @@ def going(step: ServerStep) -> Any:
     slow = [pytest.mark.slow]
     marked = [pytest.param(row, id=row.name, marks=slow * (row.rounds > 70)) for row in rows]
     return pytest.mark.parametrize("row", marked)
+
+
+def test_no_step_is_missing_here() -> None:
+    assert {*map(type, STEPS)} == {*parts_for("server_step").values()}
 
 
 # ---- the equations ------------------------------------------------------------------------------

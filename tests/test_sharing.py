@@ -16,7 +16,7 @@ import pytest
 import torch
 from federations import lose
 from flwr.app import ArrayRecord, Context
-from laws import START, Row, every_algorithm, local
+from laws import OWN_STEPS, START, Row, every_algorithm, local
 from problems import Linear, half_mean_square, quadratics, to_vector
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -37,9 +37,6 @@ from clients.learning.sharing import matching
 from clients.node.in_process import InProcessGrid
 from clients.node.state import Owner
 from fl_strategies import FedAvg, NothingUsable
-
-OWN_STEPS = ("per-fedavg", "per-fedbc", "fedpd-vr")
-"""Algorithms whose clients take steps of their own, not the solver's."""
 
 
 class Net(nn.Module):

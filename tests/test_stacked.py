@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from laws import TABLE, Row, local
+from laws import OWN_STEPS, TABLE, Row, local
 from stacked_runs import (
     ROWS,
     SINGLE,
@@ -231,7 +231,7 @@ DROPOUT: dict[str, Any] = {
     ),
     "in a module": Dropping,
 }  # fmt: skip
-SOLVING = [row for row in TABLE if row.name not in ("fedpd-vr", "per-fedavg", "per-fedbc")]
+SOLVING = [row for row in TABLE if row.name not in OWN_STEPS]
 """The algorithms whose rules draw masks for mini-batches of local steps alone."""
 
 
