@@ -6,6 +6,7 @@ import json
 import re
 import secrets
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -390,8 +391,9 @@ def test_a_server_step_and_codes_without_memory_go_with_it() -> None:
 def test_buffers_are_refused() -> None:
     initial = {"w": np.ones(2), "running_mean": np.ones(2), "running_var": np.ones(2)}
     start = ArrayRecord({name: Array(array) for name, array in initial.items()})
+    as_given = partial(FedAvg, buffers=[*initial][1:], ties=(), frozen={})
     with pytest.raises(ValueError, match=r"does not go with buffers .*running_mean.*GroupNorm"):
-        private().start(grid(quadratics(2)), start, 1)
+        private(as_given).start(grid(quadratics(2)), start, 1)
 
 
 def test_wrappers_and_masks_are_refused() -> None:

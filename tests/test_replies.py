@@ -83,7 +83,7 @@ def test_a_user_can_say_that_a_client_of_another_make_implements_the_algorithm(r
         (vanilla(algorithm=ran_by(row)), {}),
     ):
         strategy = row.strategy(local=local(), node_wait=1.0, **options)
-        needs = [f"metric {name!r} must be" for name in strategy.scalar_bounds]
+        needs = [f"metric {name!r} is missing" for name in strategy.scalar_bounds]
         run = lambda s, a: s.start(InProcessGrid(a, 2), to_record(START), 3)  # noqa: E731
         if needs:
             with pytest.raises(NothingUsable) as error:
