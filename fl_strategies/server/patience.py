@@ -1,4 +1,4 @@
-"""The end of a run whose rounds are all skipped because of replies that cannot be used."""
+"""The end of a run whose rounds are skipped, one after another, with unusable replies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fl_strategies.core.reasons import NOT_FINITE, named
 
 
 class NothingUsable(RuntimeError):
-    """Several rounds in a row had too few usable replies; the text tells each cause once.
+    """Several rounds in a row were skipped, with unusable replies; the text tells each cause once.
 
     ``diverged`` says that the only cause was numbers that are not finite.
     """
@@ -20,7 +20,7 @@ class NothingUsable(RuntimeError):
 
 
 class Patience:
-    """Ends a run whose rounds have too few usable replies.
+    """Ends a run whose rounds are skipped, one after another, with unusable replies.
 
     The run ends after ``rounds`` training rounds in a row that were skipped and had unusable
     replies, if at least two clients answered in them (or the only client that exists). A round
@@ -56,7 +56,7 @@ class Patience:
             )
             rounds = f"{self._in_a_row} rounds in a row"
             raise NothingUsable(
-                f"{rounds} had too few usable replies, {self._used} at most: {told}"
+                f"{rounds} were skipped, with {self._used} usable replies at most: {told}"
                 if self._used
                 else f"no reply of {rounds} was usable: {told}",
                 diverged=all(NOT_FINITE in reason for reason, _ in self._causes.values()),
