@@ -51,9 +51,7 @@ def test_a_run_in_which_nothing_can_be_used_ends_and_tells_each_cause_once(limit
 
 def test_a_run_that_needs_a_client_which_always_fails_ends() -> None:
     fault = broken(lambda client, number: client == 1, never)
-    told = (
-        "3 rounds in a row were skipped, with 2 usable replies at most: client 1: disk 1"
-    )
+    told = "3 rounds in a row were skipped, with 2 usable replies at most: client 1: disk 1"
     with pytest.raises(NothingUsable, match=told):
         quiet(FedPD).start(grid(quadratics(3), fault=fault), to_record(START), 9)
 
