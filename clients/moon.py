@@ -10,7 +10,7 @@ from torch.nn.functional import logsigmoid
 
 from clients.base import FederatedClient
 from clients.learning.model import FlatModel
-from clients.learning.objective import NoFixedSamples, Objective
+from clients.learning.objective import Objective, fixed_samples
 from clients.learning.oracle import ClientOracle
 from clients.learning.problem import Problem
 from clients.learning.replay import without_trace
@@ -46,10 +46,8 @@ def contrast(
     problem: Objective, state: moon.State, theta: Tensor, *, mu: float, tau: float
 ) -> Contrast:
     """Return (3), with the features of the two fixed models; the model stays as it was."""
-    try:
-        problem.whole  # noqa: B018
-    except NoFixedSamples as error:
-        raise NoFixedSamples(f"MOON needs a Problem: {error}") from None
+    with fixed_samples("MOON needs a Problem"):
+        _ = problem.whole
     model = problem.model
     with without_trace([model.vector], model.module):
         model.vector.copy_(theta)

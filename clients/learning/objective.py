@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -37,6 +37,15 @@ Move: TypeAlias = Callable[[], object]
 
 class NoFixedSamples(ValueError):
     """Raised when something needs the same samples twice, and the data are drawn anew each time."""
+
+
+@contextmanager
+def fixed_samples(need: str) -> Iterator[None]:
+    """Have the text of :class:`NoFixedSamples` begin with who has this ``need``."""
+    try:
+        yield
+    except NoFixedSamples as error:
+        raise NoFixedSamples(f"{need}: {error}") from None
 
 
 class Metrics(NamedTuple):

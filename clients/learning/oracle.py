@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from clients.learning.objective import NoFixedSamples, Objective
+from clients.learning.objective import Objective, fixed_samples
 from clients.learning.passes import Batch, Inputs
 from clients.learning.replay import without_trace
 from clients.learning.solvers import measured, planned, solve
@@ -122,10 +122,8 @@ class ClientOracle:
     def full_gradient(self, w: Tensor) -> Tensor:
         """As :meth:`.Oracle.full_gradient`."""
         self._move(w)
-        try:
+        with fixed_samples(f"{self._asked_by} for a full gradient"):
             self.problem.full_gradient()
-        except NoFixedSamples as error:
-            raise NoFixedSamples(f"{self._asked_by} for a full gradient: {error}") from None
         return self._decayed(w)
 
     def loss(self, w: Tensor) -> float:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from clients.learning.objective import NoFixedSamples, Objective
+from clients.learning.objective import Objective, fixed_samples
 from clients.learning.passes import Inputs
 from clients.learning.replay import Generators, kept_buffers
 from clients.learning.sam import Gradient
@@ -41,10 +41,8 @@ def variance_reduced(problem: Objective, kind: str, per_epoch: int) -> Gradient:
         nonlocal steps, before, along
         w = model.trained.clone()
         if steps % per_epoch == 0:
-            try:
+            with fixed_samples("variance-reduction needs a Problem"):
                 problem.full_gradient()
-            except NoFixedSamples as error:
-                raise NoFixedSamples(f"variance-reduction needs a Problem: {error}") from None
             before, along = w, model.trained_gradient.clone()
         steps += 1
         generators = Generators.of([model.vector])

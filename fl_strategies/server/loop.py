@@ -130,8 +130,9 @@ def _evaluate(
 def _settings(strategy: FederatedStrategy) -> dict[str, str]:
     """Return what a checkpoint and the run that continues from it must have in common."""
     names = {"algorithm", "seed", *strategy.hyperparameters(), *STAGES, "fraction_train"}
-    names -= {"privacy"}  # its budget counts each round with the noise that it had
     settings = {name: getattr(strategy, name) for name in sorted(names)}
+    # its budget counts each round with the noise that it had
+    settings["privacy"] = type(strategy.privacy).__name__
     settings |= {f"local {name!r}": value for name, value in strategy.local.items()}
     settings["model"] = strategy.opened_model.layout.signature
     texts = {n: value if isinstance(value, str) else repr(value) for n, value in settings.items()}

@@ -248,12 +248,7 @@ class Run:
         ]:
             told = "; ".join(changes[:3])
             raise ValueError(f"{where} cannot be resumed with other settings: {told}")
-        if unknown := sorted(last.states.keys() - states.keys()):
-            raise ValueError(f"{where} is of a run with the parts {unknown}, which this run lacks")
-        after = {
-            name: restored(state, last.states.get(name, {}), where)
-            for name, state in states.items()
-        }
+        after = {name: restored(state, last.states[name], where) for name, state in states.items()}
         ledger.restore(last.ledger)
         self.id, self.devices = saved["run-id"], dict(saved["devices"])
         self.rounds_before, self.round = saved["rounds-before"], saved["round"]

@@ -178,12 +178,12 @@ def decided(descriptions: Mapping[int, Description | None], arrays: Arrays) -> R
             if description is not None:
                 votes[client] = roles_in(description, arrays)
         except ValueError as fault:
-            said = f"{named([client])} describes another model: {one_line(str(fault))}"
-            log(WARNING, "%s", said)
-            wrong.append(said)
+            wrong.append(f"{named([client])} describes another model: {one_line(str(fault))}")
+    if wrong and len(wrong) == len(descriptions):
+        raise ValueError(wrong[0])
+    for said in wrong:
+        log(WARNING, "%s", said)
     if not votes:
-        if wrong and len(wrong) == len(descriptions):
-            raise ValueError(wrong[0])
         return None
     roles, _ = Counter(votes.values()).most_common(1)[0]
     voters = [client for client in votes if votes[client] == roles]

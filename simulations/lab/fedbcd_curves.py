@@ -82,16 +82,16 @@ def personalized(setting: Setting) -> Setting:
     )
 
 
-def long(labels: int, active: int) -> Setting:
+def fig_4() -> Setting:
     """Return the rules of Fig. 4 for its 300 rounds."""
-    base = curves(labels, active)
+    base = curves(6, 3)
     return base._replace(
-        name=f"fedbcd-300-rounds-labels{labels}",
+        name="fedbcd-300-rounds-labels6",
         where=base.where.replace("100 rounds", "300 rounds"),
         rules={name: RULES[name] for name in ("sync", "async-0.5", "fedbcd-i", "fedprox")},
         config={**base.config, "rounds": 300},
     )
 
 
-SETTINGS = [curves(6, 3), curves(3, 3), curves(3, 6), long(6, 3)]
+SETTINGS = [curves(6, 3), curves(3, 3), curves(3, 6), fig_4()]
 SETTINGS += [personalized(setting) for setting in SETTINGS]
