@@ -199,6 +199,7 @@ def setup(app: Sphinx) -> None:
     app.add_directive("algorithms", directives.Algorithms)
     app.add_directive("board", directives.Board)
     app.add_directive("combinations", directives.Combinations)
+    app.add_directive("contracts", directives.Contracts)
     app.add_directive("hyperparameters", directives.Hyperparameters)
     app.add_directive("names", public.Names)
     app.add_directive("options", directives.EveryStrategy)

@@ -5,14 +5,16 @@ import inspect
 import pkgutil
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from docutils.nodes import Node
 from sphinx.util.docutils import SphinxDirective
 
-from fl_strategies import STRATEGIES, FederatedStrategy
+from clients import CLIENTS
+from fl_strategies import STRATEGIES, FederatedStrategy, Round
 from fl_strategies.core.hyperparameters import Hyperparameter
 from fl_strategies.parts import STAGES, Part, parts_for
 from fl_strategies.server.options import Options
@@ -130,6 +132,46 @@ def traffic(name: str) -> str:
     if strategy.catch_up is FederatedStrategy.catch_up:
         return each_way
     return f"{each_way}; a client that missed a round receives d numbers more"
+
+
+class Contracts(FromCode):
+    """``{contracts}``: what each algorithm asks of a client, besides what all ask."""
+
+    required_arguments = 0
+
+    def lines(self) -> list[str]:
+        head = ["| client | keys of a request | further arrays | upload | metrics | keeps |"]
+        return [*head, "|---|---|---|---|---|---|", *(contract(name) for name in STRATEGIES)]
+
+
+def contract(name: str) -> str:
+    """Return the row of an algorithm."""
+    strategy = STRATEGIES[name]()
+    module = CLIENTS[name].__module__
+    cells = [
+        f"[{strategy.card.title}](/notebooks/api/{module}.rst)",
+        code(told(strategy)),
+        code(strategy.extra_vectors),
+        "changes" if strategy.accumulates_changes else "models",
+        code(strategy.scalar_bounds),
+        strategy.card.keeps,
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def told(strategy: FederatedStrategy) -> list[str]:
+    """Return the keys of a request that are the algorithm's own."""
+    theta = np.zeros(1)
+    round = Round(1, theta, connected=(0,), asked=(0,), population=1)
+    state = strategy.on_connect(strategy.first_state(theta), (0,))
+    state = strategy.begin(state, round, num_rounds=1)
+    declared = [found.sent for found in strategy.declarations.values() if found.sent]
+    return list(dict.fromkeys([*declared, *strategy.client_config(state, round, 0)]))
+
+
+def code(names: Iterable[str]) -> str:
+    """Return the names as code."""
+    return ", ".join(f"`{name}`" for name in names)
 
 
 class Hyperparameters(FromCode):
