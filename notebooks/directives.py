@@ -70,8 +70,9 @@ def escaped(line: str) -> str:
 
 
 class FromCode(SphinxDirective):
-    """A directive whose content is made of the code."""
+    """A directive whose content is made of the code; its own is for who reads the page as a file."""
 
+    has_content = True
     required_arguments = 1
     optional_arguments = 1
     final_argument_whitespace = True

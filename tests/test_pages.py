@@ -84,6 +84,13 @@ def test_a_page_quotes_paragraphs_that_the_docstring_has(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_page_that_is_read_as_a_file_says_where_the_hyperparameters_are(name: str) -> None:
+    text = (PAGES / f"algorithms/{name}.md").read_text()
+    strategy = fl_strategies.STRATEGIES[name].__name__
+    assert f"```{{hyperparameters}} {name}\nhelp(fl_strategies.{strategy})\n```" in text
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithms_card_links_to_its_paper(name: str) -> None:
     strategy = fl_strategies.STRATEGIES[name]
     assert re.fullmatch(r"\d{4}\.\d{5}", strategy.card.arxiv)
