@@ -211,7 +211,7 @@ def on_mnist(epochs: int) -> list[Setting]:
 
 
 def table_9() -> Setting:
-    """Return Table 9 for E = 1 and 12 rounds, with LEAF's rate, of which a rule takes an hour.
+    """Return Table 9 for E = 1 and 12 rounds, with LEAF's rate; a rule takes 1.4 hours of a core.
 
     The paper states neither rounds nor rates; a role is a device, 10 of 138 train in a round.
     """
