@@ -23,6 +23,7 @@ from simulations.lab.reproduce import main
 from simulations.lab.runs import finished, run_one
 from simulations.lab.settings import Rule, Setting
 from simulations.lab.tuning import with_values
+from simulations.models import TEXT
 
 SETTINGS = [setting for settings in BOARD.values() for setting in settings]
 
@@ -219,8 +220,17 @@ def test_studies_leave_nothing_to_the_defaults_of_an_algorithm(
     assert runs() == as_they_are
 
 
+OF_TEXT = {study for study, (first, *_) in BOARD.items() if first.config.get("model") in TEXT}
+"""Studies on few samples: a test on all of Shakespeare's takes minutes."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("study", BOARD)
+@pytest.mark.parametrize(
+    ("study", "datasets_folder"),
+    [(study, "few" if study in OF_TEXT else "all") for study in BOARD],
+    indirect=["datasets_folder"],
+    ids=BOARD,
+)
 def test_the_shrunk_board_runs_and_is_written(
     study: str, tmp_path: Path, datasets_folder: Path
 ) -> None:
