@@ -16,14 +16,7 @@ from clients.learning.streamed import StreamedProblem
 from clients.node.bridge import client_app, client_id
 from clients.node.host import Hosted
 from clients.node.in_process import InProcessGrid
-from clients.node.state import (
-    ContextStore,
-    DirectoryStore,
-    Owner,
-    StateError,
-    Store,
-    settle,
-)
+from clients.node.state import ContextStore, DirectoryStore, Owner, StateError, Store, settle
 from clients.personalized import PersonalizedModel, personalized_model, personalized_models
 from clients.request import Config, Received
 from fl_strategies.core.hidden import check_hides_nothing

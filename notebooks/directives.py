@@ -70,7 +70,7 @@ def escaped(line: str) -> str:
 
 
 class FromCode(SphinxDirective):
-    """A directive made of the code; its own content is for who reads the page as a file."""
+    """A directive made of the code; its own content is for readers of the file."""
 
     has_content = True
     required_arguments = 1
