@@ -120,10 +120,10 @@ def note(request: pytest.FixtureRequest, what: str) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that read real data sets where there are some, and those that take long."""
     for item in items:
-        if item.get_closest_marker("sampled"):
-            params = item.callspec.params.values() if hasattr(item, "callspec") else ()
-            names = {str(getattr(value, "name", value)) for value in params}
-            if not names & SAMPLE:
+        if sampled := item.get_closest_marker("sampled"):
+            case = item.callspec
+            names = {str(getattr(value, "name", value)) for value in case.params.values()}
+            if not {case.id, *names} & {*(sampled.args or SAMPLE)}:
                 item.add_marker("slow")
         fixtures = {"datasets_folder", "real_datasets"} & set(getattr(item, "fixturenames", ()))
         chosen = item.callspec.params if hasattr(item, "callspec") else {}

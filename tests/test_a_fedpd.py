@@ -122,6 +122,7 @@ def test_v_is_the_mean_of_all_dual_variables_after_every_round() -> None:
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 17])
+@pytest.mark.sampled("2")
 def test_with_all_clients_it_is_feddyn(rounds: int) -> None:
     problems = quadratics(5)
     dyn = quiet(FedDyn, alpha=RHO)
@@ -129,6 +130,7 @@ def test_with_all_clients_it_is_feddyn(rounds: int) -> None:
     np.testing.assert_allclose(found, train(dyn, grid(problems), rounds), rtol=1e-11)
 
 
+@pytest.mark.slow
 def test_it_comes_to_the_optimum_with_half_of_the_clients_a_round() -> None:
     problems = quadratics(4)
     one = strategy(rho=1.0, fraction_train=0.5)

@@ -169,6 +169,7 @@ def test_the_app_with_another_strategy_differs_from_flowers_in_two_statements() 
     ).read_text()
 
 
+@pytest.mark.slow
 def test_a_written_app_names_where_the_package_comes_from(tmp_path: Path) -> None:
     """The clone that runs here; of an installed wheel the path that pip recorded."""
     project = tomllib.loads((written("problem", tmp_path) / "pyproject.toml").read_text())
@@ -195,6 +196,7 @@ LICENSES = {"0": 'license = "Apache-2.0"', "1": 'license = { file = "LICENSE" }'
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")
 @pytest.mark.parametrize(("form", "license"), [("0", "0"), ("0", "1"), ("1", "1")])
+@pytest.mark.slow
 def test_flower_builds_an_app_of_both_forms_and_would_publish_it(
     form: str, license: str, tmp_path: Path
 ) -> None:
@@ -211,6 +213,7 @@ def test_flower_builds_an_app_of_both_forms_and_would_publish_it(
     runpy.run_path(str(ROOT / ".ci/release-check"))["publishable"](app)
 
 
+@pytest.mark.slow
 def test_stop_ends_the_superlink_of_its_port_and_what_it_started_and_no_other() -> None:
     def link(port: str) -> subprocess.Popen[str]:
         script = f"exec -a flower-superlink {sys.executable} -c '{CHILD}' --port {port}"

@@ -43,6 +43,7 @@ def test_a_records_arrays_are_replaced_by_a_vectors() -> None:
 
 
 @pytest.mark.parametrize(("part", "survives"), [("mean", False), ("median", True)])
+@pytest.mark.sampled("median")
 def test_large_uploads_destroy_a_mean_and_not_a_median(part: str, survives: bool) -> None:
     found = accuracy(PARTS[part], ATTACKS["large"], seed=1, rounds=3)
     assert (found > 0.5) is survives

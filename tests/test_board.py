@@ -64,6 +64,7 @@ TUNES = Setting(
 TUNED = TUNES._replace(name="tuned", where="Two", config=SMALL | {"epochs": 2}, tuned_by=TUNES)
 
 
+@pytest.mark.slow
 def test_settings_share_a_choice_of_learning_rates_and_pay_for_it_once(tmp_path: Path) -> None:
     board.run([TUNED, TUNES], tmp_path, quiet=True)
     assert not (tmp_path / "tuned/tuning").exists()
@@ -78,6 +79,7 @@ def test_settings_share_a_choice_of_learning_rates_and_pay_for_it_once(tmp_path:
     assert sum(row.seconds for one in (first, second) for row in one.rows) == pytest.approx(spent)
 
 
+@pytest.mark.slow
 def test_a_rate_with_which_all_clients_diverge_is_not_chosen_and_stops_nothing(
     tmp_path: Path,
 ) -> None:
@@ -91,6 +93,7 @@ def test_a_rate_with_which_all_clients_diverge_is_not_chosen_and_stops_nothing(
     assert f"old ended early with seed 1: {cause}" in board_page.markdown([found], "command")
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_told_at_the_end_and_stops_no_other_setting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +114,7 @@ def test_a_run_that_fails_is_told_at_the_end_and_stops_no_other_setting(
     assert values == [[2, 0], [2, 2]]
 
 
+@pytest.mark.slow
 def test_settings_that_share_runs_read_other_figures_of_them(tmp_path: Path) -> None:
     own = SMALL | {"local-test": 0.3, "fraction-evaluate": 1.0}
     accuracy = TUNES._replace(config=own, tune={}, runs_in=TUNES)

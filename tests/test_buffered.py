@@ -85,6 +85,7 @@ def test_it_goes_around_what_averages_models_and_around_fedadmm_with_a_fraction(
 
 
 @every_taken
+@pytest.mark.sampled
 def test_all_at_work_and_all_waited_for_is_the_synchronous_run_to_the_bit(row: Row) -> None:
     alike = asynchronous(row, CLIENTS, CLIENTS)
     plain = row.strategy(**options(row), clock=CLOCK)
@@ -313,6 +314,7 @@ class Killed(BaseException):
 
 
 @every_taken
+@pytest.mark.sampled("fedadmm")
 def test_killed_amid_open_work_it_ends_with_the_undisturbed_model(row: Row, tmp_path: Path) -> None:
     settings = local(solver="sgd", **{"batch-size": 3, "random-epochs": True})
 

@@ -232,6 +232,7 @@ def header_of(path: Path) -> int:
     return int.from_bytes(path.read_bytes()[:8], "little")
 
 
+@pytest.mark.slow
 def test_the_header_of_a_checkpoint_does_not_grow_with_its_rounds_or_clients(
     tmp_path: Path,
 ) -> None:
@@ -254,12 +255,14 @@ def test_the_header_of_a_checkpoint_does_not_grow_with_its_rounds_or_clients(
     assert sizes[10_000] <= sizes[10] + 30  # digits of a length
 
 
+@pytest.mark.slow
 def test_a_text_above_what_a_header_may_have_is_kept(tmp_path: Path) -> None:
     text = "x" * 110_000_000
     files.save_arrays(tmp_path / "file", {"a": np.ones(3)}, text)
     assert files.load_arrays(tmp_path / "file")[1] == text
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_of_a_history_is_a_traceback(tmp_path: Path) -> None:
     """The run goes on, with a number changed perhaps, or says which line is damaged."""
     path = tmp_path / "history.jsonl"

@@ -48,6 +48,7 @@ def life(row: Row, folder: Path, rounds: int, countdown: Countdown) -> None:
 
 
 @every_algorithm_and("times", 2, 20)
+@pytest.mark.sampled("fedadmm")
 def test_a_run_that_is_killed_many_times_ends_as_if_never_killed(
     row: Row, times: int, tmp_path: Path
 ) -> None:

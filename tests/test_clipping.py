@@ -42,6 +42,7 @@ from fl_strategies.messages.wire import MAX_SAMPLES
     st.integers(-900, 1023),
     st.floats(0.01, 4.0),
 )
+@pytest.mark.slow
 def test_clipping_keeps_the_direction_and_ends_at_the_bound(
     numbers: list[float], exponent: int, bound: float
 ) -> None:

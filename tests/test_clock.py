@@ -48,6 +48,7 @@ def metrics(strategy: FederatedStrategy, name: str = SECONDS) -> list[float]:
 
 
 @every_algorithm
+@pytest.mark.sampled
 def test_an_infinitely_fast_clock_and_clients_always_there_change_no_bit(row: Row) -> None:
     plain = train(made(row), grid(quadratics(4)), 3)
     own = made(row).counts_time
@@ -174,6 +175,7 @@ def test_clients_are_there_as_often_as_they_should(part: Availability, share: fl
     assert np.abs(there.mean(1) - share).max() < 4.5 * error  # in each round, the first too
 
 
+@pytest.mark.slow
 def test_a_markov_chain_leaves_and_comes_back_with_its_probabilities() -> None:
     there = shares(Markov(on=8, off=4), 80)  # over several blocks
     before, after = there[:-1], there[1:]

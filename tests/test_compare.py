@@ -113,6 +113,7 @@ def test_clients_figures_are_those_of_the_last_evaluation(tmp_path: Path) -> Non
     assert [found[f"accuracy_{who}"] for who in ("worst", "smallest", "largest")] == [0.1, 0.2, 0.7]
 
 
+@pytest.mark.slow
 def test_figures_have_a_panel_for_each_column_that_says_something(tmp_path: Path) -> None:
     """And a mean over seeds, whose reports need not be of the same rounds nor as many."""
     seeds = {1: [0.2, 0.4, 0.9], 2: [0.4, 0.5]}
@@ -287,6 +288,7 @@ def test_compare_writes_a_summary_a_table_and_figures(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_compare_takes_zeros_as_they_are(tmp_path: Path) -> None:
     line = f"--algorithms fedavg --output {tmp_path} --rounds 1 --clients 20"
     line += " --seed 0 --batch-size 0 --momentum 0 --random-epochs false"

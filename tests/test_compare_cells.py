@@ -149,6 +149,7 @@ def test_a_comparison_whose_runs_all_fail_says_why(
     assert json.loads((tmp_path / "summary.json").read_text()) == []
 
 
+@pytest.mark.slow
 def test_a_rate_that_diverges_ends_its_run_alone_and_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,6 +232,7 @@ def group_lives(group: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_study_continues_from_its_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -327,6 +329,7 @@ def test_fewer_than_one_job_is_refused_by_a_study(
     assert "jobs must be >= 1, got 0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_each_seed_keeps_its_clients_states_apart(tmp_path: Path) -> None:
     states = tmp_path / "states"
     compare(tmp_path / "out", f"--algorithms fedadmm --seeds 1,2 --state-dir {states}")

@@ -56,6 +56,7 @@ def silence(request: Message, reply: Message) -> Message:
 
 @both_sides
 @rows(OF_MODELS, but=True)
+@pytest.mark.sampled
 def test_wrappers_are_refused_where_replies_are_no_models_to_be_averaged(
     side: Side, row: Row
 ) -> None:

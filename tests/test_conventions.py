@@ -58,6 +58,7 @@ def federation(idiom: Idiom, clients: int = 2, **grid: Any) -> InProcessGrid:
         "frozen",
     ],
 )
+@pytest.mark.sampled("fedadmm")
 def test_a_network_trains_without_a_word_about_its_arrays(name: str, algorithm: str) -> None:
     """To the bit as if everything were declared; what is not trained stays as it was."""
     idiom = IDIOMS[name]

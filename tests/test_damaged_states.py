@@ -93,6 +93,7 @@ def test_a_stray_file_among_the_states_is_not_a_state(tmp_path: Path) -> None:
 # ---- pickle -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_with_state_files_works_where_pickle_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,6 +145,7 @@ def test_fedadmm_goes_to_the_optimum_of_clients_that_differ() -> None:
     assert distance(5, solver="gd", **{"solver-params": ""}) > 1e3
 
 
+@pytest.mark.slow
 def test_fedavg_goes_to_a_minimiser_that_all_clients_share() -> None:
     b = np.array([3.0, -1.0, 2.0, 0.5, -4.0])
     problems = shared_minimiser(quadratics(3), b)

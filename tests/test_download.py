@@ -63,6 +63,7 @@ def test_any_algorithm_stays_near_its_run_without(row: Row) -> None:
 
 
 @pytest.mark.parametrize("name", [row.name for row in TABLE if made(row).moves_received])
+@pytest.mark.sampled
 def test_steps_below_the_rounding_add_up(name: str) -> None:
     """Each step is a hundredth of what bfloat16 can tell apart; a rounded server would stand."""
     options: dict[str, Any] = {"eta": 1e-5} if name == "pfedme" else {"local": local(lr=1e-5)}
@@ -96,7 +97,7 @@ def test_newcomers_of_fedadmm_count_from_the_model_that_they_received(share: flo
 
 @some_algorithms
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "nodes of one"])
-@pytest.mark.sampled
+@pytest.mark.sampled("fedadmm")
 def test_hosts_receive_it_too(row: Row, shape: str) -> None:
     alone = train(made(row), grid(quadratics(6)), 3)
     found = train(made(row, node_wait=0.01, **shared(shape)), federation(shape), 3)
@@ -112,6 +113,7 @@ def test_hosts_fold_what_moved_from_the_received_model(name: str) -> None:
 
 
 @some_algorithms
+@pytest.mark.sampled
 def test_a_killed_run_resumes_to_the_bit(row: Row, tmp_path: Path) -> None:
     def strategy(folder: Path) -> FederatedStrategy:
         checkpoints = Checkpoints(folder / "checkpoints", every=2)

@@ -56,6 +56,7 @@ def test_a_naturally_partitioned_clients_own_test_rows_make_up_the_whole_test_se
     assert json.loads(history[-1])["test-accuracy"] == pytest.approx(pooled)
 
 
+@pytest.mark.slow
 def test_the_tables_are_those_of_the_runs_and_the_figure_is_drawn(tmp_path: Path) -> None:
     _, rows = run(tmp_path, algorithm="fedbc")
     (tmp_path / "out").mkdir()

@@ -88,6 +88,7 @@ def test_lost_replies_leave_the_invariant_exact() -> None:
     assert invariant_gap(theta, federation, acked) < 1e-11
 
 
+@pytest.mark.slow
 def test_the_invariant_holds_in_float32_with_mini_batches_and_lost_replies() -> None:
     """Rounding: u has entries below 100, rho = 0.5 doubles those of y, 50 rounds add up."""
     app = make_client_app(quadratics(10), dtype=torch.float32)
@@ -100,6 +101,7 @@ def test_the_invariant_holds_in_float32_with_mini_batches_and_lost_replies() -> 
     assert invariant_gap(theta, federation, one.ledger.acked) < 50 * 100 * 2 * 2**-23
 
 
+@pytest.mark.slow
 def test_without_acknowledgement_lost_replies_break_the_invariant() -> None:
     federation = grid(quadratics(10), fault=drop(0.3, after=1))
     theta, _ = run(full_first(acknowledge=False), federation, 50)

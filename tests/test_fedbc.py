@@ -173,6 +173,7 @@ def constrained(problems: list[Quadratic], gammas: Gammas) -> tuple[np.ndarray, 
     ("gammas", "alpha"),
     [((0.5, 0.5, 0.5), 0.2), ((12.0, 12.0, 12.0), 0.02), ((0.5, 2.0, 0.1), 0.2)],
 )
+@pytest.mark.slow
 def test_with_fixed_gammas_it_solves_the_constrained_problem(gammas: Gammas, alpha: float) -> None:
     problems = quadratics(3)
     duals = [Dual(alpha, 0.0, gamma, 0.0, math.inf, 0.0) for gamma in gammas]

@@ -99,6 +99,7 @@ def test_rounds_through_flower_equal_the_papers_steps_with_each_devices_own_mome
 # ---- the problem it solves ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_fedbcd_rests_at_the_weighted_penalised_problem() -> None:
     """z = sum gamma_i x_i / sum gamma_i, x_i = argmin f_i + (gamma_i/2) ||x - z||^2."""
     problems, gammas = quadratics(3), [0.5, 1.2, 0.8]
@@ -114,6 +115,7 @@ def test_fedbcd_rests_at_the_weighted_penalised_problem() -> None:
         np.testing.assert_allclose(fields["x"], best, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_with_a_box_in_the_way_it_rests_where_no_feasible_step_descends() -> None:
     problems, box = quadratics(3), 2.2
     federation, one = grid(problems), fedbcd_(box=box, eta_z=1.0, zeta=0.5)

@@ -39,6 +39,7 @@ def test_when_all_cloud_servers_mix_their_mean_takes_sync_clouds_first_step() ->
     np.testing.assert_allclose(together, train(fedbcd_(), grid(problems), 1), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_when_all_cloud_servers_mix_it_rests_where_each_reproduces_its_model() -> None:
     """z_n = w - eta (w - mean of x_i(z_n)), w = mean of z_n, x_i(z) = argmin of f_i + pull."""
     problems, gamma, eta = quadratics(4), 0.8, 0.5
@@ -247,6 +248,7 @@ class EndAfter:
 
 
 @both
+@pytest.mark.sampled("fedbcd")
 def test_killed_with_work_under_way_and_running_statistics_it_ends_as_if_never(
     make: Any, tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ def broken(request: Message, reply: Message) -> Message:
 
 @pytest.mark.parametrize("order", ["virtual", "arrival"])
 @pytest.mark.parametrize("fault", [None, broken], ids=["all", "some"])
+@pytest.mark.sampled("arrival")
 def test_one_cloud_server_is_sync_cloud_to_the_bit(order: str, fault: Fault | None) -> None:
     problems, less = quadratics(5), {"fraction_train": 0.4, "repeats": 2, "eta_z": 0.3}
     for options in ({}, less, less | {"fraction_available": 0.6, "offline_rounds": 2}):
@@ -126,6 +127,7 @@ class Twin:
 @pytest.mark.parametrize(
     ("first", "repeats", "offline_rounds"), [(1, 1, 2), (2, 1, 4), (2, 3, 1), (3, 2, 3)]
 )
+@pytest.mark.sampled("4")
 def test_a_run_is_that_of_the_protocol_played_out_round_by_round(
     first: int, repeats: int, offline_rounds: int, loses: bool, rigorous: bool
 ) -> None:

@@ -42,6 +42,7 @@ def test_with_all_clients_it_is_fedadmm_that_starts_from_the_global_model(rounds
     np.testing.assert_allclose(found, train(admm, grid(problems), rounds), rtol=1e-11)
 
 
+@pytest.mark.slow
 def test_it_comes_to_the_optimum_with_half_of_the_clients_a_round() -> None:
     problems = quadratics(4)
     one = strategy(alpha=1.0, fraction_train=0.5, num_clients=4)

@@ -66,6 +66,7 @@ def test_a_stationary_point_with_its_duals_is_a_fixed_point(kind: str, x0_rule: 
 
 @KINDS
 @RULES
+@pytest.mark.sampled("descent")
 def test_with_eta_below_the_bound_the_gradient_vanishes_where_fedavg_stalls(
     kind: str, x0_rule: str
 ) -> None:

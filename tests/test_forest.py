@@ -32,6 +32,7 @@ def test_a_record_of_the_page_is_of_a_setting_of_the_board(record: dict[str, obj
     assert record["paper's"] == (record["rule"] == setting.ours)
 
 
+@pytest.mark.slow
 def test_the_pages_figure_is_drawn_from_its_records(tmp_path: Path) -> None:
     forest.draw(PAGE, tmp_path / "board.png")
     folders = (tmp_path, PAGES)

@@ -283,6 +283,7 @@ def test_no_name_of_training_becomes_anothers_or_the_same_as_another(one: str, t
 
 
 @given(names, names)
+@pytest.mark.slow
 def test_no_name_of_evaluation_becomes_anothers(one: str, two: str) -> None:
     called = in_evaluation(one)
     assert called not in SERVER

@@ -210,6 +210,7 @@ def test_lost_replies_do_not_count_in_the_divisor() -> None:
 
 
 @BOTH
+@pytest.mark.slow
 def test_epsilon_is_that_of_dp_accounting(sampling: str) -> None:
     strategy = private(fraction=0.4, noise=1.7, delta=1e-4, sampling=sampling)
     train(strategy, grid(quadratics(5), fault=lost(2)), 4)
@@ -270,6 +271,7 @@ def test_a_run_without_dp_accounting_ends_before_it_begins(monkeypatch: Any) -> 
         train(private(), grid(quadratics(2)), 1)
 
 
+@pytest.mark.slow
 def test_a_comparison_has_epsilon_in_its_summary(tmp_path: Path) -> None:
     line = "--dataset digits --clients 5 --rounds 2 --quiet --algorithms fedavg,fedavg+gaussian"
     params = "--param weights=uniform --param gaussian.noise=2.0"

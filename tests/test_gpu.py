@@ -105,7 +105,7 @@ def run(algorithm: str, folder: Path, gpu: EmulatedGPU | None = None, **others: 
         return run_in_process(RunConfig.parse(keys))
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled("fedadmm")
 @pytest.mark.parametrize(("algorithm", "keys"), ROWS, ids=str)
 def test_a_run_on_a_gpu_is_the_run_on_the_cpu(
     algorithm: str, keys: dict[str, Any], tmp_path: Path

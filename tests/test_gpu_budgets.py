@@ -121,7 +121,7 @@ def test_a_stacks_step_launches_as_much_as_three_steps_of_one_client() -> None:
     assert stack[1] - stack[0] <= 3 * (alone[1] - alone[0])
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled("fedadmm")
 @pytest.mark.parametrize(
     ("row", "solver"),
     [

@@ -313,6 +313,7 @@ def attacked(strategy: FederatedStrategy, rounds: int, *, failing: bool = False)
 
 
 @every_algorithm_and("rounds", 10, 250)
+@pytest.mark.sampled("fedadmm")
 def test_no_malformed_reply_changes_model_or_state_or_ends_the_run(row: Row, rounds: int) -> None:
     assert attacked(made(row), rounds) >= rounds * HOSTILE
 
@@ -328,6 +329,7 @@ def test_no_malformed_reply_changes_a_run_whose_replies_are_taken_as_they_arrive
     assert attacked(late, rounds, failing=True) >= rounds * HOSTILE
 
 
+@pytest.mark.slow
 def test_no_malformed_evaluation_changes_the_rounds_metrics() -> None:
     kinds = [bad_counts(), bad_metrics(), bad_records(["metrics"]), errors, st.just(no_content)]
     federation = grid(quadratics(CLIENTS))

@@ -33,7 +33,7 @@ def model_and_numbers(row: Row, shape: str) -> tuple[np.ndarray, list[Any]]:
     return train(strategy, federation(shape), 4), numbers
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled("fedadmm")
 @every_algorithm
 def test_models_and_numbers_are_the_same_to_the_bit_however_clients_are_spread(row: Row) -> None:
     model, numbers = model_and_numbers(row, "nodes of one")
@@ -245,6 +245,7 @@ class Late(InProcessGrid):
                 super().answer(self.waiting.pop(0))
 
 
+@pytest.mark.slow
 def test_a_late_host_cannot_undo_what_another_has_done_for_a_client_since(tmp_path: Path) -> None:
     """Two hosts share clients and their folder; what comes late was lost."""
 

@@ -46,6 +46,7 @@ def loaded_after(*statements: str) -> set[str]:
     return set(done.stdout.splitlines()[-1].split())
 
 
+@pytest.mark.slow
 def test_no_import_loads_a_slow_package_that_it_may_not_need() -> None:
     modules = [
         info.name
@@ -56,6 +57,7 @@ def test_no_import_loads_a_slow_package_that_it_may_not_need() -> None:
     assert loaded_after(*(f"import {name}" for name in modules)) & SLOW == set()
 
 
+@pytest.mark.slow
 def test_images_of_a_folder_load_no_slow_package(tmp_path: Path) -> None:
     cifar100(tmp_path)
     read = f"data.load({str(tmp_path)!r}).inputs()"
@@ -153,6 +155,7 @@ def test_another_package_named_clients_is_named_with_the_one_it_hides(tmp_path: 
         ("import fl_strategies, clients\nassert not hasattr(clients, 'other')", ""),
     ],
 )
+@pytest.mark.slow
 def test_a_name_wanted_of_the_hidden_package_says_what_hides_it(
     program: str, said: str, tmp_path: Path
 ) -> None:

@@ -82,6 +82,7 @@ def stopped_at(line: int, work: Callable[[], object]) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_wherever_an_interrupt_lands_history_summary_and_model_are_of_one_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +178,7 @@ def broken(*_: Any, **__: Any) -> None:
     ("stage", "saves"),
     [("the first test", True), ("a later test", True), ("a callback", False)],
 )
+@pytest.mark.sampled("a later test")
 def test_what_ended_a_run_is_what_is_told_of_it(
     stage: str, saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

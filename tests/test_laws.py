@@ -34,6 +34,7 @@ def test_every_strategy_has_its_row() -> None:
 
 
 @every_algorithm
+@pytest.mark.sampled
 def test_an_algorithm_converges_to_its_known_limit_and_stays_there(row: Row) -> None:
     # stiff ones, on which RATE comes further in a round
     problems = [Quadratic(np.sqrt(3) * q.X, np.sqrt(3) * q.y) for q in quadratics(3)]
@@ -54,6 +55,7 @@ def model_after(rounds: int, algorithm: str, **hyperparameters: Any) -> np.ndarr
 @pytest.mark.parametrize(
     ("row", "name"), [(row, name) for row in TABLE for name in row.others], ids=str
 )
+@pytest.mark.sampled
 def test_every_hyperparameter_matters(row: Row, name: str) -> None:
     needs = row.needs.get(name, {})
     usual = model_after(3, row.name, **needs)
@@ -106,6 +108,7 @@ def test_every_hyperparameter_is_in_the_table(row: Row) -> None:
 
 
 @every_algorithm
+@pytest.mark.sampled
 def test_the_order_of_replies_does_not_matter(row: Row) -> None:
     problems = quadratics(5)
     sorted_, reversed_ = (
@@ -137,7 +140,7 @@ def test_a_seed_fixes_the_run_and_another_changes_it(row: Row) -> None:
     assert np.abs(run(1) - run(2)).max() > 1e-6
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled("fedadmm")
 @every_algorithm
 def test_a_single_client_goes_to_its_own_minimiser(row: Row) -> None:
     (q,) = quadratics(1)
@@ -155,6 +158,7 @@ def test_a_client_with_one_example_takes_part(row: Row) -> None:
 
 
 @every_algorithm
+@pytest.mark.sampled
 def test_a_void_round_leaves_model_and_state_as_they_were(row: Row) -> None:
     problems = quadratics(4)
 

@@ -66,6 +66,7 @@ def record_of(model: FlatModel) -> ArrayRecord:
 
 
 @every_algorithm
+@pytest.mark.sampled
 def test_a_tied_weight_is_one_parameter_under_however_many_names_it_travels(row: Row) -> None:
     found = []
     for module in (Tied, Doubled):

@@ -142,6 +142,7 @@ def same(learned: ArrayRecord, declared: ArrayRecord, begun: ArrayRecord) -> Non
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedadmm", "scaffold"])
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.sampled("fedadmm")
 def test_nothing_declared_is_as_good_as_everything(engine: str, algorithm: str) -> None:
     grid, options = ENGINES[engine]
     buffers = engine != "stacked"
@@ -158,6 +159,7 @@ def test_nothing_declared_is_as_good_as_everything(engine: str, algorithm: str) 
 
 @pytest.mark.parametrize("names", [True, False], ids=["names", "no names"])
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedadmm", "scaffold"])
+@pytest.mark.sampled("fedadmm")
 def test_a_legacy_server_learns_the_same(algorithm: str, names: bool) -> None:
     """Without an initial model it begins with a client's, whose arrays have places alone."""
     strategy = STRATEGIES[algorithm](**QUIET, **LEGACY)

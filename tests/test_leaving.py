@@ -53,6 +53,7 @@ def test_a_client_that_left_counts_on_with_its_last_u() -> None:
     assert np.abs(found - optimum(quadratics(CLIENTS))).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_clients_that_do_not_exist_pull_towards_the_first_model() -> None:
     federation = Members()
     found = train(admm(federation, fraction_train=1.0, num_clients=6), federation, 60)
@@ -61,6 +62,7 @@ def test_clients_that_do_not_exist_pull_towards_the_first_model() -> None:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.sampled("0.5")
 def test_a_state_lost_by_fedadmm_leaves_its_u_in_the_sum_for_good(share: float) -> None:
     """Nor is theta - theta^0 added for it a second time."""
     federation = Members()
@@ -91,6 +93,7 @@ MAKE: dict[str, Callable[..., FederatedStrategy]] = {
 
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("policy", [None, "refuse"])
+@pytest.mark.sampled("fedadmm")
 def test_a_state_lost_late_costs_the_optimum_unless_it_is_refused(
     name: str, policy: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -116,6 +119,7 @@ def test_a_state_lost_late_costs_the_optimum_unless_it_is_refused(
     assert round(float(np.abs(START - best).max()), 1) == 3.8
 
 
+@pytest.mark.slow
 def test_scaffolds_late_client_brings_the_optimum_and_one_that_left_its_last_c() -> None:
     problems = quadratics(CLIENTS)
     federation = Members(away=before_round(6, 3))
@@ -142,6 +146,7 @@ def test_scaffolds_c_is_over_m_clients() -> None:
 
 
 @pytest.mark.parametrize("told", [0, 4])
+@pytest.mark.slow
 def test_fedpd_waits_for_those_it_was_told_of_and_comes_to_the_optimum_of_all(told: int) -> None:
     """A late client, one that lost its state: duals sum to 0 again after one exchange."""
     problems = quadratics(CLIENTS)

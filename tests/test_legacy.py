@@ -28,6 +28,7 @@ from fl_strategies.core.reasons import brief
 @pytest.mark.parametrize(
     "row", [row for row in TABLE if not STRATEGIES[row.name]().overlaps], ids=str
 )
+@pytest.mark.sampled
 def test_the_model_is_that_of_the_message_api_to_the_bit(row: Row) -> None:
     options = {"min_available_nodes": CLIENTS, "local": local(), "fraction_train": 0.5, "seed": 3}
     usual = row.strategy(**options).start(grid(quadratics(CLIENTS)), to_record(START), 5).arrays
@@ -35,6 +36,7 @@ def test_the_model_is_that_of_the_message_api_to_the_bit(row: Row) -> None:
     np.testing.assert_array_equal(legacy, to_vector(usual))
 
 
+@pytest.mark.slow
 def test_lost_replies_leave_fedadmms_invariant_as_they_do_with_the_message_api() -> None:
     options: dict[str, Any] = {
         "min_available_nodes": CLIENTS,

@@ -178,6 +178,7 @@ def lines(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedadmm", "scaffold"])
+@pytest.mark.sampled("fedadmm")
 def test_a_malformed_fit_is_one_reply_left_out_by_name(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -198,6 +199,7 @@ def test_a_malformed_fit_is_one_reply_left_out_by_name(
     np.testing.assert_array_equal(model, expected)
 
 
+@pytest.mark.slow
 def test_a_malformed_evaluation_is_one_reply_left_out_by_name(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -66,6 +66,7 @@ def test_a_simulation_fails_where_clients_stay_lost_and_says_why(
 
 
 @both
+@pytest.mark.sampled("error")
 def test_a_simulation_goes_on_where_lost_clients_come_back_or_the_user_says_so(
     error: bool, tmp_path: Path
 ) -> None:
@@ -89,6 +90,7 @@ def test_a_deployment_goes_on_without_its_lost_clients(
 
 
 @both
+@pytest.mark.sampled("error")
 def test_tables_mark_the_share_of_lost_replies_where_there_are_any(
     error: bool, tmp_path: Path
 ) -> None:
@@ -101,6 +103,7 @@ def test_tables_mark_the_share_of_lost_replies_where_there_are_any(
         assert shown is None or shown in table
 
 
+@pytest.mark.slow
 def test_a_replys_own_faults_are_not_losses(tmp_path: Path) -> None:
     """What the server's checks leave out, as after divergence, ends no simulation."""
     config = config_for(tmp_path)
@@ -130,6 +133,7 @@ def test_the_time_left_is_that_of_the_last_rounds_whatever_the_first_took(first:
     assert seconds_left(ends[:1], 7) is None
 
 
+@pytest.mark.slow
 def test_each_round_is_one_line_in_output_and_log_together(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,6 +145,7 @@ def test_each_round_is_one_line_in_output_and_log_together(
     assert "fraction_evaluate" not in text
 
 
+@pytest.mark.slow
 def test_a_quiet_run_shows_only_rounds_with_lost_clients(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

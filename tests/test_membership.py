@@ -52,6 +52,7 @@ def test_theta_is_the_mean_of_u_in_every_round_whoever_joins_leaves_or_loses_rep
 
 
 @pytest.mark.parametrize("away", [never, before_round(8, 1, 3)], ids=["all there", "two join"])
+@pytest.mark.slow
 def test_with_some_of_the_clients_from_the_first_round_on_it_comes_to_the_optimum(
     away: Trouble,
 ) -> None:
@@ -65,6 +66,7 @@ def test_without_the_correction_it_stays_off_the_optimum() -> None:
     assert np.abs(found - optimum(quadratics(CLIENTS))).max() > 0.1
 
 
+@pytest.mark.slow
 def test_a_model_of_growing_m_is_what_all_clients_from_the_start_would_come_to() -> None:
     """Six clients, of whom three are introduced later, against six that were told of."""
     late, told = (Members(6, away=before_round(5, 3, 4, 5)) for _ in range(2))
@@ -94,6 +96,7 @@ def exact_rounds(
     return theta
 
 
+@pytest.mark.slow
 def test_with_eta_one_and_two_of_four_clients_it_rests_elsewhere_or_diverges() -> None:
     """What the docstring says, on the rule with exact local minima."""
     problems = quadratics(CLIENTS)

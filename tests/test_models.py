@@ -153,6 +153,7 @@ def test_a_block_of_resnet20_without_its_convolutions_is_its_shortcut() -> None:
         if min(shape[1:]) >= SMALLEST.get(name, 4)
     ],
 )
+@pytest.mark.sampled(*(name for name in MODELS if not name.startswith("resnet")))
 def test_every_model_maps_images_to_one_number_per_class(name: str, shape: tuple[int, ...]) -> None:
     model = build(name, shape, 7, seed=1)
     out = model(images(shape))

@@ -129,6 +129,7 @@ def test_the_rule_runs_on_a_stack_of_clients_and_writes_to_nothing() -> None:
 
 
 @pytest.mark.parametrize("solver", ["gd", "adam", "delta-sgd", "sps", "lbfgs"])
+@pytest.mark.sampled("adam")
 def test_every_solver_goes_to_where_the_gradient_of_the_whole_vanishes(solver: str) -> None:
     (q,) = quadratics(1)
     problem = q.problem(FlatModel(Linear(), head="out"))

@@ -61,6 +61,7 @@ def test_each_mutant_is_caught_or_survives_or_is_stale(tree: Path) -> None:
     assert "x: float -> x: int" in lines[3]
 
 
+@pytest.mark.slow
 def test_with_every_mutant_caught_the_exit_code_is_0(tree: Path) -> None:
     assert tried(tree, "--only", "3 * x")[0] == 0
     assert tried(tree, "--sound")[0] == 0

@@ -225,6 +225,7 @@ def test_owners_need_natural_clients_and_so_does_a_missing_test_split(tmp_path: 
         data.load(str(path))
 
 
+@pytest.mark.slow
 def test_the_writers_of_mnist_are_the_clients_of_its_natural_partition(
     real_datasets: Path,
 ) -> None:
@@ -243,6 +244,7 @@ def test_the_writers_of_mnist_are_the_clients_of_its_natural_partition(
     assert len(set(found.test_owner)) == len(set(tests)) == 55
 
 
+@pytest.mark.slow
 def test_the_roles_of_shakespeare_are_138_clients_in_a_byte_a_character(
     real_datasets: Path,
 ) -> None:

@@ -20,6 +20,7 @@ from fl_strategies.server.replies import one_line
 
 
 @every_algorithm
+@pytest.mark.sampled
 def test_what_a_client_reports_under_the_servers_names_is_not_heard(row: Row) -> None:
     """Examples of 0 in all would divide by zero."""
     before = world(made(row))

@@ -109,6 +109,7 @@ def test_of_those_asked_the_first_count_and_the_kth_arrival_ends_the_round(k: in
 
 
 @pytest.mark.parametrize(("k", "n"), [(1, 8), (3, 8), (8, 8)])
+@pytest.mark.slow
 def test_rounds_last_in_the_mean_as_the_formula_says(k: int, n: int) -> None:
     clock, part = Exponential(mean_arrival=0.0, mean_work=1.0), Deadline()
     times = [

@@ -45,6 +45,7 @@ def run(page: Path, namespace: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # by peft
 @pytest.mark.parametrize("page", SHOWN, ids=lambda page: page.stem)
+@pytest.mark.slow
 def test_a_pages_python_runs_as_one_program(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +101,7 @@ def test_an_algorithms_card_links_to_its_paper(name: str) -> None:
 
 
 @pytest.mark.parametrize("page", sorted((PAGES / "api").glob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.slow
 def test_a_page_of_public_names_has_all_of_them(page: Path) -> None:
     public = imported_directives("public")
     shown = []

@@ -84,6 +84,7 @@ def test_a_rows_numbers_are_those_of_its_record(row: dict[str, str]) -> None:
         assert stated == pytest.approx(unit * ours["published"], abs=0.0501)
 
 
+@pytest.mark.slow
 def test_a_study_takes_the_place_of_its_settings_and_no_other(tmp_path: Path) -> None:
     name = "fedbc-authors-E1-set1"
     later = [{**record, "verdict": "order only"} for record in RECORDS[name]]

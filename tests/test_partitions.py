@@ -113,6 +113,7 @@ def test_a_shard_across_a_boundary_adds_one_class() -> None:
     assert (classes > 2).sum() <= 6  # there are six boundaries between seven classes
 
 
+@pytest.mark.slow
 def test_dirichlet_shares_have_the_variance_of_their_distribution() -> None:
     clients, classes, alpha = 5, 200, 0.7
     labels = np.repeat(np.arange(classes), 500)

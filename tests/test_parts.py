@@ -108,6 +108,7 @@ def test_a_rule_of_a_comparison_is_an_algorithm_with_parts(tmp_path: Path) -> No
             configs_for(names, params, {}, tmp_path)
 
 
+@pytest.mark.slow
 def test_compare_runs_rules_with_parts(tmp_path: Path) -> None:
     line = "--dataset digits --clients 5 --rounds 2 --quiet --algorithms fedavg,fedavg+momentum"
     summaries = main([*line.split(), "--output", str(tmp_path)])
@@ -140,6 +141,7 @@ def sized() -> InProcessGrid:
 
 
 @every_part
+@pytest.mark.sampled("topk", "uniform", "median", "gaussian", "adam")
 def test_a_part_runs_a_round_around_every_algorithm_or_says_why_not(part: type[Part]) -> None:
     for row in TABLE:
         uniform = part.stage == "privacy" and "weights" in row.others

@@ -140,6 +140,7 @@ def test_it_is_the_model_that_the_client_evaluates_as_its_own_to_the_bit(
 
 
 @pytest.mark.parametrize("algorithm", sorted(PERSONALIZED))
+@pytest.mark.sampled
 def test_a_single_clients_personalized_model_goes_to_its_own_minimiser(algorithm: str) -> None:
     (q,), row = quadratics(1), ROWS[algorithm]
     on, model = grid([q]), FlatModel(Linear(), head="out")
@@ -159,6 +160,7 @@ def test_personalized_models_of_unlike_clients_differ(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", sorted(PERSONALIZED))
+@pytest.mark.sampled
 def test_what_a_client_keeps_changes_a_later_round(algorithm: str) -> None:
     def after(*forgetful: int) -> list[np.ndarray]:
         on, model = grid(quadratics(3)), FlatModel(Linear(), head="out")

@@ -77,6 +77,7 @@ def test_the_minimiser_of_the_mean_envelope_is_a_fixed_point_of_the_rules() -> N
         assert moved < 1e-12 if steps == 1 else moved > 1e-3
 
 
+@pytest.mark.slow
 def test_a_run_of_few_inner_steps_ends_at_the_minimiser_of_the_mean_envelope() -> None:
     """R = 1: theta starts where it was, so that K = 2 steps a round are exact in the end."""
     problems = quadratics(3)

@@ -28,6 +28,7 @@ def model_of(config: RunConfig, **nodes: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedadmm"])
+@pytest.mark.sampled("fedadmm")
 def test_a_seed_fixes_the_model_however_many_nodes_there_are(
     algorithm: str, tmp_path: Path
 ) -> None:
@@ -81,6 +82,7 @@ def test_states_that_nobody_named_a_place_for_go_with_their_run(
     assert not states.parent.exists()
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_the_data_of_hosts_is_told_before_the_run(tmp_path: Path) -> None:
     config = config_of(tmp_path, partition="dirichlet", partition_params="alpha=0.001", clients=99)
     grid = InProcessGrid(client_app.app, 99, hosts=2, run_config=config.to_run_config())

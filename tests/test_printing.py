@@ -212,6 +212,7 @@ log(logging.DEBUG, "only for debugging")
     [(False, False, ""), (False, True, ""), (True, False, ""), (False, False, "DEBUG")],
     ids=["terminal", "flwr-run", "colab", "debug"],
 )
+@pytest.mark.sampled("flwr-run")
 def test_a_line_is_printed_once_where_flowers_lines_are(
     root: bool, moved: bool, level: str
 ) -> None:

@@ -60,6 +60,7 @@ def noise(rng: np.random.RandomState, deviation: float) -> np.ndarray:
 
 @both_sides
 @rows(OF_MODELS)
+@pytest.mark.sampled
 def test_a_bound_that_nothing_reaches_leaves_the_run_as_it_is(side: Side, row: Row) -> None:
     options: dict[str, Any] = {"local": local(), "fraction_evaluate": 1.0}
     wrapper, mods = side(row.strategy(**options), 0.0, 1e6)

@@ -76,6 +76,7 @@ def test_q_fedavg_agrees_with_flowers_own_class_on_our_clients(q: float) -> None
 
 
 @pytest.mark.parametrize("q", [0.5, 2.0])
+@pytest.mark.sampled("2.0")
 def test_with_one_step_it_goes_down_on_its_objective_to_where_its_gradient_is_zero(
     q: float,
 ) -> None:
@@ -93,6 +94,7 @@ def test_with_one_step_it_goes_down_on_its_objective_to_where_its_gradient_is_ze
     assert np.abs(slopes.sum(axis=0)).max() < 1e-6 * np.abs(slopes).max()
 
 
+@pytest.mark.slow
 def test_a_larger_q_evens_out_the_losses() -> None:
     problems = quadratics(3)
     models = [train(one(q=q), grid(problems), 40) for q in (0.0, 1.0, 4.0)]

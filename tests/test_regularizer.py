@@ -64,6 +64,7 @@ CASES = [*((part, 1.0) for part in PENALTIES), (L1(weight=2.5), 0.5)]
 
 
 @pytest.mark.parametrize(("part", "fraction"), CASES, ids=str)
+@pytest.mark.sampled("l1 weight=0.8-1.0")
 def test_fedadmm_reaches_the_kkt_point_whoever_takes_part(
     part: Regularizer, fraction: float
 ) -> None:
@@ -84,6 +85,7 @@ TAKING = [row for row in TABLE if row.strategy(local=local()).proximal_rate(1) i
 
 
 @pytest.mark.parametrize("row", TAKING, ids=str)
+@pytest.mark.sampled
 def test_algorithms_that_declare_a_proximal_rate_reach_the_kkt_point(row: Row) -> None:
     """Of the mean loss, or of the samples' where that is their own limit."""
     part = L1(weight=6.0)
@@ -107,6 +109,7 @@ def test_no_penalty_changes_no_bit(part: Regularizer) -> None:
     np.testing.assert_array_equal(found, plain)
 
 
+@pytest.mark.slow
 def test_with_a_server_step_the_kkt_point_stays() -> None:
     part = Box(low=-0.5, high=1.5)
     problems = [Quadratic(np.sqrt(3) * q.X, np.sqrt(3) * q.y) for q in quadratics(3)]

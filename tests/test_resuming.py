@@ -31,6 +31,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 # ---- what goes on beside ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_second_start_that_was_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     row = next(row for row in TABLE if row.name == "fedpd")
     found = []
@@ -112,6 +113,7 @@ class Seen:
 
 @pytest.mark.parametrize("fails", [1, 4, 5, 8])
 @pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.sampled("4")
 def test_a_round_whose_callback_raises_has_its_checkpoint_and_is_seen_once_by_all(
     fails: int, place: int, tmp_path: Path
 ) -> None:

@@ -38,6 +38,7 @@ def lose_in(rounds: Collection[int]) -> Fault:
 
 
 @every_algorithm
+@pytest.mark.sampled
 def test_log_callbacks_results_requests_and_schedules_count_alike_over_two_starts(
     row: Row, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

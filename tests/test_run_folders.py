@@ -118,6 +118,7 @@ def test_a_state_directory_is_for_algorithms_whose_clients_keep_state(tmp_path: 
 
 
 @pytest.mark.parametrize("megabytes", [0, 1, 1000])
+@pytest.mark.slow
 def test_states_beyond_a_size_go_to_a_file_without_a_name_and_the_model_is_the_same_to_the_bit(
     megabytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:

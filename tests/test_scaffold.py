@@ -98,6 +98,7 @@ def test_rounds_are_the_matrix_recursion(hyperparameters: dict[str, Any], share:
     np.testing.assert_allclose(found, recursion(problems, who, **hyperparameters), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_with_lost_replies_it_still_converges_to_the_optimum_and_fedavg_does_not() -> None:
     problems = quadratics(4)
     found = train(one(fraction_train=0.5), grid(problems, fault=drop(0.3, after=1)), 100)
@@ -106,6 +107,7 @@ def test_with_lost_replies_it_still_converges_to_the_optimum_and_fedavg_does_not
     assert np.abs(train(uniform, grid(problems), 60) - optimum(problems)).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_option_one_goes_with_momentum_and_converges_to_the_optimum() -> None:
     problems = quadratics(4)
     strategy = one(option="I", local=local(lr=0.05, momentum=0.5))
@@ -141,6 +143,7 @@ def test_c_is_the_mean_of_the_clients_c_also_when_replies_are_lost(option: str) 
     assert np.abs(control(strategy)).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_without_acknowledgement_lost_replies_make_c_another_than_the_mean() -> None:
     federation = grid(quadratics(6), fault=drop(0.3, after=1))
     strategy = one(acknowledge=False)
@@ -153,6 +156,7 @@ def test_without_acknowledgement_lost_replies_make_c_another_than_the_mean() -> 
     assert np.abs(control(strategy) - np.mean(newest, axis=0)).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_the_invariant_holds_in_float32_with_mini_batches_and_lost_replies() -> None:
     """Rounding: each change used has entries below 200 and is rounded once, by 2^-24 of itself."""
     app = make_client_app(quadratics(6), dtype=torch.float32)

@@ -58,7 +58,7 @@ def ready(row: Row, **options: Any) -> FederatedStrategy:
     return row.strategy(**{"min_available_nodes": 4, "local": local(), **options})
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled("fedadmm")
 @rows(OF_MODELS | OF_CHANGES)
 def test_under_masks_the_model_is_the_same_but_for_rounding(row: Row) -> None:
     """Rounding errors, of STEP and a little more by weight, add up over four rounds."""
@@ -70,6 +70,7 @@ def test_under_masks_the_model_is_the_same_but_for_rounding(row: Row) -> None:
 
 
 @rows(OF_MODELS | OF_CHANGES)
+@pytest.mark.sampled
 def test_under_masks_clients_that_are_not_asked_or_lost_are_left_out_of_the_sum(row: Row) -> None:
     options: dict[str, Any] = {"fraction_train": 0.75, "seed": 3}
     lost, strategy = [(2, 0), (3, 2)], ready(row, **options)

@@ -40,6 +40,7 @@ def test_clients_are_drawn_in_proportion_to_their_samples() -> None:
     assert chi2(drawn, expected) < 16.3  # 3 degrees of freedom, probability 0.1 %
 
 
+@pytest.mark.slow
 def test_the_plain_mean_by_size_is_unbiased_and_a_uniform_ratio_is_not() -> None:
     values = dict(zip(SAMPLES, (1.0, 5.0, -2.0, 9.0), strict=True))
     total = sum(SAMPLES.values())

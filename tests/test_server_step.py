@@ -131,6 +131,7 @@ ADAPTIVE = [
 @pytest.mark.parametrize(
     ("name", "step"), [*zip(["fedavg", "fednova", "feddyn"], ADAPTIVE, strict=True)]
 )
+@pytest.mark.sampled("fedavg")
 def test_adaptive_steps_converge_to_the_algorithms_limit(name: str, step: ServerStep) -> None:
     """Around a mean of models, a rule of sums, and one that accumulates changes."""
     problems, row = quadratics(3), ROW[name]

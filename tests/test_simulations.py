@@ -32,7 +32,7 @@ def test_the_apps_run_config_has_every_key_with_its_default() -> None:
     assert config == RunConfig().to_run_config()
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled("fedadmm")
 @pytest.mark.parametrize("algorithm", STRATEGIES)
 def test_the_same_seed_gives_the_same_model_twice_and_another_seed_another(
     algorithm: str, tmp_path: Path

@@ -316,6 +316,7 @@ def test_a_run_config_takes_the_solver() -> None:
 # ---- inside federated algorithms ------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_fedavg_goes_to_a_minimiser_that_all_clients_share() -> None:
     """Interpolation: f* = 0 is attained by every batch, and the uncapped rule converges."""
     b = np.array([3.0, -1.0, 2.0, 0.5, -4.0])
@@ -325,6 +326,7 @@ def test_fedavg_goes_to_a_minimiser_that_all_clients_share() -> None:
     np.testing.assert_allclose(train(strategy, grid(problems), 60), b, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_fedadmm_goes_to_the_optimum_of_clients_that_differ() -> None:
     """Near it f - f* > 0 while the gradient vanishes: the step cap makes it gradient descent."""
     problems = quadratics(3)

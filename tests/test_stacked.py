@@ -113,6 +113,7 @@ def test_pfedme_measures_its_residual_on_a_stack() -> None:
     assert_alike(ROWS["pfedme"], classified(smooth()), local=settings)
 
 
+@pytest.mark.slow
 def test_variants_of_pfedmes_inner_solver_take_a_mini_batch_for_all_there_is() -> None:
     """SPS lets a step size grow by the share of the samples that a mini-batch is: here all."""
     settings = local(solver="sps", lr=0.01, **{"batch-size": 5})
@@ -202,6 +203,7 @@ MODELS: dict[str, tuple[Any, Sequence[int]]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("algorithm", ["fedadmm", "moon", "scaffold"])
+@pytest.mark.sampled("fedadmm")
 def test_models_that_vmap_takes_are_stacked(name: str, algorithm: str) -> None:
     build, shape = MODELS[name]
     torch.manual_seed(4)

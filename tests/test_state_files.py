@@ -57,6 +57,7 @@ def test_a_truncated_file_is_recognised(tmp_path: Path) -> None:
             settle(store, OWNER, 5)
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_goes_unnoticed(tmp_path: Path) -> None:
     """Everywhere in the file: header length, names, shapes, checksum, numbers."""
     store = DirectoryStore(tmp_path, CLIENT)

@@ -101,6 +101,7 @@ bad_arrays = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(tamper=bad_arrays)
+@pytest.mark.slow
 def test_no_reply_of_one_client_ends_the_run_or_makes_the_model_infinite(tamper: Tamper) -> None:
     with silence():
         result = averaging().start(tampered(quadratics(2), 0, tamper), to_record(START), 1)

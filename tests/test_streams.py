@@ -271,6 +271,7 @@ def test_torchvisions_random_transforms_are_the_same_on_every_engine_and_worker(
     assert any(not np.array_equal(a, b) for a, b in zip(first, other, strict=True))
 
 
+@pytest.mark.slow
 def test_a_tokenizers_batch_trains_a_transformer_as_by_hand(tmp_path: Path) -> None:
     """Texts of different lengths, padded batch by batch; random weights, adapters of the head."""
     from transformers import AutoTokenizer, DistilBertConfig, DistilBertForSequenceClassification

@@ -68,6 +68,7 @@ def test_fedbcds_gap_is_the_worst_corner_of_the_box_and_zero_at_the_fixed_point(
     assert gap(own, clouds) == pytest.approx(expected, rel=1e-10)
 
 
+@pytest.mark.slow
 def test_the_commands_runs_keep_to_the_theorems(tmp_path: Path) -> None:
     theory.main(["--rounds", "12,4", "--draws", "150", "--output", str(tmp_path)])
     lines = (tmp_path / "theory.md").read_text().splitlines()

@@ -53,6 +53,7 @@ def test_tensorboard_has_every_metric_of_every_round_once_also_of_a_resumed_run(
                 assert value == pytest.approx(rows[step][name], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_weights_and_biases_offline_has_every_metric(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,6 +73,7 @@ def test_weights_and_biases_offline_has_every_metric(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MLflow's own calls of SQLAlchemy
+@pytest.mark.slow
 def test_mlflow_has_every_metric_of_every_round(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
     uri = f"sqlite:///{tmp_path}/mlflow.db"

@@ -69,6 +69,7 @@ def test_masks_are_the_same_and_statistics_follow_the_model(kind: str) -> None:
 
 
 @every_algorithm
+@pytest.mark.sampled
 def test_any_rule_runs_with_it_or_says_why_not(row: Row) -> None:
     plain = {**local(), "solver": "sgd", "batch-size": 1}
     settings = {**plain, "variance-reduction": "sarah"}

@@ -87,6 +87,7 @@ def test_a_vector_in_pieces_has_what_an_array_has() -> None:
     np.testing.assert_array_equal(copy.deepcopy(whole), plain)
 
 
+@pytest.mark.slow
 def test_a_forked_process_sums_by_threads_of_its_own() -> None:
     program = (
         "import os, numpy as np\n"

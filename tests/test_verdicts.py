@@ -30,6 +30,7 @@ def rows(setting: Setting, new: tuple[float, ...], old: tuple[float, ...]) -> li
 
 @pytest.mark.parametrize("of_next", [False, True])
 @pytest.mark.parametrize("n", [2, 5])
+@pytest.mark.slow
 def test_intervals_hold_95_of_100_means_and_further_values(n: int, of_next: bool) -> None:
     rng = np.random.default_rng(n)
     drawn = rng.normal(3.0, 2.0, (4000, n + 1))

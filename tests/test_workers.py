@@ -56,8 +56,9 @@ def records_of(grid: InProcessGrid) -> dict[int, list[str]]:
     return {client: names for client, names in states.items() if names}
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("engine")
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [2, 3])
 def test_any_number_of_workers_gives_the_same_model(
     workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
