@@ -50,6 +50,7 @@ from fl_strategies import (
     FedBC,
     History,
 )
+from fl_strategies.core.log import log_once
 
 ROOT = Path(__file__).parents[1]
 CLIENTS = 3
@@ -149,6 +150,18 @@ def test_3_flowers_quickstart_and_batch_norm_train_with_nothing_declared(
 @pytest.mark.parametrize("data", [dataset, loader], ids=lambda data: data.__name__)
 def test_4_data_train_as_people_have_them(data: Data) -> None:
     all_trained(FedAvg(local=LOCAL).start(grid(data=data), initial(), num_rounds=1), 1)
+
+
+@pytest.mark.parametrize("size", [0, 3, 4])
+def test_4_the_batch_size_of_a_dataloader_is_told_where_another_is_used(
+    size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    log_once.cache_clear()
+    strategy = FedAvg(local=LOCAL | {"batch-size": size})
+    strategy.start(grid(data=loader), initial(), num_rounds=2)
+    told = [line for line in shown(caplog) if "DataLoader" in line]
+    line = "mini-batches have local['batch-size'] = 3 samples: the DataLoader's batch_size = 4"
+    assert told == [f"{line} is not used"] * (size == 3)
 
 
 def test_5_flowers_usual_evaluation_serves_callbacks(tmp_path: Path) -> None:

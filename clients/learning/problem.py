@@ -10,13 +10,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from clients.learning.model import FlatModel
 from clients.learning.objective import Loss, Objective, Penalty
 from clients.learning.passes import TESTED, Batch
 from clients.learning.samples import all_samples, as_targets, as_tensor
+from fl_strategies.core.log import log_once
 from fl_strategies.core.schedules import require
 from fl_strategies.core.spelling import hinted
+from fl_strategies.solvers.local import LocalTraining
 
 BLOCK = 1 << 20
 """Bytes of inputs that a CPU gathers at a time: about what its cache holds."""
@@ -42,7 +45,8 @@ class Problem(Objective):
         convolutions faster. Integer targets are classes, and stored as int64.
 
         Without ``targets``, ``inputs`` are all data: a Dataset or DataLoader, of which one pass is
-        taken, or a tuple or mapping of arrays. The last item of a tuple is the targets.
+        taken, or a tuple or mapping of arrays. The last item of a tuple is the targets. The
+        local settings' ``batch-size`` holds; a line of the log says if a DataLoader has another.
     rows : Tensor or array of integers, optional
         Indices of the client's samples; by default all. So many clients may share the data, if
         these are tensors of the types above: each mini-batch is gathered from them.
@@ -71,6 +75,7 @@ class Problem(Objective):
         autocast: torch.dtype | None = None,
     ) -> None:
         check_made_of(model, loss)
+        self.loader_batch_size = inputs.batch_size if isinstance(inputs, DataLoader) else None
         if targets is None:
             inputs, targets = all_samples(inputs, target, model.module)
         inputs, targets = as_tensor("inputs", inputs), as_targets(targets, loss, model.vector)
@@ -132,6 +137,15 @@ class Problem(Objective):
         yield from zip(
             torch.split(self.inputs, TESTED), torch.split(self.targets, TESTED), strict=True
         )
+
+    def most_steps(self, training: LocalTraining) -> float:
+        own, used = self.loader_batch_size, training.batch_size
+        if own is not None and own != used and not training.full_batch:
+            log_once(
+                f"mini-batches have local['batch-size'] = {used} samples: the DataLoader's"
+                f" batch_size = {own} is not used"
+            )
+        return super().most_steps(training)
 
     def _at_once(self, batch_size: int) -> int:
         """Return how many samples to gather at a time: whole batches; on a GPU all batches."""
