@@ -30,6 +30,8 @@ LEFT_OUT = f"left out, as they need real data and there is no {REAL}"
 """How a test's data are told at the end of a test run."""
 SAMPLE = {"fedavg", "scaffold", "fedadmm", "fedpd", "fedbcd-async"}
 """The algorithms for which the quick tests run what takes long: one of each mechanism."""
+NAMED = pytest.StashKey[dict[str, tuple[set[str], set[str]]]]()
+"""By test with the mark ``sampled``: the names that the mark has, and those that cases have."""
 SHOWN_LINES = 30
 """Of each stream that a failed test printed or logged to."""
 
@@ -117,16 +119,19 @@ def note(request: pytest.FixtureRequest, what: str) -> None:
     request.node.user_properties.append(("data", what))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests that read real data sets where there are some, and those that take long."""
+    named = config.stash.setdefault(NAMED, {})
     for item in items:
+        chosen = item.callspec.params if hasattr(item, "callspec") else {}
         if sampled := item.get_closest_marker("sampled"):
-            case = item.callspec
-            names = {str(getattr(value, "name", value)) for value in case.params.values()}
-            if not {case.id, *names} & {*(sampled.args or SAMPLE)}:
+            names = {item.callspec.id, *(str(getattr(it, "name", it)) for it in chosen.values())}
+            quick = names & {*(sampled.args or SAMPLE)}
+            test = named.setdefault(item.nodeid.partition("[")[0], ({*sampled.args}, set()))
+            test[1].update(quick)
+            if not quick:
                 item.add_marker("slow")
         fixtures = {"datasets_folder", "real_datasets"} & set(getattr(item, "fixturenames", ()))
-        chosen = item.callspec.params if hasattr(item, "callspec") else {}
         if fixtures and chosen.get("datasets_folder") != "few":
             item.add_marker("data")
 

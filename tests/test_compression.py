@@ -237,7 +237,7 @@ def test_any_algorithm_trains_with_codes_or_says_why_not(row: Row) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @every_codec
-@pytest.mark.sampled
+@pytest.mark.sampled("2 hosts, crossed and reversed")
 def test_hosts_send_codes_too(codec: Compression, shape: str) -> None:
     alone = train(made(ROW["scaffold"], codec), grid(quadratics(6)), 4)
     strategy = made(ROW["scaffold"], codec, node_wait=0.01, **shared(shape))

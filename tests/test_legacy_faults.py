@@ -297,7 +297,7 @@ PROPERTIES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("what", PROPERTIES)
-@pytest.mark.sampled
+@pytest.mark.sampled("no answer")
 def test_a_client_whose_properties_cannot_be_read_is_known_by_its_nodes_id(what: str) -> None:
     usual = run_unreliable(quick("fedadmm"), to_record(START))
     strategy = quick("fedadmm")

@@ -293,7 +293,6 @@ def one_by_one(step: ServerStep) -> np.ndarray:
 @every_step
 @pytest.mark.parametrize("fold", ["off", "on"])
 @pytest.mark.parametrize("shape", ["2 hosts", "1 host that shares"])
-@pytest.mark.sampled
 def test_hosts_change_nothing(step: ServerStep, shape: str, fold: str) -> None:
     """With folding by rounding alone; FedExP's distances come from the hosts."""
     strategy = made(ROW["fedavg"], step, fold=fold, node_wait=0.01, **shared(shape))

@@ -43,7 +43,6 @@ def fig_2(kind: str) -> Setting:
             "gradient-norm": "true",
             "stack": "auto",
         },
-        seeds=(1, 2, 3),
     )
 
 
