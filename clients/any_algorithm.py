@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from typing import Any
+from typing import Any, TypeAlias
 
 from flwr.client import NumPyClient
 
@@ -34,6 +34,27 @@ CLIENTS: dict[str, type[FederatedClient]] = {
     name: _client_of(strategy) for name, strategy in STRATEGIES.items()
 }
 """The client of every algorithm, by its name: that of another if it changes the server alone."""
+
+BUILT_IN = frozenset(CLIENTS.values())
+
+Registered: TypeAlias = dict[str, tuple[type[FederatedStrategy] | None, type[FederatedClient]]]
+
+
+def registered() -> Registered:
+    """Return both halves of each algorithm that was registered from outside of this package."""
+    return {
+        name: (STRATEGIES.get(name), client)
+        for name, client in CLIENTS.items()
+        if client not in BUILT_IN
+    }
+
+
+def register(algorithms: Registered) -> None:
+    """Register what :func:`registered` returned in another process."""
+    for name, (strategy, client) in algorithms.items():
+        CLIENTS[name] = client
+        if strategy is not None:
+            STRATEGIES[name] = strategy
 
 
 class AnyAlgorithmClient(NumPyClient):
@@ -83,7 +104,10 @@ class AnyAlgorithmClient(NumPyClient):
         name = config.get("algorithm", flowers_own)
         if name not in CLIENTS:
             hint = unknown([name], CLIENTS)
-            raise ValueError(f"unknown algorithm {hint}; this client knows {sorted(CLIENTS)}")
+            raise ValueError(
+                f"unknown algorithm {hint}; this client knows {sorted(CLIENTS)}. If it is your own:"
+                " the module of the ClientApp must import that which registers it"
+            )
         return CLIENTS[name](*self._args, **self._kwargs)
 
 

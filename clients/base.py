@@ -95,6 +95,8 @@ class FederatedClient(NumPyClient):
     """The named tuple that the client keeps, if any."""
     extra_vectors: ClassVar[tuple[str, ...]] = ()
     """Names of the vectors [d] that travel with the model; the strategy's are the same."""
+    stacks: ClassVar[bool] = False
+    """Of a class of your own: :meth:`step` takes vectors [clients, d], too (``core/stacks.py``)."""
 
     def __init__(
         self,

@@ -16,17 +16,20 @@ from fl_strategies.core.hyperparameters import (
     number,
     option,
 )
-from fl_strategies.core.oracle import Oracle, Solved, Step
+from fl_strategies.core.oracle import Oracle, Solved, Step, Tally
 from fl_strategies.core.records import Round, Upload
-from fl_strategies.core.schedules import step_decay
+from fl_strategies.core.schedules import at, step_decay
+from fl_strategies.core.stacks import repeated
 from fl_strategies.core.subproblem import Subproblem
-from fl_strategies.core.vectors import Vector, weighted_mean
-from fl_strategies.server.algorithm import Next
+from fl_strategies.core.vectors import Vector, weighted_mean, weighted_sum
+from fl_strategies.fedavg import Averaging
+from fl_strategies.server.algorithm import Card, Next
 from fl_strategies.server.callbacks import BestModel, ClientHistory, EarlyStop, History, RoundInfo
 from fl_strategies.server.checkpoints import Checkpoints
 from fl_strategies.server.options import Options
 from fl_strategies.server.patience import NothingUsable
 from fl_strategies.server.strategy import FederatedStrategy
+from fl_strategies.solvers.own_steps import check_own_steps
 
 if TYPE_CHECKING:
     __version__: str
@@ -43,7 +46,9 @@ STRATEGIES: dict[str, type[FederatedStrategy]] = {
 
 __all__ = [
     "STRATEGIES",
+    "Averaging",
     "BestModel",
+    "Card",
     "Checkpoints",
     "ClientHistory",
     "EarlyStop",
@@ -60,15 +65,20 @@ __all__ = [
     "Solved",
     "Step",
     "Subproblem",
+    "Tally",
     "Upload",
     "Vector",
     "as_legacy",
+    "at",
+    "check_own_steps",
     "choice",
     "flag",
     "number",
     "option",
+    "repeated",
     "step_decay",
     "weighted_mean",
+    "weighted_sum",
 ]
 __all__ += [strategy.__name__ for strategy in STRATEGIES.values()]
 

@@ -55,7 +55,6 @@ class Averaging(FederatedStrategy):
     """Base of the strategies whose server does (2)."""
 
     averages = "models"
-    moves_received = True
     folds = True
     weight = staticmethod(weight)
     weights: Weights = choice(

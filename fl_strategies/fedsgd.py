@@ -59,7 +59,6 @@ class FedSGD(FederatedStrategy):
     )
     runs = "fedavg"
     averages = "models"
-    moves_received = True
     folds = True
     weight = staticmethod(weight)
     weights: Weights = "samples"

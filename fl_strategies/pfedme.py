@@ -117,7 +117,6 @@ class PFedMe(Averaging):
         arxiv="2006.08848",
     )
     averages = "models"
-    moves_received = True
     authors_rule: ClassVar[Mapping[str, str]] = {"local_start": "global", "weights": "samples"}
 
     lam: Schedule = number(

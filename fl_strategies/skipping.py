@@ -110,6 +110,7 @@ class SkippingStrategy(FederatedStrategy):
     """
 
     averages = "models"
+    moves_received = False
     folds = True
     reports = ("algorithm-round", "communication-rounds", "bytes-saved")
 

@@ -153,7 +153,7 @@ def contract(name: str) -> str:
         f"[{strategy.card.title}](/notebooks/api/{module}.rst)",
         code(told(strategy)),
         code(strategy.extra_vectors),
-        "changes" if strategy.accumulates_changes else "models",
+        "changes" if strategy.uploads_changes else "models",
         code(strategy.scalar_bounds),
         strategy.card.keeps,
     ]

@@ -24,6 +24,7 @@ from flwr.clientapp.mod import (
 )
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
+from clients.any_algorithm import Registered, register, registered
 from clients.learning.replay import kept_generators
 from clients.node.host import Host, Hosted, Hosts
 from clients.node.records import (
@@ -98,6 +99,11 @@ def client_app(
     return _BridgedApp(client_fn, mods, hosts, stack)
 
 
+def _arrived(algorithms: Registered, *given: Any) -> ClientApp:
+    register(algorithms)
+    return _BridgedApp(*given)
+
+
 class _BridgedApp(ClientApp):
     def __init__(
         self,
@@ -155,7 +161,7 @@ class _BridgedApp(ClientApp):
             return Message(RecordDict({CLIENT: ConfigRecord(about)}), reply_to=message)
 
     def __reduce__(self) -> Any:  # for other processes
-        return _BridgedApp, self._given
+        return _arrived, (registered(), *self._given)
 
     def __call__(self, message: Message, context: Context) -> Message:
         kind = message.metadata.message_type

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from flwr.client import NumPyClient
 
-from clients.any_algorithm import CLIENTS, AnyAlgorithmClient
+from clients.any_algorithm import BUILT_IN, AnyAlgorithmClient
 from clients.base import Begun, FederatedClient, Reply
 from clients.learning.memory import client_bytes
 from clients.learning.passes import CHUNK
@@ -140,8 +140,9 @@ _DRAWING_FURTHER: set[tuple[Any, ...]] = set()
 
 
 def _obstacle(client: FederatedClient, training: LocalTraining, words: tuple[Any, ...]) -> str:
-    if CLIENTS.get(client.algorithm) is not type(client):
-        return f"{type(client).__name__} is not one of the algorithms that were tried on stacks"
+    kind = type(client)
+    if kind not in BUILT_IN and not vars(kind).get("stacks"):
+        return f"{kind.__name__} does not say `stacks = True` (its rule takes [clients, d], too)"
     if training.sam:
         return "sharpness-aware minimisation does not run on stacks"
     if training.variance_reduction != "off":

@@ -59,6 +59,7 @@ class Terms:
     clipping_norm: float | None = None
     max_samples: int | None = None
     accumulates_changes: bool = False
+    uploads_changes: bool = False
     nonces: Mapping[str, str] | None = None
     distances: bool = False
 
@@ -97,7 +98,7 @@ class Folder:
         self.theta = self.layout.pack(model) if terms.distances else 0.0
         self.bound: NormBound | None = None
         if terms.clipping_norm is not None:
-            theta = 0.0 if terms.accumulates_changes else self.layout.pack(model)
+            theta = 0.0 if terms.uploads_changes else self.layout.pack(model)
             self.bound = NormBound(
                 terms.clipping_norm, lambda upload: theta, terms.accumulates_changes, model
             )

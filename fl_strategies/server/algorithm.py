@@ -86,7 +86,8 @@ class Algorithm(Options):
     """Whether all uploads of a client are models, or all are changes, so that codes fit them."""
     moves_received: ClassVar[bool] = False
     """Whether an uploaded model is the received one as training moved it. Then the rule is one of
-    these moves: if the received model was rounded, they count from the exact one."""
+    these moves: if the received model was rounded, they count from the exact one. It is so where
+    ``averages`` is "models", unless the class says otherwise."""
     weight: ClassVar[Callable[..., float]] = staticmethod(equal)
     """The weight of an upload in the rule. Its keyword arguments are hyperparameters."""
     folds: ClassVar[bool] = False
@@ -94,12 +95,18 @@ class Algorithm(Options):
     folds_distances: ClassVar[bool] = False
     """Whether the rule also needs ||v_i - theta||^2 of each upload (``Upload.distance2``)."""
     unnamed: ClassVar[str] = ""
-    """What a client may do that does not say which algorithm it ran; "" if it is refused."""
+    """What a client may do that does not say which algorithm it ran; "" if it is refused. An
+    algorithm with a name of its own does not inherit it."""
     num_clients = 0
     """The number of clients that the user declared, a lower bound."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        declared = vars(cls)
+        if declared.get("averages") == "models" and "moves_received" not in declared:
+            cls.moves_received = True
+        if "algorithm" in declared and not cls.runs and "unnamed" not in declared:
+            cls.unnamed = ""
         for base in cls.__mro__:
             if "averages" in vars(base) or not cls.averages:
                 break
@@ -116,6 +123,11 @@ class Algorithm(Options):
     def mean_of(self) -> Averages:
         """:attr:`averages`, with these hyperparameters."""
         return self.averages
+
+    @property
+    def uploads_changes(self) -> bool:
+        """Whether uploads are changes, not models."""
+        return self.accumulates_changes or self.averages == "changes"
 
     @property
     def model_from_state(self) -> bool:
@@ -173,7 +185,7 @@ class Algorithm(Options):
     @property
     def trust(self) -> str:
         """What a client that names no algorithm is trusted to do; "" if it is refused."""
-        changes = " and to upload changes, not models" if self.accumulates_changes else ""
+        changes = " and to upload changes, not models" if self.uploads_changes else ""
         return self.unnamed or (f"to implement it{changes}" if self.assume_algorithm else "")
 
     # ---- the rule -----------------------------------------------------------------------------
@@ -271,7 +283,7 @@ class Algorithm(Options):
 
     def reference(self, state: State, round: Round, upload: Upload) -> Vector | float:
         """Return the point, [d] or 0, from which ``clipping_norm`` measures ``upload``."""
-        return 0.0 if self.accumulates_changes else round.received
+        return 0.0 if self.uploads_changes else round.received
 
     def replies_needed(self, round: Round) -> int:
         """Return the number of usable replies below which the round is skipped."""

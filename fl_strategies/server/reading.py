@@ -251,7 +251,7 @@ class Phase:
     ) -> Arrays:
         if reply.words[CODEC] != str(codec):
             raise BadReply(f"its codec is {reply.words[CODEC]!r}, the one asked for {str(codec)!r}")
-        start = {} if self.algorithm.accumulates_changes else model
+        start = {} if self.algorithm.uploads_changes else model
         return decompressed(codes, self.layout, self.algorithm.extra_vectors, codec.decode, start)
 
     def _bound(self, bound: float, asked: Asked) -> NormBound:

@@ -207,6 +207,7 @@ class Sender:
             clipping_norm=algorithm.clipping_norm,
             max_samples=algorithm.max_samples,
             accumulates_changes=algorithm.accumulates_changes,
+            uploads_changes=algorithm.uploads_changes,
             distances=algorithm.sends_distances,
         )
 

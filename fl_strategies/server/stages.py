@@ -201,7 +201,7 @@ def requested(algorithm: Algorithm, layout: Layout | None) -> dict[str, Any]:
     codec = algorithm.compression
     told: dict[str, Any] = {}
     if codec is not None:
-        told = {CODEC: str(codec), CHANGES: algorithm.accumulates_changes}
+        told = {CODEC: str(codec), CHANGES: algorithm.uploads_changes}
     if algorithm.download is not None and layout is not None:
         told[DOWNLOAD] = layout.dtype.str
     return told

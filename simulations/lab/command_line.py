@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, NoReturn, TypeVar
 
 from fl_strategies.core.schedules import brief
@@ -98,6 +100,14 @@ class Command(argparse.ArgumentParser):
             if verbose:
                 raise
             self.exit(RUN_FAILED, f"{self.prog}: error: {error}\n")
+
+
+def imported(name: str) -> ModuleType:
+    """Return the module of this name, found from the current folder too."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def numbers(kind: Callable[[str], T]) -> Callable[[str], list[T]]:

@@ -39,7 +39,7 @@ from fl_strategies.parts import PARTS
 from simulations.config import RunConfig
 from simulations.experiment import prepare
 from simulations.figures import draw_curves
-from simulations.lab.command_line import Command, numbers
+from simulations.lab.command_line import Command, imported, numbers
 from simulations.lab.experiments import Experiment
 from simulations.lab.fairness import fairness
 from simulations.lab.report import write_report
@@ -222,6 +222,8 @@ def main(
     known = ", ".join(sorted(STRATEGIES))
     about = f"names with commas, of {known}; with parts (fedprox+adam), of {', '.join(PARTS)}"
     parser.add_argument("--algorithms", required=True, metavar="NAME,NAME,...", help=about)
+    about = "a module, found from here, that registers an algorithm of your own"
+    parser.add_argument("--import", type=imported, dest="module", metavar="MODULE", help=about)
     about = "folder for the results"
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help=about)
     parser.add_argument(
@@ -305,6 +307,8 @@ def main(
         owner, _, setting = name.rpartition(".")
         if name in params or (owner not in PARTS and setting.replace("_", "-") in settings):
             parser.error(f"either a value of {name} or --tune {name}")
+    if args.module and args.engine == "ray":
+        parser.error("--import is for --engine in-process: Ray's clients know our algorithms alone")
     if args.jobs > 1 and args.engine == "ray":
         parser.error("--jobs is for --engine in-process; Ray has --workers")
     if args.jobs > 1 and args.workers is not None:

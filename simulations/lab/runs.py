@@ -26,6 +26,7 @@ from pathlib import Path
 from types import FrameType
 
 from clients import DirectoryStore
+from clients.any_algorithm import Registered, register, registered
 from fl_strategies.core.files import FolderLock
 from fl_strategies.core.log import mute_below
 from simulations.config import RunConfig
@@ -209,7 +210,7 @@ def _outcomes(
         return
     others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(jobs, len(work)), context, initializer=_become_worker)
+    pool = ProcessPoolExecutor(min(jobs, len(work)), context, _become_worker, (registered(),))
     try:
         waiting = iter(work.items())
         running = {pool.submit(run): key for key, run in islice(waiting, jobs)}
@@ -230,8 +231,9 @@ def _outcomes(
         pool.shutdown()
 
 
-def _become_worker() -> None:
-    """Leave Ctrl-C to the parent, which sends SIGTERM; end without it."""
+def _become_worker(algorithms: Registered) -> None:
+    """Know the parent's algorithms; leave Ctrl-C to it, which sends SIGTERM; end without it."""
+    register(algorithms)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)
     threading.Thread(target=_follow_parent, daemon=True).start()
