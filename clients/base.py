@@ -10,6 +10,7 @@ import numpy as np
 from flwr.client import NumPyClient
 from torch import Tensor
 
+from clients.checks import check_kinds
 from clients.compressing import codec_of, compressed
 from clients.evaluating import Rest, fine_tuned, measured, named
 from clients.keeping import Keeper, Kept, State
@@ -33,7 +34,7 @@ from fl_strategies.core.hyperparameters import check_request
 from fl_strategies.core.oracle import Oracle, Step
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.records import CATCH_UP
-from fl_strategies.core.schedules import check, require
+from fl_strategies.core.schedules import check, check_names
 from fl_strategies.core.spelling import hinted
 from fl_strategies.messages.codes import CHANGES, CODEC
 from fl_strategies.messages.description import DESCRIBE, DESCRIPTION
@@ -98,6 +99,10 @@ class FederatedClient(NumPyClient):
     stacks: ClassVar[bool] = False
     """Of a class of your own: :meth:`step` takes vectors [clients, d], too (``core/stacks.py``)."""
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        check_names(cls, "extra_vectors")
+
     def __init__(
         self,
         problem: Objective,
@@ -110,7 +115,7 @@ class FederatedClient(NumPyClient):
     ) -> None:
         check("max_steps", max_steps, low=1, integer=True)
         check("client_id", client_id, low=0, integer=True)
-        _check_kinds(problem, test, store, training)
+        check_kinds(problem, test, store, training)
         if isinstance(store, DirectoryStore) and store.client_id != client_id:
             raise ValueError(f"store is of client {store.client_id}, client_id is {client_id}")
         self.problem, self.client_id, self.test = problem, int(client_id), test
@@ -336,15 +341,3 @@ class FederatedClient(NumPyClient):
             model.kept,
             compresses=codec is not None and codec.feedback,
         )
-
-
-def _check_kinds(problem: object, test: object, store: object, training: object) -> None:
-    """Raise ``ValueError`` for an argument of another kind."""
-    wanted = "an Objective, such as Problem(FlatModel(module), loss, inputs, targets)"
-    require(isinstance(problem, Objective), "problem", wanted, problem)
-    require(test is None or isinstance(test, Objective), "test", wanted, test)
-    keeps = not isinstance(store, type) and hasattr(store, "rounds")
-    wanted = "a Store, such as ContextStore(context) or DirectoryStore(path, client_id)"
-    require(store is None or keeps, "store", wanted, store)
-    trains = training is None or isinstance(training, LocalTraining)
-    require(trains, "training", "LocalTraining(...)", training)

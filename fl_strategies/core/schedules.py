@@ -172,6 +172,14 @@ def one_of(name: str, value: object, choices: Sequence[object]) -> None:
         raise ValueError(f"{name} must be one of {list(choices)}, got {shown(value)}")
 
 
+def check_names(cls: type, attribute: str) -> None:
+    """Raise ``TypeError`` unless the class's ``attribute`` is a tuple or list of texts."""
+    names = getattr(cls, attribute)
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+        told = f"{cls.__name__}.{attribute} must be a tuple of names"
+        raise TypeError(f"{told}, as ('c',), got {shown(names)}")
+
+
 def all_among(
     settings: Mapping[str, object], allowed: Mapping[str, Sequence[object]], why: str
 ) -> None:

@@ -17,6 +17,7 @@ from fl_strategies.core.schedules import at
 from fl_strategies.core.vectors import Vector
 from fl_strategies.parts.selection import Selection
 from fl_strategies.server.composition import Averages
+from fl_strategies.server.declared import check_declared
 from fl_strategies.server.options import Options
 
 State: TypeAlias = Any
@@ -102,6 +103,7 @@ class Algorithm(Options):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        check_declared(cls)
         declared = vars(cls)
         if declared.get("averages") == "models" and "moves_received" not in declared:
             cls.moves_received = True

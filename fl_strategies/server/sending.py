@@ -28,6 +28,7 @@ from fl_strategies.server.asked import Asked, Request
 from fl_strategies.server.composition import Caller
 from fl_strategies.server.model import Model
 from fl_strategies.server.nodes import ANY_HOST, Nodes
+from fl_strategies.server.returned import checked_vector, checked_vectors
 from fl_strategies.server.stages import requested
 from fl_strategies.server.timing import step_limits
 
@@ -146,22 +147,25 @@ class Sender:
         self, state: State, asked: Asked, configs: Mapping[int, dict[str, Any]]
     ) -> None:
         """Add each catch-up vector: the same bytes for all clients that were last used together."""
-        layout = asked.round.layout
+        layout, hook = asked.round.layout, f"{type(self.algorithm).__name__}.catch_up"
         assert layout is not None
         known: dict[int, bytes] = {}
         for client, config in configs.items():
             since = asked.round.acked.get(client, -1)
             if since not in known:
-                vector = self.algorithm.catch_up(state, since)
-                known[since] = b"" if vector is None else layout.to_bytes(vector)
+                known[since], vector = b"", self.algorithm.catch_up(state, since)
+                if vector is not None:
+                    size = len(asked.round.theta)
+                    known[since] = layout.to_bytes(checked_vector(hook, "a vector", vector, size))
             if known[since]:
                 config[CATCH_UP] = known[since]
 
     def _with_vectors(self, state: State, asked: Asked, arrays: ArrayRecord) -> ArrayRecord:
         """Return ``arrays``, followed by the arrays of the extra vectors."""
         assert asked.wire is not None
-        vectors = self.algorithm.vectors(state, asked.round)
-        every = [asked.round.theta, *(vectors[name] for name in self.algorithm.extra_vectors)]
+        theta, hook = asked.round.theta, f"{type(self.algorithm).__name__}.vectors"
+        made, names = self.algorithm.vectors(state, asked.round), self.algorithm.extra_vectors
+        every = [theta, *checked_vectors(hook, made, names, len(theta))]
         unpacked = asked.wire.unpack(np.concatenate(every), asked.model)
         return ArrayRecord(
             {name: encoded(array) for name, array in unpacked.items()} | dict(arrays)
