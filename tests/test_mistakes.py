@@ -12,9 +12,16 @@ from laws import START, quiet
 from problems import grid, quadratics, to_record
 
 from clients import CLIENTS, FederatedClient, Step
-from fl_strategies import STRATEGIES, FedAvg, FederatedStrategy, weighted_mean
+from fl_strategies import STRATEGIES, FedAvg, FederatedStrategy, FedProx, number, weighted_mean
+from fl_strategies.server.declared import OWN
 
 ALL = np.ones(5)
+RATE: Any = number(default=1.0, about="Rate.")
+
+
+def sent(key: str) -> dict[str, Any]:
+    """Return the attributes of a class whose hyperparameter ``b`` is sent as ``key``."""
+    return {"b": number(default=1.0, about="Rate.", sent=key)}
 
 
 class Own(FedAvg):
@@ -96,8 +103,25 @@ def test_an_algorithm_without_mistakes_runs(run: Run) -> None:
 @pytest.mark.parametrize(
     ("base", "attributes", "message"),
     [
-        (base, {"extra_vectors": "v"}, "Bad.extra_vectors must be a tuple of names, as ('c',)")
-        for base in (FederatedStrategy, FederatedClient)
+        *(
+            (base, {"extra_vectors": "v"}, "Bad.extra_vectors must be a tuple of names, as ('c',)")
+            for base in (FederatedStrategy, FederatedClient)
+        ),
+        (FedAvg, {"reports": "mine"}, "Bad.reports must be a tuple of names"),
+        (FedAvg, sent("lr"), "Bad.b is sent as 'lr', which requests use for a setting of `local`"),
+        *(
+            (FedAvg, sent(key), f"Bad.b is sent as '{key}', which requests use for the run itself")
+            for key in ("seed", "server-round", "acked-round", "run-id", "algorithm", "round")
+        ),
+        (
+            FedProx,
+            sent("proximal-mu"),
+            "is sent as 'proximal-mu', which requests use for the hyperparameter",
+        ),
+        (FedAvg, sent("beta_1"), "is sent as 'beta_1', and clients read 'beta-1': send it as that"),
+        (FedAvg, {"seed": RATE}, "Bad.seed is an option of every strategy"),
+        (FedAvg, {"weight": RATE}, "Bad.weight is a hook or attribute of every strategy"),
+        (FedAvg, {"state": RATE}, "Bad.state is an attribute of every strategy"),
     ],
 )
 def test_a_wrong_declaration_is_told_when_the_class_is_defined(
@@ -106,3 +130,8 @@ def test_a_wrong_declaration_is_told_when_the_class_is_defined(
     with pytest.raises(TypeError) as error:
         type("Bad", (base,), {"algorithm": "bad", **attributes})
     assert message in str(error.value)
+
+
+def test_every_attribute_that_a_strategy_sets_itself_is_taken() -> None:
+    made = FedAvg()
+    assert vars(made).keys() - made.declarations.keys() == OWN

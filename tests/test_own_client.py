@@ -28,6 +28,7 @@ from clients import (
 )
 from fl_strategies import Checkpoints, FedADMM
 from fl_strategies.parts import BFloat16, Clock, Deadline, TopK
+from fl_strategies.server.declared import KEYS
 from fl_strategies.solvers.local import default_training
 
 PAGE = PAGES / "recipes/own-client.md"
@@ -99,3 +100,5 @@ def test_the_recipe_says_every_key_of_a_request_and_no_other(tmp_path: Path) -> 
     seen |= keys_sent(fedavg, compression=TopK(share=0.5), download=BFloat16())
     seen |= keys_sent(Row("a-fedpd"), fraction_train=0.5)
     assert {*said} - seen <= {"frozen"}  # no array of these models is
+    # no hyperparameter may be sent as one of them
+    assert {*said} - {"local"} <= KEYS | default_training().settings.keys()

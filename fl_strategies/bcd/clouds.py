@@ -95,7 +95,6 @@ class CloudStrategy(FederatedStrategy):
         low=0.0,
         below=1.0,
         scheduled=True,
-        sent="extrapolation",
     )
     box: float | None = number(
         default=2.0,
@@ -198,7 +197,7 @@ class CloudStrategy(FederatedStrategy):
         return of_client("gamma", self.gamma, client)
 
     def client_config(self, state: Any, round: Round, client: int) -> Mapping[str, Any]:
-        return {"box": self.box or 0.0}
+        return {"box": self.box or 0.0, "extrapolation": self.zeta}
 
     # ---- devices ------------------------------------------------------------------------------
 

@@ -103,7 +103,7 @@ class Algorithm(Options):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        check_declared(cls)
+        check_declared(cls, cls.declarations)
         declared = vars(cls)
         if declared.get("averages") == "models" and "moves_received" not in declared:
             cls.moves_received = True
