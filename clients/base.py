@@ -10,7 +10,7 @@ import numpy as np
 from flwr.client import NumPyClient
 from torch import Tensor
 
-from clients.checks import check_kinds
+from clients import checks
 from clients.compressing import codec_of, compressed
 from clients.evaluating import Rest, fine_tuned, measured, named
 from clients.keeping import Keeper, Kept, State
@@ -23,6 +23,7 @@ from clients.request import (
     Arrays,
     Config,
     Received,
+    Told,
     check_frozen,
     generator,
     round_of,
@@ -34,7 +35,7 @@ from fl_strategies.core.hyperparameters import check_request
 from fl_strategies.core.oracle import Oracle, Step
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.records import CATCH_UP
-from fl_strategies.core.schedules import check, check_names
+from fl_strategies.core.schedules import check
 from fl_strategies.core.spelling import hinted
 from fl_strategies.messages.codes import CHANGES, CODEC
 from fl_strategies.messages.description import DESCRIBE, DESCRIPTION
@@ -101,7 +102,7 @@ class FederatedClient(NumPyClient):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        check_names(cls, "extra_vectors")
+        checks.check_class(cls, newcomers=cls.first_state is not FederatedClient.first_state)
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class FederatedClient(NumPyClient):
     ) -> None:
         check("max_steps", max_steps, low=1, integer=True)
         check("client_id", client_id, low=0, integer=True)
-        check_kinds(problem, test, store, training)
+        checks.check_kinds(problem, test, store, training)
         if isinstance(store, DirectoryStore) and store.client_id != client_id:
             raise ValueError(f"store is of client {store.client_id}, client_id is {client_id}")
         self.problem, self.client_id, self.test = problem, int(client_id), test
@@ -239,6 +240,7 @@ class FederatedClient(NumPyClient):
             warn_of_misspelt(frozenset(config))
         if (strategy := STRATEGIES.get(self.algorithm)) is not None:
             check_request(strategy.declarations, config)
+            checks.check_halves(self, strategy)
         if not (work := len(self.rounds(config)) * self.most_steps(config)) <= self.max_steps:
             raise ValueError(
                 f"the request asks for up to {work:,} local steps, and the client takes at most"
@@ -272,7 +274,8 @@ class FederatedClient(NumPyClient):
         made = []
         for number in self.rounds(config):
             oracle = oracle_in(number, config)
-            step = self.step(state, received, oracle, {**config, "round": number})
+            step = self.step(state, received, oracle, Told(config, round=number))
+            checks.check_returned(self, step)
             state, received = step.state, received._replace(theta=step.upload, catch_up=0.0)
             made.append(step)
         return made
@@ -281,8 +284,10 @@ class FederatedClient(NumPyClient):
         """Keep the result of a request's ``steps``; return what :meth:`fit` returns."""
         model, nonce = self.problem.model, begun.kept.nonce
         last = steps[-1]
+        checks.check_step(self, begun.state, last)
         vectors = [last.extra_vectors[name] for name in self.extra_vectors]
         metrics, left_out = metrics_of(self.algorithm, model, steps, config), None
+        metrics = {**checks.checked_scalars(self, last.scalars, metrics), **metrics}
         if codec := codec_of(config):
             start = 0.0 if config.get(CHANGES) else begun.theta
             rng = self.streams(round_of(config), config)[2](CODEC)
@@ -327,7 +332,9 @@ class FederatedClient(NumPyClient):
         """Return the algorithm's state; if there is none, a newcomer's."""
         if self.state_type is None or kept.state is not None:
             return kept.state
-        return self.first_state(theta, config)
+        state = self.first_state(theta, Told(config))
+        checks.check_first(self, state)
+        return state
 
     def keeper(self, config: Config) -> Keeper:
         """Return what reads and writes the client's state, by a request."""

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
 from clients.learning.objective import Objective
-from fl_strategies.core.schedules import require
+from fl_strategies.core.oracle import Step
+from fl_strategies.core.reasons import NOT_FINITE
+from fl_strategies.core.schedules import check_names, plain, require, shown
+from fl_strategies.messages.codes import CODEC
 from fl_strategies.solvers.local import LocalTraining
+
+if TYPE_CHECKING:
+    from clients.base import FederatedClient
+    from fl_strategies import FederatedStrategy
+
+RESERVED = (CODEC, "state-nonce", "checksums", "num-examples")
+"""What clients report in addition to the metrics of their work."""
 
 
 def check_kinds(problem: object, test: object, store: object, training: object) -> None:
@@ -17,3 +34,115 @@ def check_kinds(problem: object, test: object, store: object, training: object) 
     require(store is None or keeps, "store", wanted, store)
     trains = training is None or isinstance(training, LocalTraining)
     require(trains, "training", "LocalTraining(...)", training)
+
+
+def check_class(cls: type[FederatedClient], *, newcomers: bool) -> None:
+    """Raise ``TypeError`` for a class whose declarations would be misunderstood.
+
+    ``newcomers`` says whether the class has a ``first_state`` for them.
+    """
+    check_names(cls, "extra_vectors")
+    kind = cls.state_type
+    if kind is not None and not hasattr(kind, "_fields"):
+        raise TypeError(f"{cls.__name__}.state_type must be a NamedTuple, got {shown(kind)}")
+    if kind is None and newcomers:
+        raise TypeError(f"{cls.__name__} has first_state, and no state_type: the state's class")
+
+
+def check_halves(client: FederatedClient, strategy: type[FederatedStrategy]) -> None:
+    """Raise ``ValueError`` if an algorithm's halves declare other extra vectors."""
+    ours, theirs = [*client.extra_vectors], [*strategy.extra_vectors]
+    if ours != theirs:
+        raise ValueError(
+            f"{strategy.__name__} has extra_vectors {theirs}, and {type(client).__name__} {ours}:"
+            " both halves of an algorithm declare the same"
+        )
+
+
+def check_returned(client: FederatedClient, step: object) -> None:
+    """Raise ``TypeError`` unless ``step`` returned a ``Step``."""
+    if not isinstance(step, Step):
+        raise TypeError(f"{type(client).__name__}.step must return a Step, got {_kind(step)}")
+
+
+def check_step(client: FederatedClient, before: Any, step: Step) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for a step that cannot be sent and kept.
+
+    ``before`` is the state that the client had.
+    """
+    hook, like = f"{type(client).__name__}.step", client.problem.model.vector
+    vectors, state, kind = step.extra_vectors, step.state, client.state_type
+    _check_vector(f"{hook} must return an upload", step.upload, like)
+    if vectors.keys() != {*client.extra_vectors}:
+        names = [*client.extra_vectors]
+        raise ValueError(f"{hook} must return extra vectors {names}, got {[*vectors]}")
+    for name, vector in vectors.items():
+        _check_vector(f"{hook} must return an extra vector {name!r}", vector, like)
+    if kind is None and state is not None:
+        raise TypeError(f"{hook} returns a state, {_kind(state)}, and the class has no state_type")
+    if kind is None:
+        return
+    if not isinstance(state, kind):
+        raise TypeError(f"{hook} must return a {kind.__name__} as its state, got {_kind(state)}")
+    _check_state(hook, before, state, step.upload)
+
+
+def check_first(client: FederatedClient, state: Any) -> None:
+    """Raise ``TypeError`` unless ``first_state`` returned the ``state`` of a newcomer."""
+    kind = client.state_type
+    if kind is not None and state is not None and not isinstance(state, kind):
+        hook = f"{type(client).__name__}.first_state"
+        raise TypeError(f"{hook} must return a {kind.__name__}, got {_kind(state)}")
+
+
+def checked_scalars(
+    client: FederatedClient, scalars: Mapping[str, Any], taken: Collection[str]
+) -> dict[str, int | float]:
+    """Return the numbers that a step returned; raise for a text, a vector or a ``taken`` name."""
+    hook = f"{type(client).__name__}.step"
+    if clash := sorted(scalars.keys() & {*taken, *RESERVED}):
+        raise ValueError(f"{hook} must not return scalars {clash}, which the client itself reports")
+    numbers = {
+        name: value.item() if isinstance(value, Tensor) and value.ndim == 0 else plain(value)
+        for name, value in scalars.items()
+    }
+    for name, number in numbers.items():
+        if not isinstance(number, int | float):
+            raise TypeError(f"{hook} must return a number as {name!r}, got {_kind(scalars[name])}")
+    return numbers
+
+
+def _check_vector(must: str, vector: Any, like: Tensor) -> None:
+    if not isinstance(vector, Tensor) or vector.shape != like.shape:
+        raise TypeError(f"{must}, a tensor {[*like.shape]}, got {_kind(vector)}")
+
+
+def _check_state(hook: str, before: Any, state: Any, upload: Tensor) -> None:
+    """Raise for a state that cannot be kept: each field is a number, or a tensor of one shape.
+
+    A tensor may be empty while there is nothing to keep.
+    """
+    must = f"{hook} must return a state whose"
+    for name, value in zip(state._fields, state, strict=True):
+        if not isinstance(value, Tensor | np.ndarray | np.generic | int | float):
+            raise TypeError(f"{must} {name} is a tensor or a number, got {_kind(value)}")
+        was = value if before is None else getattr(before, name)
+        if np.shape(value) != np.shape(was) and 0 not in np.shape(value) + np.shape(was):
+            raise ValueError(f"{must} {name} is {_kind(was)}, as before, got {_kind(value)}")
+    if not all(map(_finite, state)) and _finite(upload):  # else the server tells what overflowed
+        first = next(name for name in state._fields if not _finite(getattr(state, name)))
+        raise ValueError(f"{hook} returns a state whose {first} {NOT_FINITE}")
+
+
+def _finite(value: Any) -> bool:
+    """Return whether a vector is finite; a number may be infinite."""
+    return not isinstance(value, Tensor) or bool(torch.isfinite(value).all())
+
+
+def _kind(value: Any) -> str:
+    """Return what ``value`` is, for messages: alike for all clients that make one mistake."""
+    if isinstance(value, Tensor | np.ndarray):
+        kind = "a tensor" if isinstance(value, Tensor) else "a NumPy array"
+        return f"{kind} {[*value.shape]}"
+    plain_value = value is None or isinstance(value, str | int | float)
+    return shown(value) if plain_value else f"a {type(value).__name__}"

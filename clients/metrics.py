@@ -14,8 +14,8 @@ from fl_strategies.core.oracle import Solved, Step
 def metrics_of(
     algorithm: str, model: FlatModel, steps: Sequence[Step], config: Config
 ) -> dict[str, Any]:
-    """Return the metrics of a request's ``steps``, one for each round."""
-    metrics: dict[str, Any] = {**steps[-1].scalars, "algorithm": algorithm}
+    """Return the metrics of a request's ``steps``, one for each round, but for their scalars."""
+    metrics: dict[str, Any] = {"algorithm": algorithm}
     if "layout" in config:
         same = config["layout"] == model.layout.signature
         metrics["layout"] = model.layout.signature if same else model.layout.roles

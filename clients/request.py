@@ -38,6 +38,14 @@ class Received(NamedTuple):
     """The vector [d] that the strategy's ``catch_up`` returns for the client, 0 if none."""
 
 
+class Told(dict[str, Any]):
+    """A request's config as rules get it: it says which hyperparameter a missing key needs."""
+
+    def __missing__(self, name: str) -> Any:
+        lacks = f"the request lacks {name!r}"
+        raise ValueError(f"{lacks}: the strategy sends what it declares with sent={name!r}")
+
+
 def value_of(config: Config, name: str) -> Any:
     """Return ``config[name]``; raise ``ValueError`` if the request lacks it."""
     if name not in config:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -12,7 +12,16 @@ from laws import START, quiet
 from problems import grid, quadratics, to_record
 
 from clients import CLIENTS, FederatedClient, Step
-from fl_strategies import STRATEGIES, FedAvg, FederatedStrategy, FedProx, number, weighted_mean
+from fl_strategies import (
+    STRATEGIES,
+    FedAvg,
+    FederatedStrategy,
+    FedProx,
+    NothingUsable,
+    number,
+    weighted_mean,
+)
+from fl_strategies.core.oracle import Tally
 from fl_strategies.server.declared import OWN
 
 ALL = np.ones(5)
@@ -39,14 +48,36 @@ class Own(FedAvg):
         return weighted_mean((upload.vector, 1.0) for upload in uploads), state, {"own": 1.0}
 
 
+class State(NamedTuple):
+    """What its clients keep."""
+
+    g: Any
+    count: int = 0
+
+
 class OwnClient(FederatedClient):
-    """Its client half."""
+    """Its client half, which keeps g and counts rounds."""
 
-    algorithm, extra_vectors = "own", ("v",)
+    algorithm, extra_vectors, state_type = "own", ("v",), State
 
-    def step(self, state: Any, received: Any, oracle: Any, config: Any) -> Any:
-        v = received.extra_vectors["v"]
-        return Step(received.theta + v + received.catch_up, extra_vectors={"v": v})
+    def first_state(self, theta: Any, config: Any) -> Any:
+        return State(0.0 * theta)
+
+    def step(self, state: State, received: Any, oracle: Any, config: Any) -> Any:
+        v, g = received.extra_vectors["v"], oracle.gradient(received.theta)
+        state = State(g.vector, state.count + 1)
+        moved = received.theta + v + received.catch_up
+        solved = Tally().plus(g).mean(moved, 1)
+        return Step(moved, state, {"work": torch.tensor(0.5)}, solved, {"v": v})
+
+
+def with_step(**fields: Any) -> dict[str, Any]:
+    """Return the methods of a client whose step returns other ``fields``."""
+
+    def step(self: Any, *args: Any) -> Any:
+        return OwnClient.step(self, *args)._replace(**fields)
+
+    return {"step": step}
 
 
 Run = Callable[..., Any]
@@ -95,9 +126,57 @@ def test_what_a_hook_must_return_is_said_with_what_it_returned(
     assert message in str(error.value)
 
 
+FIVE, SEVEN = torch.ones(5, dtype=torch.float64), torch.ones(7, dtype=torch.float64)
+NAN = torch.full((5,), torch.nan, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("client", "message"),
+    [
+        ({"step": lambda *_: FIVE}, "OwnClient.step must return a Step, got a tensor [5]"),
+        ({"step": lambda *_: None}, "OwnClient.step must return a Step, got None"),
+        ({"step": lambda *_: (FIVE, None)}, "OwnClient.step must return a Step, got a tuple"),
+        (with_step(upload=SEVEN), "must return an upload, a tensor [5], got a tensor [7]"),
+        (with_step(upload=0.5), "must return an upload, a tensor [5], got 0.5"),
+        (with_step(upload=ALL), "must return an upload, a tensor [5], got a NumPy array [5]"),
+        (with_step(extra_vectors={}), "must return extra vectors ['v'], got []"),
+        (with_step(extra_vectors={"v": SEVEN}), "vector 'v', a tensor [5], got a tensor [7]"),
+        (with_step(state=None), "OwnClient.step must return a State as its state, got None"),
+        (with_step(state=FIVE), "must return a State as its state, got a tensor [5]"),
+        (with_step(state={"g": FIVE}), "must return a State as its state, got a dict"),
+        (with_step(state=State(SEVEN)), "whose g is a tensor [5], as before, got a tensor [7]"),
+        (with_step(state=State("g")), "whose g is a tensor or a number, got 'g'"),
+        (with_step(state=State(NAN)), "OwnClient.step returns a state whose g is not finite"),
+        ({"first_state": lambda *_: FIVE}, "first_state must return a State, got a tensor [5]"),
+        (with_step(scalars={"work": "0.5"}), "must return a number as 'work', got '0.5'"),
+        (with_step(scalars={"work": FIVE}), "must return a number as 'work', got a tensor [5]"),
+        (
+            with_step(scalars={"steps": 9, "train-loss": 7.0}),
+            "must not return scalars ['steps', 'train-loss'], which the client itself reports",
+        ),
+        (
+            {"step": lambda self, s, r, o, config: config["rho"]},
+            "the request lacks 'rho': the strategy sends what it declares with sent='rho'",
+        ),
+        (
+            {"extra_vectors": ()},
+            "Own has extra_vectors ['v'], and OwnClient []: both halves of an algorithm declare",
+        ),
+    ],
+)
+def test_a_clients_mistake_is_told_by_the_name_of_its_class(
+    client: dict[str, Any], message: str, run: Run
+) -> None:
+    with pytest.raises(NothingUsable) as error:
+        run({}, client, 3)
+    assert message in str(error.value)
+    assert "2 clients [0, 1]" in str(error.value)
+
+
 def test_an_algorithm_without_mistakes_runs(run: Run) -> None:
-    found = run({}, {}).arrays["tail"].numpy()
-    np.testing.assert_array_equal(found, START[-1:] + 2.0)
+    result = run({}, {}, 2)
+    np.testing.assert_array_equal(result.arrays["tail"].numpy(), START[-1:] + 4.0)
+    assert result.train_metrics_clientapp[2]["work"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -107,6 +186,8 @@ def test_an_algorithm_without_mistakes_runs(run: Run) -> None:
             (base, {"extra_vectors": "v"}, "Bad.extra_vectors must be a tuple of names, as ('c',)")
             for base in (FederatedStrategy, FederatedClient)
         ),
+        (FederatedClient, {"state_type": dict}, "Bad.state_type must be a NamedTuple, got <class"),
+        (FederatedClient, {"first_state": lambda *_: 1}, "Bad has first_state, and no state_type"),
         (FedAvg, {"reports": "mine"}, "Bad.reports must be a tuple of names"),
         (FedAvg, sent("lr"), "Bad.b is sent as 'lr', which requests use for a setting of `local`"),
         *(
