@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from clients.learning.objective import Objective
@@ -136,7 +136,11 @@ def _check_state(hook: str, before: Any, state: Any, upload: Tensor) -> None:
 
 def _finite(value: Any) -> bool:
     """Return whether a vector is finite; a number may be infinite."""
-    return not isinstance(value, Tensor) or bool(torch.isfinite(value).all())
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return True
+    flat = value.reshape(-1)
+    # a finite sum of squares has finite parts only; that of finite parts may overflow
+    return math.isfinite(flat.dot(flat)) or bool(flat.isfinite().all())
 
 
 def _kind(value: Any) -> str:

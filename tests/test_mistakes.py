@@ -45,7 +45,15 @@ class Own(FedAvg):
         return ALL
 
     def aggregate(self, state: Any, round: Any, uploads: Any) -> Any:
-        return weighted_mean((upload.vector, 1.0) for upload in uploads), state, {"own": 1.0}
+        mean = weighted_mean((upload.vector, 1.0) for upload in uploads)
+        return mean, state, self.info()
+
+    def info(self) -> Any:
+        return {"own": np.float32(1.0)}
+
+    @property
+    def scalar_bounds(self) -> Any:
+        return {"work": (0.0, 1.0)}
 
 
 class State(NamedTuple):
@@ -114,6 +122,13 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
         ("vectors", None, r"Own.vectors must return a vector for each of ['v'], got None"),
         ("catch_up", np.ones(7), r"Own.catch_up must return a vector [5], got (7,)"),
         ("catch_up", np.ones((1, 5)), r"Own.catch_up must return a vector [5], got (1, 5)"),
+        ("info", None, "Own.aggregate must return a dict of numbers as info, got None"),
+        ("info", {"note": None}, "must return numbers by name as info, got None as 'note'"),
+        ("info", {"note": "hi"}, "must return numbers by name as info, got 'hi' as 'note'"),
+        ("info", {"note": ALL}, "as info, got array([1., 1., 1., 1., 1.]) as 'note'"),
+        ("info", {"clients-used": 17.0}, "Own.aggregate must not report ['clients-used']: clients"),
+        ("info", {"train-loss": 3.0, "a": 1.0}, "must not report ['train-loss']"),
+        ("info", {"work": 3.0, "seconds": 1.0}, "must not report ['work', 'seconds']"),
         ("catch_up", 1.0, r"a vector [5], a NumPy array, got 1.0"),
         ("catch_up", np.full(5, np.inf), r"a vector [5] of finite numbers, got inf at 0"),
     ],

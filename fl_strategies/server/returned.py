@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fl_strategies.core.schedules import shown
+from fl_strategies.core.metric_names import BUSY, EVALUATED, FOREIGN, SERVER, SPREAD, TESTED
+from fl_strategies.core.schedules import plain, shown
 from fl_strategies.core.vectors import Pieces, Vector, finite
+
+WORK = ("train-loss", "train-accuracy", "residual", "steps", "epochs")
+"""What clients report of their training."""
+TAKEN = (SERVER - {"virtual-seconds"}).union(WORK, (f"{n}{end}" for n in WORK for end in SPREAD))
+"""Names of others' numbers of a round; virtual seconds may be the algorithm's own."""
 
 
 def checked_vector(hook: str, what: str, value: object, size: int) -> npt.NDArray[Any]:
@@ -41,3 +47,22 @@ def checked_vectors(hook: str, made: object, names: Sequence[str], size: int) ->
     if made.keys() != {*names}:
         raise ValueError(f"{hook} must return vectors of the names {[*names]}, got {[*made]}")
     return [checked_vector(hook, repr(name), made[name], size) for name in names]
+
+
+def checked_info(hook: str, info: object, scalars: Collection[str]) -> dict[str, float]:
+    """Return the numbers of a round that ``hook`` returned, by name.
+
+    ``scalars`` are clients' own. Raises ``TypeError`` or ``ValueError`` for what is no number, and
+    for a name that clients or the server report already.
+    """
+    if not isinstance(info, Mapping):
+        raise TypeError(f"{hook} must return a dict of numbers as info, got {shown(info)}")
+    numbers = {name: plain(value) for name, value in info.items()}
+    for name, number in numbers.items():
+        if not isinstance(name, str) or not isinstance(number, int | float):
+            told = f"{hook} must return numbers by name as info"
+            raise TypeError(f"{told}, got {shown(info[name])} as {name!r:.60}")
+    prefixes = (TESTED, BUSY, FOREIGN, *EVALUATED)
+    if taken := [n for n in numbers if n in TAKEN or n in scalars or n.startswith(prefixes)]:
+        raise ValueError(f"{hook} must not report {taken[:3]}: clients or the server report these")
+    return numbers

@@ -17,6 +17,7 @@ from fl_strategies.core.layout import Arrays, Layout, negative_variance
 from fl_strategies.core.records import NOTHING, Round, Upload
 from fl_strategies.core.schedules import shown
 from fl_strategies.core.vectors import finite
+from fl_strategies.server.returned import checked_info
 from fl_strategies.server.stages import States, aged, as_moved, merged, stepped, with_mean
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def next_model(
         if not (fault := _unusable(model, round.layout)):
             return Outcome(model, after, {**info, **numbers, **ages}, parts=kept)
     after, info = algorithm.skipped(state, round, uploads)
+    info = checked_info(f"{type(algorithm).__name__}.skipped", info, algorithm.scalar_bounds)
     return Outcome(None, after, info, skipped=fault, parts={**parts})
 
 
@@ -80,7 +82,7 @@ def _aggregated(
         raise TypeError(f"{name} must return (theta, state, info), got {shown(made)}")
     if np.shape(made[0]) != shape:
         raise ValueError(f"{name} must return a theta [{shape[0]}], got {np.shape(made[0])}")
-    return made
+    return made[0], made[1], checked_info(name, made[2], algorithm.scalar_bounds)
 
 
 def _unusable(model: Arrays, layout: Layout) -> str:
