@@ -129,6 +129,15 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
         ("info", {"clients-used": 17.0}, "Own.aggregate must not report ['clients-used']: clients"),
         ("info", {"train-loss": 3.0, "a": 1.0}, "must not report ['train-loss']"),
         ("info", {"work": 3.0, "seconds": 1.0}, "must not report ['work', 'seconds']"),
+        (
+            "first_state",
+            {"v": ALL},
+            "Own.first_state must return a named tuple or",
+        ),
+        ("first_state", ALL, "or None, got array([1., 1., 1., 1., 1.])"),
+        ("first_state", (ALL, 1), "Own.first_state must return a named tuple or"),
+        ("first_state", State({1, 2}), "NumPy arrays, lists and dicts, got {1, 2} as g"),
+        ("first_state", State(torch.ones(2)), "lists and dicts, got tensor([1., 1.]) as g"),
         ("catch_up", 1.0, r"a vector [5], a NumPy array, got 1.0"),
         ("catch_up", np.full(5, np.inf), r"a vector [5] of finite numbers, got inf at 0"),
     ],
@@ -226,6 +235,12 @@ def test_a_wrong_declaration_is_told_when_the_class_is_defined(
     with pytest.raises(TypeError) as error:
         type("Bad", (base,), {"algorithm": "bad", **attributes})
     assert message in str(error.value)
+
+
+def test_a_strategy_without_a_name_is_refused() -> None:
+    nameless: Any = type("Nameless", (FederatedStrategy,), {})
+    with pytest.raises(TypeError, match="Nameless must say its name, by which clients know it"):
+        nameless()
 
 
 def test_every_attribute_that_a_strategy_sets_itself_is_taken() -> None:

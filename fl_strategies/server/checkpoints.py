@@ -227,6 +227,16 @@ class Checkpoints:
         return [number for number in self._held if number not in kept]
 
 
+def can_hold(value: Any) -> bool:
+    """Return whether a checkpoint can hold ``value``, a field of a state."""
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    try:
+        json.dumps(_pack(value, arrays))
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return all(array.dtype.kind in "biuf" for array in arrays.values())
+
+
 def _pack(value: Any, arrays: dict[str, npt.NDArray[Any]]) -> Any:
     """Return ``value`` in a form for JSON; its arrays are put into ``arrays``."""
     if isinstance(value, np.ndarray):

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from fl_strategies.core.hyperparameters import Hyperparameter
 from fl_strategies.core.records import CATCH_UP
 from fl_strategies.core.schedules import check_names
 from fl_strategies.messages.codes import CHANGES, CODEC, DOWNLOAD
 from fl_strategies.messages.description import DESCRIBE
+from fl_strategies.server.stages import described
 from fl_strategies.solvers.local import default_training
+
+if TYPE_CHECKING:
+    from fl_strategies.server.algorithm import Algorithm
 
 KEYS = frozenset(
     {
@@ -44,6 +49,18 @@ def check_declared(cls: type, declarations: Mapping[str, Hyperparameter]) -> Non
         if key in taken:
             raise TypeError(f"{told}, which requests use for {taken[key]}: choose another key")
         taken[key] = f"the hyperparameter {name!r}"
+
+
+def check_built(strategy: Algorithm) -> None:
+    """Raise for a class that says no ``algorithm``, and for hosts that must fold in vain."""
+    if not getattr(strategy, "algorithm", ""):
+        says = "must say its name, by which clients know it"
+        raise TypeError(f'{type(strategy).__name__} {says}: algorithm = "..."')
+    if strategy.fold == "on" and not strategy.can_fold:
+        raise ValueError(
+            f'fold must be "auto" or "off" for {described(strategy)}, which needs each upload, got'
+            ' "on"'
+        )
 
 
 def _owner(cls: type, name: str) -> str:

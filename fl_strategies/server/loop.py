@@ -18,6 +18,7 @@ from fl_strategies.core.schedules import require
 from fl_strategies.parts import STAGES
 from fl_strategies.server import stages
 from fl_strategies.server.arguments import check_configs, check_start
+from fl_strategies.server.run import check_state
 
 if TYPE_CHECKING:
     from fl_strategies.server.algorithm import State
@@ -57,6 +58,7 @@ def run_rounds(
     try:
         last = run.take(strategy.checkpoints, resume=resume)
         strategy.settle(grid)
+        check_state(f"{type(strategy).__name__}.first_state", strategy.state)
         stopped = _resume(strategy, last) if last else False
         run.num_rounds = strategy.communication_rounds(strategy.state, num_rounds)
         if run.round > run.num_rounds:

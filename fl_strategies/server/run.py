@@ -16,10 +16,10 @@ from fl_strategies.core.log import log
 from fl_strategies.core.metric_names import FOREIGN, SERVER, SKIPPED
 from fl_strategies.core.reasons import named
 from fl_strategies.core.records import Round
-from fl_strategies.core.schedules import plain
+from fl_strategies.core.schedules import plain, shown
 from fl_strategies.server.asked import Asked
 from fl_strategies.server.callbacks import Callback, RoundInfo
-from fl_strategies.server.checkpoints import Checkpoint, Checkpoints
+from fl_strategies.server.checkpoints import Checkpoint, Checkpoints, can_hold
 from fl_strategies.server.patience import Patience
 from fl_strategies.server.progress import round_line
 from fl_strategies.server.replies import one_line
@@ -276,6 +276,17 @@ def fields_of(state: Any) -> dict[str, Any]:
         return {f.name: getattr(state, f.name) for f in fields(state)}
     found: dict[str, Any] = state._asdict()
     return found
+
+
+def check_state(hook: str, state: Any) -> None:
+    """Raise ``TypeError`` unless a checkpoint can hold the ``state`` that ``hook`` returned."""
+    if not (state is None or is_dataclass(state) or hasattr(state, "_asdict")):
+        must = f"{hook} must return a named tuple or frozen dataclass, or None"
+        raise TypeError(f"{must}, got {shown(state)}")
+    for name, value in fields_of(state).items():
+        if not can_hold(value):
+            must = f"{hook} must return a state of numbers, texts, NumPy arrays, lists and dicts"
+            raise TypeError(f"{must}, got {shown(value)} as {name}")
 
 
 def restored(state: Any, saved: Mapping[str, Any], where: object) -> Any:

@@ -38,6 +38,7 @@ from fl_strategies.server.composition import (
     told_bound,
     unequal,
 )
+from fl_strategies.server.declared import check_built
 from fl_strategies.server.enough import check_enough, clients_needed
 from fl_strategies.server.loop import EvaluateFn, run_rounds
 from fl_strategies.server.model import Model, decoded
@@ -90,6 +91,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         self.lost_state = self.lost_state or ("warn" if self.accumulates_changes else "reset")
         kept_rounds = self.checkpoints.kept_rounds if self.checkpoints else None
         stages.check_parts(self)
+        check_built(self)
         self.min_replies = stages.min_replies(self)
         self.state: State = None
         self.parts: stages.States = {}
@@ -101,11 +103,6 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         self.phases = Phases()
         self.caller = Caller()
         self.model: Model | None = None
-        if self.fold == "on" and not self.can_fold:
-            raise ValueError(
-                f'fold must be "auto" or "off" for {stages.described(self)}, which needs each'
-                ' upload, got "on"'
-            )
 
     # ---- a run --------------------------------------------------------------------------------
 
