@@ -237,6 +237,24 @@ def test_a_wrong_declaration_is_told_when_the_class_is_defined(
     assert message in str(error.value)
 
 
+def writes_into_theta(self: Any, state: Any, round: Any, uploads: Any) -> Any:
+    round.theta[:] = 1.0
+
+
+def writes_into_state(self: Any, state: Any, round: Any, uploads: Any) -> Any:
+    state.g[:] = 1.0
+
+
+def writes_into_upload(self: Any, state: Any, round: Any, uploads: Any) -> Any:
+    uploads[0].vector[:] = 1.0
+
+
+@pytest.mark.parametrize("aggregate", [writes_into_theta, writes_into_state, writes_into_upload])
+def test_aggregate_cannot_write_into_its_arguments(aggregate: Callable[..., Any], run: Run) -> None:
+    with pytest.raises((ValueError, TypeError), match=r"read-only|item assignment"):
+        run({"aggregate": aggregate, "first_state": State(np.zeros(5))}, {})
+
+
 def test_a_strategy_without_a_name_is_refused() -> None:
     nameless: Any = type("Nameless", (FederatedStrategy,), {})
     with pytest.raises(TypeError, match="Nameless must say its name, by which clients know it"):

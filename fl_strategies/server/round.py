@@ -9,6 +9,7 @@ are not used, and model, server state and ledger stay as they were.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from fl_strategies.core.records import NOTHING, Round, Upload
 from fl_strategies.core.schedules import shown
 from fl_strategies.core.vectors import finite
 from fl_strategies.server.returned import checked_info
+from fl_strategies.server.run import fields_of
 from fl_strategies.server.stages import States, aged, as_moved, merged, stepped, with_mean
 
 if TYPE_CHECKING:
@@ -75,8 +77,16 @@ def next_model(
 def _aggregated(
     algorithm: Algorithm, state: Any, round: Round, uploads: Sequence[Upload]
 ) -> tuple[Any, Any, Mapping[str, float]]:
-    """Return what ``aggregate`` does; raise ``TypeError`` or ``ValueError`` for another thing."""
-    made: Any = algorithm.aggregate(state, round, uploads)
+    """Return what ``aggregate`` does; raise ``TypeError`` or ``ValueError`` for another thing.
+
+    Its arguments cannot be written into.
+    """
+    theta = round.theta.view()
+    theta.flags.writeable = False
+    for value in fields_of(state).values():
+        if isinstance(value, np.ndarray):
+            value.flags.writeable = False
+    made: Any = algorithm.aggregate(state, replace(round, theta=theta), uploads)
     name, shape = f"{type(algorithm).__name__}.aggregate", np.shape(round.theta)
     if not isinstance(made, tuple) or len(made) != 3:
         raise TypeError(f"{name} must return (theta, state, info), got {shown(made)}")
