@@ -82,7 +82,7 @@ class Contrast(Problem):
     def classifies(self) -> bool:
         return self.plain.classifies
 
-    def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def right(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, int | Tensor]:
         return self.plain.right(outputs, self.labels[targets])
 
     def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,8 +21,10 @@ from clients.learning.passes import (
     Inputs,
     called,
     even_pieces,
+    ignored_by,
     in_evaluation_mode,
     right_of_each,
+    second_derivative,
     without_cudnn,
 )
 from clients.learning.replay import without_trace
@@ -68,6 +70,9 @@ class Objective(abc.ABC):
     loss : callable
         ``loss(outputs, targets)``, the mean over a batch, where ``outputs`` are what the module
         returns. Of a record with ``logits``, as those of transformers are, they are the logits.
+        There is an accuracy where outputs are [n, classes, ...] and targets, integers, [n, ...], as
+        ``torch.nn.functional.cross_entropy`` takes them. Targets equal to ``loss.ignore_index``, or
+        -100 where the loss has none, do not count in it.
     penalty : callable, optional
         ``penalty(vector)``, a scalar added to the loss (a regulariser of w).
     autocast : torch.dtype, optional
@@ -152,9 +157,14 @@ class Objective(abc.ABC):
             raise
         return loss, outputs if isinstance(outputs, Tensor) else loss.new_zeros(len(targets))
 
-    def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return how many samples are right, a scalar tensor, by :func:`right_of_each`."""
-        return right_of_each(outputs, targets).sum()
+    def right(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, int | Tensor]:
+        """Return how many samples are right, by :func:`right_of_each`, and how many count."""
+        ignored = ignored_by(self.loss)
+        right = right_of_each(outputs, targets, ignored)
+        if right.dtype == torch.bool:
+            return right.sum(), len(right)
+        counts = (targets != ignored).view(len(targets), -1).any(1)
+        return right[counts].sum(), counts.sum()
 
     # ---- what all kinds do ------------------------------------------------------------------
 
@@ -267,17 +277,18 @@ class Objective(abc.ABC):
     def evaluate(self) -> Metrics:
         """Return the mean loss and accuracy of the model as it is, on all samples."""
         self.model.module.eval()
-        loss, right, samples = 0.0, 0.0, 0
+        loss, right, counted, samples = 0.0, 0.0, 0, 0
         for x, y in self.chunks():
             value, outputs = self.forward(x, y)
             loss += float(value) * len(y)
             samples += len(y)
             if self.classifies:
-                right += float(self.right(outputs, y))
+                some, of = self.right(outputs, y)
+                right, counted = right + float(some), counted + int(of)
         mean = loss / samples
         if self.penalty is not None:
             mean += float(self.penalty(self.model.vector))
-        return Metrics(mean, right / samples if self.classifies else math.nan)
+        return Metrics(mean, right / counted if counted else math.nan)
 
     def _normalising(self, samples: int) -> AbstractContextManager[None]:
         """Let BatchNorm use its running statistics where a batch has a single sample."""
@@ -324,20 +335,5 @@ class OneBatch(Objective):
     def own_gradient(self) -> bool:
         return self._of.own_gradient
 
-    def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def right(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, int | Tensor]:
         return self._of.right(outputs, targets)
-
-
-def second_derivative(model: FlatModel, value: Tensor, v: Tensor) -> Tensor:
-    """Return ``v`` [d] times the second derivative of ``value``, a scalar that has a graph."""
-    slopes = torch.autograd.grad(value, model.shared, create_graph=True, materialize_grads=True)
-    along = torch.stack(
-        [(slope * u).sum() for slope, u in zip(slopes, model.views(v), strict=True)]
-    ).sum()
-    product = torch.zeros_like(model.vector)
-    if not along.requires_grad:  # the gradient is the same everywhere
-        return product
-    pieces = torch.autograd.grad(along, model.shared, materialize_grads=True)
-    for view, piece in zip(model.views(product), pieces, strict=True):
-        view.copy_(piece)
-    return product

@@ -1,4 +1,4 @@
-"""Passes of a module over a batch: how it is called, in which pieces, and what is right of it."""
+"""Passes of a module over a batch: the call, its pieces, what is right, second derivatives."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from clients.learning.mistakes import in_inputs
+from clients.learning.model import FlatModel
 
 Inputs: TypeAlias = Any
 """What the module is called with: a tensor, a tuple of tensors, or a dict of them by argument."""
@@ -21,19 +22,31 @@ CHUNK = 1000
 """Samples per pass when the gradient of a whole data set is computed."""
 TESTED = 250
 """Samples per forward pass without a gradient: on a CPU more are slower, and need more memory."""
+IGNORED = -100
+"""The label that PyTorch's losses leave out by default."""
 
 
-def right_of_each(outputs: Tensor, targets: Tensor) -> Tensor:
+def right_of_each(outputs: Tensor, targets: Tensor, ignored: int | None = None) -> Tensor:
     """Return how right each sample [n] is: the share of its targets with the likeliest class.
 
-    NaN where ``outputs`` are not [n, classes, ...] with at least two classes, for ``targets``
-    [n, ...] of any shape: a model with one output for two classes has no accuracy.
+    Targets that are ``ignored`` do not count. NaN for a sample without any that counts, and where
+    ``outputs`` are not [n, classes, ...] with at least two classes, for ``targets`` [n, ...] of any
+    shape: a model with one output for two classes has no accuracy.
     """
     classes = outputs.shape[1] if outputs.dim() > 1 else 0
     if classes < 2 or outputs.shape[:1] + outputs.shape[2:] != targets.shape:
         return torch.full((len(targets),), math.nan, device=outputs.device)
     right = outputs.argmax(1) == targets
+    if ignored is not None and bool((left_out := targets == ignored).any()):
+        shares = right.float().masked_fill(left_out, math.nan)
+        return shares if shares.dim() == 1 else shares.flatten(1).nanmean(1)
     return right if right.dim() == 1 else right.flatten(1).float().mean(1)
+
+
+def ignored_by(loss: Any) -> int:
+    """Return the label that ``loss`` leaves out: its ``ignore_index``, or that of PyTorch."""
+    index: int = getattr(loss, "ignore_index", IGNORED)
+    return index
 
 
 def called(module: Callable[..., Any], inputs: Inputs) -> Any:
@@ -71,6 +84,21 @@ def even_pieces(inputs: Inputs, targets: Tensor) -> Iterator[Batch]:
     split = [value.tensor_split(count) for value in (inputs.values() if named else inputs)]
     for piece, y in zip(zip(*split, strict=True), parts, strict=True):
         yield (dict(zip(inputs, piece, strict=True)) if named else piece), y
+
+
+def second_derivative(model: FlatModel, value: Tensor, v: Tensor) -> Tensor:
+    """Return ``v`` [d] times the second derivative of ``value``, a scalar that has a graph."""
+    slopes = torch.autograd.grad(value, model.shared, create_graph=True, materialize_grads=True)
+    along = torch.stack(
+        [(slope * u).sum() for slope, u in zip(slopes, model.views(v), strict=True)]
+    ).sum()
+    product = torch.zeros_like(model.vector)
+    if not along.requires_grad:  # the gradient is the same everywhere
+        return product
+    pieces = torch.autograd.grad(along, model.shared, materialize_grads=True)
+    for view, piece in zip(model.views(product), pieces, strict=True):
+        view.copy_(piece)
+    return product
 
 
 @contextmanager

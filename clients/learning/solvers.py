@@ -7,6 +7,7 @@ optimizer works with any algorithm. Plain ``sgd`` and ``gd`` take the same steps
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -200,8 +201,12 @@ def measured(
         loss = losses.dot(losses.new_tensor(sizes)) / sum(sizes)
     if not problem.classifies:
         return loss, math.nan
-    outputs, targets = (torch.cat([batch[i] for batch in seen]) for i in (1, 2))
-    return loss, precise(problem.right(outputs, targets)) / sum(sizes)
+    batches = [(outputs, y) for _, outputs, y in seen]
+    if len({(outputs.shape[1:], y.shape[1:]) for outputs, y in batches}) == 1:  # one count is fast
+        outputs, targets = zip(*batches, strict=True)
+        batches = [(torch.cat(outputs), torch.cat(targets))]
+    rights, counts = zip(*itertools.starmap(problem.right, batches), strict=True)
+    return loss, precise(sum(rights)) / sum(counts)
 
 
 def precise(tensor: Tensor) -> Tensor:
