@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +86,7 @@ class Contrast(Problem):
     def right(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, int | Tensor]:
         return self.plain.right(outputs, self.labels[targets])
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Any]:
         labels = self.labels[targets]
         (loss, outputs), z = self.model.with_features(self.plain.forward, inputs, labels)
         if not z.requires_grad:

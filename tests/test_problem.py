@@ -66,6 +66,80 @@ def test_pieces_of_a_large_batch_add_up_to_it(monkeypatch: pytest.MonkeyPatch) -
         assert problem.evaluate().loss == pytest.approx(whole_evaluation, rel=1e-13)
 
 
+class Heads(nn.Module):
+    """Scores of classes, and a number: a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.4))
+        self.classes, self.number = nn.Linear(5, 3), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.body(x)
+        return self.classes(h), self.number(h)
+
+
+WHOLE = {
+    "class weights": nn.CrossEntropyLoss(torch.tensor([1.0, 9.0, 0.2], dtype=torch.float64)),
+    "left out labels": nn.CrossEntropyLoss(ignore_index=2),
+    "a piece of left out labels": lambda o, y: cross_entropy(o, torch.where(y == 0, -100, y)),
+    "a sum": nn.CrossEntropyLoss(reduction="sum"),
+    "a comparison": lambda o, y: torch.pdist(o).mean() + cross_entropy(o, y),
+}
+"""Losses that are not the mean of those of a batch's pieces."""
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("heads", [False, True])
+def test_a_loss_on_a_large_batch_is_that_on_all_of_it(
+    kind: str, heads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clients.learning.passes.CHUNK", 4)
+    monkeypatch.setattr("clients.learning.problem.TESTED", 4)
+    torch.manual_seed(3)
+    module: nn.Module = Heads().double() if heads else nn.Sequential(Heads().body, nn.Linear(5, 3))
+    module = module.double()
+    plain, y = WHOLE[kind], torch.tensor([0, 0, 0, 0, 1, 2, 1, 1, 1, 2, 0])
+    loss: Any = plain
+    if heads:
+        loss = lambda o, y: plain(o[0], y) + o[1].square().mean()  # noqa: E731
+    problem = Problem(FlatModel(module), loss, torch.randn(11, 3), y)
+    twin = copy.deepcopy(module)
+    for _ in range(2):
+        torch.manual_seed(7)
+        parts = [twin.train()(x) for x in problem.inputs.tensor_split(3)]  # the same masks
+        outputs = tuple(map(torch.cat, zip(*parts, strict=True))) if heads else torch.cat(parts)
+        expected = loss(outputs, y)
+        slopes = torch.autograd.grad(expected, [*twin.parameters()])
+        expected = expected.detach()
+        torch.manual_seed(7)
+        problem.model.module.train()
+        value, _ = problem.gradient(problem.inputs, y)
+        assert float(value) == pytest.approx(float(expected), rel=1e-12)
+        for ours, theirs in zip(problem.model.views(problem.model.gradient), slopes, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+        for ours, theirs in zip(module.buffers(), twin.buffers(), strict=True):
+            assert torch.equal(ours, theirs)
+        with torch.no_grad():
+            whole = float(loss(twin.eval()(problem.inputs), y))
+        assert problem.evaluate().loss == pytest.approx(whole, rel=1e-12)
+
+
+def test_equal_losses_of_pieces_do_not_show_that_a_loss_is_a_mean(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As those of a model that begins at 0, whose classes are equally likely."""
+    monkeypatch.setattr("clients.learning.problem.TESTED", 2)
+    model, x, y = FlatModel(nn.Linear(3, 3)), torch.eye(6, 3), torch.tensor([0, 0, 1, 1, 2, 2])
+    loss = nn.CrossEntropyLoss(torch.tensor([1.0, 9.0, 0.2]))
+    problem = Problem(model, loss, x, y)
+    for scale in (0.0, 1.0):
+        model.vector.copy_(scale * torch.linspace(-1, 2, 12))
+        assert problem.evaluate().loss == pytest.approx(
+            float(loss(model.module(x), y).detach()), rel=1e-6
+        )
+
+
 def test_no_piece_of_a_large_batch_is_a_single_example(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(9)
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor
 
-from clients.learning.replay import Generators
+from clients.learning.replay import Before
 from fl_strategies.core.log import log_once
 
 VIEW_ERROR = "view size is not compatible with input tensor's size and stride"
@@ -64,7 +64,7 @@ class Forward:
             kind = (module.training, batched, *(tensor.shape for tensor in tensors))
             contiguous = self._contiguous.get(kind)
         if not contiguous:
-            before = _Before(module) if contiguous is None else None
+            before = Before(module) if contiguous is None else None
             try:
                 outputs = forward(*args, **kwargs)
             except RuntimeError as error:
@@ -96,20 +96,6 @@ def contiguous_where_needed(module: nn.Module) -> None:
     plain = all(type(part).__module__.startswith("torch.nn.") for part in module.modules())
     if not plain and not isinstance(own, Forward):
         module.forward = Forward(module, own)
-
-
-class _Before:
-    """What a forward pass may change: the states of torch's generators, and a module's buffers."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._generators = Generators.of(module.parameters())
-        self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-
-    def restore(self) -> None:
-        self._generators.restore()
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
 
 
 @contextmanager

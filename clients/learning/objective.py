@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
@@ -11,7 +12,6 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clients.learning import passes
 from clients.learning.mistakes import in_targets
@@ -23,10 +23,12 @@ from clients.learning.passes import (
     even_pieces,
     ignored_by,
     in_evaluation_mode,
+    judged,
     right_of_each,
     second_derivative,
-    without_cudnn,
+    twice_differentiable,
 )
+from clients.learning.pieces import Piece, add_up, backward_in_pieces, loss_on
 from clients.learning.replay import without_trace
 from fl_strategies.solvers.local import LocalTraining
 
@@ -70,6 +72,8 @@ class Objective(abc.ABC):
     loss : callable
         ``loss(outputs, targets)``, the mean over a batch, where ``outputs`` are what the module
         returns. Of a record with ``logits``, as those of transformers are, they are the logits.
+        Batches above ``CHUNK`` samples, and test samples, pass through the model in pieces: the
+        loss is still that of all outputs at once, unless their shapes differ from piece to piece.
         There is an accuracy where outputs are [n, classes, ...] and targets, integers, [n, ...], as
         ``torch.nn.functional.cross_entropy`` takes them. Targets equal to ``loss.ignore_index``, or
         -100 where the loss has none, do not count in it.
@@ -88,6 +92,7 @@ class Objective(abc.ABC):
         autocast: torch.dtype | None = None,
     ) -> None:
         self.model, self.loss, self.penalty, self.autocast = model, loss, penalty, autocast
+        self._whole: bool | None = None  # whether evaluation needs the loss on all samples at once
         self._batch_norms = [
             module
             for module in model.module.modules()
@@ -137,25 +142,24 @@ class Objective(abc.ABC):
         """Return the most local steps that ``training`` may take."""
         return training.most_steps(len(self))
 
-    def forward(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean loss on a batch, without penalty, and the outputs.
-
-        A stand-in [n], from which no class can be read, replaces outputs that are no tensor.
-        """
+    def outputs(self, inputs: Inputs) -> Any:
+        """Return what the module returns for a batch; of a record with logits these."""
         if self.autocast is None:
+            return called(self.model.module, inputs)
+        with torch.autocast(self.model.vector.device.type, self.autocast):
             outputs = called(self.model.module, inputs)
-        else:
-            with torch.autocast(self.model.vector.device.type, self.autocast):
-                outputs = called(self.model.module, inputs)
-            if isinstance(outputs, Tensor):
-                outputs = outputs.to(self.model.vector.dtype)
+        return outputs.to(self.model.vector.dtype) if isinstance(outputs, Tensor) else outputs
+
+    def forward(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, Any]:
+        """Return the mean loss on a batch, without penalty, and the outputs."""
+        outputs = self.outputs(inputs)
         try:
             loss = self.loss(outputs, targets)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             if mistake := in_targets(outputs, targets):
                 raise ValueError(mistake) from error
             raise
-        return loss, outputs if isinstance(outputs, Tensor) else loss.new_zeros(len(targets))
+        return loss, outputs
 
     def right(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, int | Tensor]:
         """Return how many samples are right, by :func:`right_of_each`, and how many count."""
@@ -194,6 +198,11 @@ class Objective(abc.ABC):
         return getattr(self.gradient, "__func__", None) is not Objective.gradient
 
     @property
+    def is_loss_of_outputs(self) -> bool:
+        """Whether the mean loss is ``loss`` alone, to which a class adds nothing."""
+        return type(self).forward is Objective.forward
+
+    @property
     def descends(self) -> bool:
         """Whether :meth:`descend` can replace :meth:`gradient` and a step along it."""
         return self.penalty is None and not self.own_gradient
@@ -215,22 +224,12 @@ class Objective(abc.ABC):
     def _backward(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Leave the gradient on a batch in the parameters; return loss and outputs, detached."""
         self.model.clear_gradients()
-        samples = len(targets)
-        with self._normalising(samples):
-            if samples <= passes.CHUNK:
-                value, outputs = self.forward(inputs, targets)
-                torch.autograd.backward(value)
-                loss, outputs = value.detach(), outputs.detach()
-            else:
-                loss, parts = torch.zeros_like(self.model.vector[0]), []
-                for x, y in even_pieces(inputs, targets):
-                    value, outputs = self.forward(x, y)
-                    value = value * (len(y) / samples)
-                    torch.autograd.backward(value)
-                    loss = loss + value.detach()
-                    parts.append(outputs.detach())
-                outputs = torch.cat(parts)
-        return loss, outputs
+        with self._normalising(len(targets)):
+            if len(targets) > passes.CHUNK:
+                return backward_in_pieces(self, inputs, targets)
+            value, outputs = self.forward(inputs, targets)
+            torch.autograd.backward(value)
+        return value.detach(), judged(outputs, targets).detach()
 
     def hessian_product(self, inputs: Inputs, targets: Tensor, v: Tensor) -> Tensor:
         """Return f's Hessian on a batch times ``v`` [d]: exact, by differentiating the gradient.
@@ -245,14 +244,8 @@ class Objective(abc.ABC):
                 " of its own"
             )
         model, product = self.model, torch.zeros_like(self.model.vector)
-        recurrent = any(isinstance(module, nn.RNNBase) for module in model.module.modules())
         for x, y in even_pieces(inputs, targets):
-            # fused attention and cuDNN's recurrent layers have no second derivatives
-            with (
-                self._normalising(len(targets)),
-                sdpa_kernel(SDPBackend.MATH),
-                without_cudnn() if recurrent else nullcontext(),
-            ):
+            with self._normalising(len(targets)), twice_differentiable(model.module):
                 value, _ = self.forward(x, y)
             product += len(y) / len(targets) * second_derivative(model, value, v)
         if self.penalty is not None:
@@ -277,15 +270,27 @@ class Objective(abc.ABC):
     def evaluate(self) -> Metrics:
         """Return the mean loss and accuracy of the model as it is, on all samples."""
         self.model.module.eval()
-        loss, right, counted, samples = 0.0, 0.0, 0, 0
+        right, counted = 0.0, 0
+        losses, sizes, pieces = list[float](), list[int](), list[Piece]()
         for x, y in self.chunks():
             value, outputs = self.forward(x, y)
-            loss += float(value) * len(y)
-            samples += len(y)
+            losses.append(float(value))
+            sizes.append(len(y))
             if self.classifies:
-                some, of = self.right(outputs, y)
+                some, of = self.right(judged(outputs, y), y)
                 right, counted = right + float(some), counted + int(of)
-        mean = loss / samples
+            if self._whole is not False:
+                pieces.append(Piece(value, outputs, y))
+            if self._whole is None and len(pieces) == 2:
+                if not add_up(self, pieces):
+                    self._whole = True
+                    return self.evaluate()
+                del pieces[0]
+        mean = sum(map(operator.mul, losses, sizes)) / sum(sizes)
+        if self._whole and (whole := loss_on(self, pieces)) is not None:
+            mean = float(whole)
+        elif math.isfinite(mean) and not math.isclose(min(losses), max(losses), rel_tol=0.01):
+            self._whole = False  # of equal losses it cannot be known
         if self.penalty is not None:
             mean += float(self.penalty(self.model.vector))
         return Metrics(mean, right / counted if counted else math.nan)
@@ -302,7 +307,7 @@ class OneBatch(Objective):
 
     def __init__(self, of: Objective, inputs: Inputs, targets: Tensor) -> None:
         self.model, self.loss, self.penalty, self.autocast = of.model, of.loss, of.penalty, None
-        self._batch_norms = of._batch_norms
+        self._batch_norms, self._whole = of._batch_norms, None
         self._of, self._inputs, self._targets = of, inputs, targets
 
     def __len__(self) -> int:
@@ -322,7 +327,7 @@ class OneBatch(Objective):
     def chunks(self) -> Iterator[Batch]:
         yield self.whole
 
-    def forward(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, Any]:
         return self._of.forward(inputs, targets)
 
     def gradient(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:

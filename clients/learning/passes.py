@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clients.learning.mistakes import in_inputs
 from clients.learning.model import FlatModel
@@ -41,6 +42,11 @@ def right_of_each(outputs: Tensor, targets: Tensor, ignored: int | None = None) 
         shares = right.float().masked_fill(left_out, math.nan)
         return shares if shares.dim() == 1 else shares.flatten(1).nanmean(1)
     return right if right.dim() == 1 else right.flatten(1).float().mean(1)
+
+
+def judged(outputs: Any, targets: Tensor) -> Tensor:
+    """Return outputs of which classes are read: a stand-in [n], without any, for no tensor."""
+    return outputs if isinstance(outputs, Tensor) else targets.new_zeros(len(targets))
 
 
 def ignored_by(loss: Any) -> int:
@@ -114,6 +120,14 @@ def without_cudnn() -> Iterator[None]:
         yield
     finally:
         torch.backends.cudnn.enabled = before
+
+
+@contextmanager
+def twice_differentiable(module: nn.Module) -> Iterator[None]:
+    """Inside, passes have second derivatives: of fused attention, cuDNN's recurrent layers too."""
+    recurrent = any(isinstance(part, nn.RNNBase) for part in module.modules())
+    with sdpa_kernel(SDPBackend.MATH), without_cudnn() if recurrent else nullcontext():
+        yield
 
 
 @contextmanager

@@ -56,6 +56,21 @@ def seed_generators(seed: int, device: torch.device) -> None:
         torch.manual_seed(seed)
 
 
+class Before:
+    """What a pass may change: the states of torch's generators, and a module's buffers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._generators = Generators.of(module.parameters())
+        self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+
+    def restore(self) -> None:
+        """Put them back as they were when this was made."""
+        self._generators.restore()
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+
+
 @contextmanager
 def kept_buffers(module: nn.Module | None) -> Iterator[None]:
     """Undo changes made inside to the module's buffers (running statistics, counters)."""

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import vmap
 from torch.nn import functional
 
 from clients.learning.objective import Loss
+from clients.learning.pieces import smoothing_of
 
-MEANS = (
-    functional.cross_entropy,
-    functional.mse_loss,
-    functional.l1_loss,
-    functional.smooth_l1_loss,
-    functional.huber_loss,
-    functional.binary_cross_entropy_with_logits,
-)
-"""Functions of PyTorch that are means over samples, if no target is negative (``ignore_index``)."""
-MODULES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 NO_MEAN = "its loss is no mean over samples (it has class weights, or leaves targets out)"
 TRIED = 256
 """Samples that are tried at most."""
@@ -32,31 +21,13 @@ class NoMean(ValueError):
 
 def of_each(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the loss of each sample [n]; their mean is ``loss``."""
-    smoothing = 0.0 if loss is functional.cross_entropy else _smoothing(loss)
+    smoothing = 0.0 if loss is functional.cross_entropy else smoothing_of(loss)
     if smoothing is not None:
         each = functional.cross_entropy(
             outputs, targets, reduction="none", label_smoothing=smoothing
         )
         return each.flatten(1).mean(1) if each.dim() > 1 else each
     return vmap(lambda output, target: loss(output[None], target[None]))(outputs, targets)
-
-
-def _smoothing(loss: Any) -> float | None:
-    """Return the label smoothing of a plain ``nn.CrossEntropyLoss``; None for another loss."""
-    plain = (
-        type(loss) is nn.CrossEntropyLoss
-        and loss.weight is None
-        and loss.reduction == "mean"
-        and loss.ignore_index < 0
-    )
-    return float(loss.label_smoothing) if plain else None
-
-
-def averages(loss: Loss) -> bool:
-    """Return whether the loss is one of PyTorch's that are means over samples, for all data."""
-    if type(loss) in MODULES:
-        return bool(loss.reduction == "mean")  # type: ignore[attr-defined]
-    return any(loss is one for one in MEANS) or _smoothing(loss) is not None
 
 
 def check_mean(loss: Loss, outputs: Tensor, targets: Tensor) -> None:

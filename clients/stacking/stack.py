@@ -22,6 +22,7 @@ from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clients.learning.passes import CHUNK, called, right_of_each
+from clients.learning.pieces import averages
 from clients.learning.problem import Problem, gathered
 from clients.learning.solvers import precise
 from clients.stacking.layers import Forward, chain
@@ -30,7 +31,6 @@ from clients.stacking.means import (
     NO_MEAN,
     TRIED,
     NoMean,
-    averages,
     check_mean,
     of_each,
     to_try,
