@@ -41,11 +41,15 @@ def measured(test: Objective, rest: Rest, w: Tensor) -> Metrics:
 def named(models: Mapping[str, Metrics]) -> dict[str, float]:
     """Return ``own-loss``, ``own-accuracy`` and so on of models by their names.
 
-    Accuracies that are NaN are dropped.
+    What is NaN is dropped, but for losses.
     """
     losses = {f"{name}-loss": metrics.loss for name, metrics in models.items()}
-    accuracies = {f"{name}-accuracy": metrics.accuracy for name, metrics in models.items()}
-    return losses | {name: share for name, share in accuracies.items() if not math.isnan(share)}
+    shares = {
+        f"{name}-{which}": share
+        for name, metrics in models.items()
+        for which, share in [("accuracy", metrics.accuracy), *metrics.others.items()]
+    }
+    return losses | {name: share for name, share in shares.items() if not math.isnan(share)}
 
 
 def fine_tuned(

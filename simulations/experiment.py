@@ -184,7 +184,7 @@ class _Run:
         ):
             return MetricRecord()
         w = self.test.model.load([array.numpy() for array in arrays.values()])
-        loss, accuracy = self.test.evaluate()
+        loss, accuracy, _ = self.test.evaluate()
         if server_round == 0:
             self.progress.arrays = arrays
         metrics = MetricRecord({"test-loss": loss, "test-accuracy": accuracy})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
@@ -28,13 +28,15 @@ from clients.learning.passes import (
     second_derivative,
     twice_differentiable,
 )
-from clients.learning.pieces import Piece, add_up, backward_in_pieces, loss_on
+from clients.learning.pieces import Piece, add_up, backward_in_pieces, loss_on, numbers_of
 from clients.learning.replay import without_trace
+from fl_strategies.core.records import NOTHING
 from fl_strategies.solvers.local import LocalTraining
 
 Loss: TypeAlias = Callable[[Any, Tensor], Tensor]
 """``loss(outputs, targets)``: the mean over the samples of a batch, a scalar tensor."""
 Penalty: TypeAlias = Callable[[Tensor], Tensor]
+Measure: TypeAlias = Callable[[Any, Tensor], Mapping[str, float]]
 Move: TypeAlias = Callable[[], object]
 """Changes the model's vector in place."""
 
@@ -57,6 +59,8 @@ class Metrics(NamedTuple):
 
     loss: float
     accuracy: float
+    others: Mapping[str, float] = NOTHING
+    """What :class:`Objective`'s ``metrics`` returned."""
 
 
 class Objective(abc.ABC):
@@ -81,6 +85,10 @@ class Objective(abc.ABC):
         ``penalty(vector)``, a scalar added to the loss (a regulariser of w).
     autocast : torch.dtype, optional
         Runs the forward pass in this lower precision (``torch.autocast``); w stays as it is.
+    metrics : callable, optional
+        ``metrics(outputs, targets)`` of all samples at once, numbers by name. A client's ``test``
+        reports a number ``f1`` as ``eval-f1`` of the global and ``own-f1`` of the personalized
+        model, each the mean over clients, weighted by samples. NaN is left out.
     """
 
     def __init__(
@@ -90,8 +98,10 @@ class Objective(abc.ABC):
         *,
         penalty: Penalty | None = None,
         autocast: torch.dtype | None = None,
+        metrics: Measure | None = None,
     ) -> None:
         self.model, self.loss, self.penalty, self.autocast = model, loss, penalty, autocast
+        self.metrics = metrics
         self._whole: bool | None = None  # whether evaluation needs the loss on all samples at once
         self._batch_norms = [
             module
@@ -271,7 +281,7 @@ class Objective(abc.ABC):
         """Return the mean loss and accuracy of the model as it is, on all samples."""
         self.model.module.eval()
         right, counted = 0.0, 0
-        losses, sizes, pieces = list[float](), list[int](), list[Piece]()
+        losses, sizes, pieces, held = list[float](), list[int](), list[Piece](), list[Piece]()
         for x, y in self.chunks():
             value, outputs = self.forward(x, y)
             losses.append(float(value))
@@ -279,6 +289,8 @@ class Objective(abc.ABC):
             if self.classifies:
                 some, of = self.right(judged(outputs, y), y)
                 right, counted = right + float(some), counted + int(of)
+            if self.metrics is not None:
+                held.append(Piece(value, outputs, y))
             if self._whole is not False:
                 pieces.append(Piece(value, outputs, y))
             if self._whole is None and len(pieces) == 2:
@@ -293,7 +305,8 @@ class Objective(abc.ABC):
             self._whole = False  # of equal losses it cannot be known
         if self.penalty is not None:
             mean += float(self.penalty(self.model.vector))
-        return Metrics(mean, right / counted if counted else math.nan)
+        accuracy = right / counted if counted else math.nan
+        return Metrics(mean, accuracy, numbers_of(self.metrics, held))
 
     def _normalising(self, samples: int) -> AbstractContextManager[None]:
         """Let BatchNorm use its running statistics where a batch has a single sample."""
@@ -307,7 +320,7 @@ class OneBatch(Objective):
 
     def __init__(self, of: Objective, inputs: Inputs, targets: Tensor) -> None:
         self.model, self.loss, self.penalty, self.autocast = of.model, of.loss, of.penalty, None
-        self._batch_norms, self._whole = of._batch_norms, None
+        self._batch_norms, self._whole, self.metrics = of._batch_norms, None, None
         self._of, self._inputs, self._targets = of, inputs, targets
 
     def __len__(self) -> int:

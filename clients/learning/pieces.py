@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from clients.learning.passes import Inputs, even_pieces, judged
 from clients.learning.replay import Before, without_trace
+from fl_strategies.core.schedules import require, shown
 
 if TYPE_CHECKING:
     from clients.learning.objective import Objective
@@ -57,6 +58,10 @@ def averages(loss: Any) -> bool:
 def averages_on(loss: Any, targets: Tensor) -> bool:
     """Return whether the loss is one of them, and leaves out none of these targets."""
     return averages(loss) and (targets.is_floating_point() or not bool((targets < 0).any()))
+
+
+OURS = ("", "loss", "accuracy")
+"""What no metric of a user's may be called."""
 
 
 class Piece(NamedTuple):
@@ -111,6 +116,26 @@ def joined(parts: Sequence[Any]) -> Any:
     if isinstance(parts[0], Tensor):
         return torch.cat([*parts])
     return tree_map(lambda *tensors: torch.cat(tensors), *parts)
+
+
+def numbers_of(measure: Callable[..., Any] | None, pieces: Sequence[Piece]) -> dict[str, float]:
+    """Return what ``measure(outputs, targets)`` says of all pieces at once; {} if it is None."""
+    if measure is None:
+        return {}
+    targets = torch.cat([piece.targets for piece in pieces])
+    found = measure(joined([piece.outputs for piece in pieces]), targets)
+    require(isinstance(found, Mapping), "metrics", "a function that returns {name: number}", found)
+    for name in found:
+        wanted = "a name other than loss and accuracy"
+        require(isinstance(name, str) and name not in OURS, "a metric", wanted, name)
+    return {name: _number(name, value) for name, value in found.items()}
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"the metric {name!r} must be a number, got {shown(value)}") from None
 
 
 def _leaves(outputs: Any) -> list[Any]:

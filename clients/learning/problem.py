@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from clients.learning.model import FlatModel
-from clients.learning.objective import Loss, Objective, Penalty
+from clients.learning.objective import Loss, Measure, Objective, Penalty
 from clients.learning.passes import TESTED, Batch
 from clients.learning.samples import all_samples, as_targets, as_tensor
 from fl_strategies.core.log import log_once
@@ -36,7 +36,7 @@ class Problem(Objective):
 
     Parameters
     ----------
-    model, loss, penalty, autocast
+    model, loss, penalty, autocast, metrics
         As of :class:`.Objective`.
     inputs, targets : Tensor, or array or list of numbers
         Moved to the model's device; floating-point numbers get the model's type. Integer inputs
@@ -73,6 +73,7 @@ class Problem(Objective):
         target: str | None = None,
         penalty: Penalty | None = None,
         autocast: torch.dtype | None = None,
+        metrics: Measure | None = None,
     ) -> None:
         check_made_of(model, loss)
         self.loader_batch_size = inputs.batch_size if isinstance(inputs, DataLoader) else None
@@ -87,7 +88,7 @@ class Problem(Objective):
                 f"a problem needs as many inputs as targets and at least one,"
                 f" got {len(inputs)} and {len(targets)}{chosen}"
             )
-        super().__init__(model, loss, penalty=penalty, autocast=autocast)
+        super().__init__(model, loss, penalty=penalty, autocast=autocast, metrics=metrics)
         device = model.vector.device
         dtype = model.vector.dtype if inputs.is_floating_point() else inputs.dtype
         self.inputs = laid_out(inputs.to(device=device, dtype=dtype))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from clients.learning.model import FlatModel
-from clients.learning.objective import Loss, Objective, Penalty
+from clients.learning.objective import Loss, Measure, Objective, Penalty
 from clients.learning.passes import TESTED, Batch
 from clients.learning.problem import check_made_of
 from clients.learning.samples import (
@@ -53,7 +53,7 @@ class StreamedProblem(Objective):
 
     Parameters
     ----------
-    model, loss, penalty, autocast
+    model, loss, penalty, autocast, metrics
         As of :class:`.Objective`.
     data : Dataset or DataLoader
         The local settings say how a map-style Dataset is cut into mini-batches. A DataLoader makes
@@ -85,9 +85,10 @@ class StreamedProblem(Objective):
         collate: Callable[[list[Any]], Any] = default_collate,
         penalty: Penalty | None = None,
         autocast: torch.dtype | None = None,
+        metrics: Measure | None = None,
     ) -> None:
         check_made_of(model, loss)
-        super().__init__(model, loss, penalty=penalty, autocast=autocast)
+        super().__init__(model, loss, penalty=penalty, autocast=autocast, metrics=metrics)
         if isinstance(data, Tensor | np.ndarray | tuple | Mapping):
             raise ValueError(
                 f"data must be a Dataset or DataLoader, got {type(data).__name__}: of arrays make a"

@@ -120,7 +120,7 @@ class _Watch:
         last = server_round == self.config.rounds
         if server_round % self.config.evaluate_every == 0 or last:
             self.test.model.load([array.numpy() for array in arrays.values()])
-            loss, accuracy = self.test.evaluate()
+            loss, accuracy, _ = self.test.evaluate()
             tested = MetricRecord({"test-loss": loss, "test-accuracy": accuracy})
             row |= {"test-loss": loss, "test-accuracy": accuracy}
         info = RoundInfo(server_round, self.config.rounds, arrays, row)
