@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from clients import FlatModel, LocalTraining, Problem, solve
 from clients.stacking.stack import Stack
+from fl_strategies.core.log import log_once
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.subproblem import Subproblem
 
@@ -140,12 +141,18 @@ def test_equal_losses_of_pieces_do_not_show_that_a_loss_is_a_mean(
         )
 
 
-def test_no_piece_of_a_large_batch_is_a_single_example(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_piece_of_a_large_batch_is_a_single_example(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     torch.manual_seed(9)
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     problem = Problem(FlatModel(module), cross_entropy, torch.randn(7, 3), torch.arange(7) % 2)
     monkeypatch.setattr("clients.learning.passes.CHUNK", 3)  # 3 + 3 + 1 would fail in BatchNorm
-    assert train(problem).isfinite().all()
+    log_once.cache_clear()
+    with caplog.at_level("INFO"):
+        assert train(problem).isfinite().all()
+    assert "a batch of more than 3 samples passes through the model in pieces, and" in caplog.text
+    log_once.cache_clear()
 
 
 def test_one_example_meets_batchnorm_in_its_running_statistics() -> None:

@@ -103,7 +103,7 @@ class Objective(abc.ABC):
         self.model, self.loss, self.penalty, self.autocast = model, loss, penalty, autocast
         self.metrics = metrics
         self._whole: bool | None = None  # whether evaluation needs the loss on all samples at once
-        self._batch_norms = [
+        self.batch_norms = [
             module
             for module in model.module.modules()
             if isinstance(module, nn.modules.batchnorm._BatchNorm)
@@ -190,8 +190,8 @@ class Objective(abc.ABC):
         """Put f's gradient on a batch into ``model.gradient``; return loss and outputs, detached.
 
         On a batch of one sample, which has no variance, BatchNorm layers use their running
-        statistics. Batches above ``CHUNK`` samples go through the model in pieces. The module must
-        be in training mode.
+        statistics. Batches above ``CHUNK`` samples go through the model in pieces, each of which
+        BatchNorm normalises by itself. The module must be in training mode.
         """
         loss, outputs = self._backward(inputs, targets)
         self.model.collect_gradients()
@@ -310,9 +310,9 @@ class Objective(abc.ABC):
 
     def _normalising(self, samples: int) -> AbstractContextManager[None]:
         """Let BatchNorm use its running statistics where a batch has a single sample."""
-        if samples > 1 or not self._batch_norms:
+        if samples > 1 or not self.batch_norms:
             return nullcontext()
-        return in_evaluation_mode(self._batch_norms)
+        return in_evaluation_mode(self.batch_norms)
 
 
 class OneBatch(Objective):
@@ -320,7 +320,7 @@ class OneBatch(Objective):
 
     def __init__(self, of: Objective, inputs: Inputs, targets: Tensor) -> None:
         self.model, self.loss, self.penalty, self.autocast = of.model, of.loss, of.penalty, None
-        self._batch_norms, self._whole, self.metrics = of._batch_norms, None, None
+        self.batch_norms, self._whole, self.metrics = of.batch_norms, None, None
         self._of, self._inputs, self._targets = of, inputs, targets
 
     def __len__(self) -> int:

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
+from clients.learning import passes
 from clients.learning.passes import Inputs, even_pieces, judged
 from clients.learning.replay import Before, without_trace
+from fl_strategies.core.log import log_once
 from fl_strategies.core.schedules import require, shown
 
 if TYPE_CHECKING:
@@ -146,6 +148,11 @@ def backward_in_pieces(
     problem: Objective, inputs: Inputs, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Leave the gradient on a batch in the parameters; return loss and outputs, detached."""
+    if any(norm.training for norm in problem.batch_norms):
+        log_once(
+            f"a batch of more than {passes.CHUNK} samples passes through the model in pieces, and"
+            f" BatchNorm normalises each by itself: a batch of {passes.CHUNK} samples is one piece"
+        )
     model, loss = problem.model, torch.zeros_like(problem.model.vector[0])
     before = None if averages_on(problem.loss, targets) else Before(model.module)
     pieces = []
