@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from clients import FlatModel, LocalTraining, Problem, StreamedProblem, solve
@@ -210,6 +210,24 @@ def apart() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (5, 1)), nn.Flatten(0, 1), nn.Linear(1, 3))
 
 
+PAIRS = [(x, (x[0], x[1])) for x in X]
+SEVERAL_INPUTS: list[Callable[[], object]] = [
+    lambda: Problem(model(), cross_entropy, (X, X), Y),
+    lambda: Problem(model(), cross_entropy, [X, X[:, :2]], Y),
+    lambda: Problem(model(), cross_entropy, {"a": X, "b": X}, Y),
+    lambda: Problem(model(), cross_entropy, ((X, X), Y)),
+    lambda: Problem(model(), cross_entropy, TensorDataset(X, X, Y)),
+    lambda: Problem(model(), cross_entropy, [((x, x), y) for x, y in zip(X, Y, strict=True)]),
+]
+TWO_TARGETS: list[Callable[[], object]] = [
+    lambda: Problem(model(), cross_entropy, X, (Y, Y)),
+    lambda: Problem(model(), cross_entropy, X, [Y.numpy(), Y.numpy()]),
+    lambda: Problem(model(), cross_entropy, (X, (Y, Y))),
+    lambda: both(PAIRS),
+    lambda: both(DataLoader(PAIRS, 3)),
+    lambda: both(rows_of(x=X, y=[(a, a) for a in X[:, 0]])),
+]
+
 MISTAKES: list[tuple[str, Callable[[], object]]] = [
     ("data must be a Dataset or DataLoader, got ndarray: of arrays make a Problem(model, loss, inp",
      lambda: StreamedProblem(model(), cross_entropy, X.numpy())),
@@ -219,6 +237,14 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
      lambda: Problem(model(), cross_entropy, X)),
     ("targets must be given with inputs that are a list",
      lambda: Problem(model(), cross_entropy, [X, Y])),
+    ("targets must be given with inputs that are a Tensor: an autoencoder has its inputs",
+     lambda: Problem(model(), mse_loss, X)),
+    ("inputs and targets, got list of one: an autoencoder has its inputs as targets, too",
+     lambda: both(TensorDataset(X))),
+    *[("a Problem holds one tensor of inputs: a StreamedProblem passes several", mistake)
+      for mistake in SEVERAL_INPUTS],
+    *[("targets must be one tensor [samples, ...], got 2: make one of them, such as", mistake)
+      for mistake in TWO_TARGETS],
     ("data must be a Dataset with a length, a DataLoader, or inputs with targets, got a generator",
      lambda: Problem(model(), cross_entropy, (pair for pair in zip(X, Y, strict=True)))),
     ("data must be one Dataset, got those of ['train', 'test']: choose data['train']",

@@ -15,7 +15,13 @@ from torch.utils.data import DataLoader
 from clients.learning.model import FlatModel
 from clients.learning.objective import Loss, Measure, Objective, Penalty
 from clients.learning.passes import TESTED, Batch
-from clients.learning.samples import all_samples, as_targets, as_tensor
+from clients.learning.samples import (
+    all_samples,
+    as_targets,
+    as_tensor,
+    check_one_input,
+    check_targets,
+)
 from fl_strategies.core.log import log_once
 from fl_strategies.core.schedules import require
 from fl_strategies.core.spelling import hinted
@@ -79,6 +85,9 @@ class Problem(Objective):
         self.loader_batch_size = inputs.batch_size if isinstance(inputs, DataLoader) else None
         if targets is None:
             inputs, targets = all_samples(inputs, target, model.module)
+        elif hasattr(targets, "__len__"):
+            check_one_input(inputs, targets)
+            check_targets(targets, inputs)
         inputs, targets = as_tensor("inputs", inputs), as_targets(targets, loss, model.vector)
         if rows is not None:
             rows = _indices(rows, len(inputs))

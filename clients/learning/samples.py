@@ -26,6 +26,8 @@ T = TypeVar("T")
 TARGETS = ("label", "labels", "target", "targets", "y")
 """Keys of a mapping that may be its targets."""
 
+AUTOENCODER = "an autoencoder has its inputs as targets, too"
+
 OF_NUMBERS = (
     functional.mse_loss,
     functional.l1_loss,
@@ -91,15 +93,39 @@ def parted(batch: Any, target: str | None, module: nn.Module) -> tuple[Any, Any]
     """
     if not isinstance(batch, Mapping):
         if not isinstance(batch, tuple | list) or len(batch) < 2:
+            alone = " of one" if isinstance(batch, tuple | list) else ""
             raise ValueError(
                 "a batch must be a mapping, or a tuple or list of inputs and targets, got"
-                f" {type(batch).__name__}"
+                f" {type(batch).__name__}{alone}: {AUTOENCODER}"
             )
         *inputs, targets = batch
+        check_targets(targets, inputs[0])
         return (inputs[0] if len(inputs) == 1 else tuple(inputs)), targets
     name = _key_of_targets(batch, target)
     rest = {key: value for key, value in batch.items() if key != name}
+    check_targets(batch[name], next(iter(rest.values()), None))
     return _inputs(rest, module, name), batch[name]
+
+
+def check_targets(targets: Any, inputs: Any) -> None:
+    """Raise ``ValueError`` if ``targets`` are several tensors, each of all samples."""
+    if hasattr(inputs, "__len__") and several(targets, len(inputs)):
+        raise ValueError(
+            f"targets must be one tensor [samples, ...], got {len(targets)}: make one of them, such"
+            " as torch.stack([y1, y2], 1), which the loss takes apart"
+        )
+
+
+def check_one_input(inputs: Any, targets: Any) -> None:
+    """Raise ``ValueError`` if ``inputs`` are several tensors, each of all samples."""
+    if isinstance(inputs, Mapping) or several(inputs, len(targets)):
+        raise ValueError("a Problem holds one tensor of inputs: a StreamedProblem passes several")
+
+
+def several(value: Any, samples: int) -> bool:
+    """Return whether ``value`` holds other tensors than one for each of the samples."""
+    tensors = isinstance(value, tuple | list) and bool(value)
+    return tensors and isinstance(value[0], Tensor | np.ndarray) and len(value) != samples
 
 
 def _key_of_targets(batch: Mapping[str, Any], target: str | None) -> str:
@@ -183,7 +209,9 @@ def all_samples(data: Any, target: str | None, module: nn.Module) -> tuple[Tenso
     """
     first = data[0] if isinstance(data, list) and data else data
     if isinstance(first, Tensor | np.ndarray):
-        raise ValueError(f"targets must be given with inputs that are a {type(data).__name__}")
+        raise ValueError(
+            f"targets must be given with inputs that are a {type(data).__name__}: {AUTOENCODER}"
+        )
     if isinstance(data, Mapping):
         batches: list[Any] = [_with_tensors(data)]
     elif isinstance(data, tuple):
@@ -199,7 +227,13 @@ def all_samples(data: Any, target: str | None, module: nn.Module) -> tuple[Tenso
             f" {type(data).__name__}"
         )
     parts = [parted(batch, target, module) for batch in batches]
-    return _joined("inputs", [x for x, _ in parts]), _joined("targets", [y for _, y in parts])
+    inputs, targets = [], []
+    for x, y in parts:
+        (value,) = x.values() if isinstance(x, Mapping) and len(x) == 1 else (x,)
+        check_one_input({} if isinstance(value, tuple) else value, y)
+        inputs.append(value)
+        targets.append(y)
+    return _joined("inputs", inputs), _joined("targets", targets)
 
 
 def _with_tensors(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,11 +253,6 @@ def _joined(name: str, parts: Sequence[Any]) -> Tensor:
     """Return what all batches hold as one tensor."""
     if not parts:
         return torch.zeros(0)
-    if isinstance(parts[0], Mapping) and len(parts[0]) == 1:
-        ((key, _),) = parts[0].items()
-        parts = [part[key] for part in parts]
-    if isinstance(parts[0], Mapping | tuple):
-        raise ValueError("a Problem holds one tensor of inputs: a StreamedProblem passes several")
     tensors = [as_tensor(name, part) for part in parts]
     shapes = {tuple(tensor.shape[1:]) for tensor in tensors}
     if len(shapes) > 1:
