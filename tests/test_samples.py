@@ -66,9 +66,9 @@ LOADERS = {f"a loader {name}": lambda f=f: DataLoader(f(), 3) for name, f in DAT
            if name != "Hugging Face"}  # fmt: skip
 
 
-def trained(problem: Any) -> Tensor:
+def trained(problem: Any, batch_size: int = 3) -> Tensor:
     start = problem.model.vector.clone()
-    training = LocalTraining(lr=0.1, batch_size=3)
+    training = LocalTraining(lr=0.1, batch_size=batch_size)
     w: Tensor = solve(problem, start, Subproblem(), training, stream(1, "t")).w
     return w
 
@@ -279,6 +279,34 @@ def test_a_likely_mistake_is_told_in_one_sentence(said: str, mistake: Callable[[
     with pytest.raises(ValueError, match=re.escape(said)) as error:
         mistake()
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("loss", "got", "measures"),
+    [
+        (nn.CrossEntropyLoss(reduction="none"), r"shape \[7\], as reduction='none' returns", False),
+        (
+            lambda o, y: cross_entropy(o, y)[None],
+            r"shape \[1\], as reduction='none' returns",
+            False,
+        ),
+        (lambda o, y: cross_entropy(o, y).item(), "a float", False),
+        (lambda o, y: cross_entropy(o.detach(), y), "one without a gradient", True),
+        (lambda o, y: (o.argmax(1) != y).float().mean(), "one without a gradient", True),
+    ],
+)
+def test_what_a_loss_returns_is_one_number_with_a_gradient(
+    loss: Any, got: str, measures: bool
+) -> None:
+    problem = Problem(model(), loss, X, Y)
+    said = f"^loss must return one number, a scalar tensor with a gradient, got {got}"
+    with pytest.raises(ValueError, match=said):
+        trained(problem, batch_size=0)
+    if measures:
+        assert np.isfinite(problem.evaluate().loss)
+    else:
+        with pytest.raises(ValueError, match=said):
+            problem.evaluate()
 
 
 def test_a_loss_that_fails_otherwise_says_so_itself() -> None:

@@ -58,5 +58,18 @@ def in_targets(outputs: Any, targets: Tensor) -> str:
     return ""
 
 
+def in_loss(loss: Any, *, trains: bool) -> str:
+    """Return what is wrong with what a loss returned; "" for nothing."""
+    if not isinstance(loss, Tensor):
+        got = f"a {type(loss).__name__}"
+    elif loss.dim() > 0:
+        got = f"shape {[*loss.shape]}, as reduction='none' returns"
+    elif trains and not loss.requires_grad:
+        got = "one without a gradient: detach(), item() or argmax() cuts it off"
+    else:
+        return ""
+    return f"loss must return one number, a scalar tensor with a gradient, got {got}"
+
+
 def _type(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from clients.learning import passes
-from clients.learning.mistakes import in_targets
+from clients.learning.mistakes import in_loss, in_targets
 from clients.learning.model import FlatModel
 from clients.learning.passes import (
     Batch,
@@ -169,6 +169,8 @@ class Objective(abc.ABC):
             if mistake := in_targets(outputs, targets):
                 raise ValueError(mistake) from error
             raise
+        if mistake := in_loss(loss, trains=torch.is_grad_enabled()):
+            raise ValueError(mistake)
         return loss, outputs
 
     def right(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, int | Tensor]:
