@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from clients import FlatModel, LocalTraining, Problem, StreamedProblem, solve
+from clients import FedAvgClient, FlatModel, LocalTraining, Problem, StreamedProblem, solve
 from clients.learning.samples import TARGETS
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.subproblem import Subproblem
@@ -334,3 +335,28 @@ def test_one_pass_over_a_loader_is_the_same_each_time_and_leaves_no_trace() -> N
     assert sorted(problems[0].targets.tolist()) == sorted(Y[[1, 4, 6]].tolist())
     lines = Problem(model(), cross_entropy, DataLoader(Lines(), 3))
     assert torch.equal(lines.inputs, X)
+
+
+@pytest.mark.parametrize("lr", [0.1, 1e30])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("where", ["inputs", "targets", "neither"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_model_that_training_makes_infinite_is_told_from_bad_samples(
+    where: str, bad: float, lr: float, streamed: bool
+) -> None:
+    data = {"inputs": X.clone(), "targets": X[:, :1].clone()}
+    if where in data:
+        data[where][2, 0] = data[where][5, 0] = bad
+    problem: Any = Problem(model(linear), mse_loss, **data)
+    if streamed:
+        problem = StreamedProblem(model(linear), mse_loss, TensorDataset(*data.values()))
+    training = LocalTraining(lr=lr, steps=9)
+    client = FedAvgClient(problem, client_id=0, training=training)
+    arrays = problem.model.arrays(problem.model.vector)
+    if where == "neither" and lr == 0.1:
+        assert np.isfinite(client.fit(arrays, {})[0][0]).all()
+        return
+    told = where in data and not streamed
+    why = f"{where} have NaN or infinity in 2 of 7" if told else "training diverged, with lr = "
+    with pytest.raises(ValueError, match=f"^the trained model is not finite: {why}"):
+        client.fit(arrays, {})

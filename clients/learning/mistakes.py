@@ -5,6 +5,7 @@ PyTorch finds them deep in a layer or a loss, and names neither inputs nor targe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -69,6 +70,17 @@ def in_loss(loss: Any, *, trains: bool) -> str:
     else:
         return ""
     return f"loss must return one number, a scalar tensor with a gradient, got {got}"
+
+
+def in_numbers(inputs: Any, targets: Tensor) -> str:
+    """Return in how many samples there are numbers that are not finite; "" for none."""
+    several = inputs.values() if isinstance(inputs, Mapping) else inputs
+    tensors = [inputs] if isinstance(inputs, Tensor) else [*several]
+    for name, value in [*(("inputs", tensor) for tensor in tensors), ("targets", targets)]:
+        bad = int((~value.isfinite()).view(len(value), -1).any(1).sum())
+        if bad:
+            return f"{name} have NaN or infinity in {bad} of {len(value)} samples"
+    return ""
 
 
 def _type(tensor: Tensor) -> str:
