@@ -5,8 +5,9 @@ from typing import Any
 
 from clients.any_algorithm import CLIENTS, AnyAlgorithmClient
 from clients.base import FederatedClient
+from clients.learning.drawn import NoFixedSamples
 from clients.learning.model import FlatModel
-from clients.learning.objective import Metrics, NoFixedSamples, Objective
+from clients.learning.objective import Metrics, Objective
 from clients.learning.optimizers import SPS, DeltaSGD
 from clients.learning.oracle import ClientOracle
 from clients.learning.problem import Problem

@@ -17,7 +17,7 @@ from clients.keeping import Keeper, Kept, State
 from clients.learning.objective import Objective
 from clients.learning.oracle import ClientOracle
 from clients.learning.replay import kept_generators, seed_generators
-from clients.metrics import check_finite, metrics_of
+from clients.metrics import metrics_of
 from clients.node.state import DirectoryStore, Store
 from clients.request import (
     Arrays,
@@ -284,8 +284,7 @@ class FederatedClient(NumPyClient):
         """Keep the result of a request's ``steps``; return what :meth:`fit` returns."""
         model, nonce = self.problem.model, begun.kept.nonce
         last = steps[-1]
-        checks.check_step(self, begun.state, last)
-        check_finite(last.upload, self.problem, self.training.updated(config).rate)
+        checks.check_step(self, begun.state, last, self.training.updated(config).rate)
         vectors = [last.extra_vectors[name] for name in self.extra_vectors]
         metrics, left_out = metrics_of(self.algorithm, model, steps, config), None
         metrics = {**checks.checked_scalars(self, last.scalars, metrics), **metrics}

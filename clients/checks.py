@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from clients.learning.drawn import NoFixedSamples
+from clients.learning.mistakes import in_numbers
 from clients.learning.objective import Objective
 from fl_strategies.core.oracle import Step
 from fl_strategies.core.reasons import NOT_FINITE
@@ -65,14 +67,15 @@ def check_returned(client: FederatedClient, step: object) -> None:
         raise TypeError(f"{type(client).__name__}.step must return a Step, got {_kind(step)}")
 
 
-def check_step(client: FederatedClient, before: Any, step: Step) -> None:
+def check_step(client: FederatedClient, before: Any, step: Step, rate: float) -> None:
     """Raise ``TypeError`` or ``ValueError`` for a step that cannot be sent and kept.
 
-    ``before`` is the state that the client had.
+    ``before`` is the state that the client had, ``rate`` its learning rate.
     """
     hook, like = f"{type(client).__name__}.step", client.problem.model.vector
     vectors, state, kind = step.extra_vectors, step.state, client.state_type
     _check_vector(f"{hook} must return an upload", step.upload, like)
+    _check_finite(step.upload, client.problem, rate)
     if vectors.keys() != {*client.extra_vectors}:
         names = [*client.extra_vectors]
         raise ValueError(f"{hook} must return extra vectors {names}, got {[*vectors]}")
@@ -84,7 +87,7 @@ def check_step(client: FederatedClient, before: Any, step: Step) -> None:
         return
     if not isinstance(state, kind):
         raise TypeError(f"{hook} must return a {kind.__name__} as its state, got {_kind(state)}")
-    _check_state(hook, before, state, step.upload)
+    _check_state(hook, before, state)
 
 
 def check_first(client: FederatedClient, state: Any) -> None:
@@ -93,6 +96,18 @@ def check_first(client: FederatedClient, state: Any) -> None:
     if kind is not None and state is not None and not isinstance(state, kind):
         hook = f"{type(client).__name__}.first_state"
         raise TypeError(f"{hook} must return a {kind.__name__}, got {_kind(state)}")
+
+
+def _check_finite(vector: Tensor, problem: Objective, rate: float) -> None:
+    """Raise ``ValueError``, which says why, if a trained vector [d] is not finite."""
+    if _finite(vector):
+        return
+    why = f"training diverged, with lr = {rate:g}"
+    try:
+        why = in_numbers(*problem.whole) or why
+    except NoFixedSamples:
+        why += ", or samples have NaN or infinity"
+    raise ValueError(f"the trained model {NOT_FINITE}: {why}")
 
 
 def checked_scalars(
@@ -117,7 +132,7 @@ def _check_vector(must: str, vector: Any, like: Tensor) -> None:
         raise TypeError(f"{must}, a tensor {[*like.shape]}, got {_kind(vector)}")
 
 
-def _check_state(hook: str, before: Any, state: Any, upload: Tensor) -> None:
+def _check_state(hook: str, before: Any, state: Any) -> None:
     """Raise for a state that cannot be kept: each field is a number, or a tensor of one shape.
 
     A tensor may be empty while there is nothing to keep.
@@ -129,9 +144,8 @@ def _check_state(hook: str, before: Any, state: Any, upload: Tensor) -> None:
         was = value if before is None else getattr(before, name)
         if np.shape(value) != np.shape(was) and 0 not in np.shape(value) + np.shape(was):
             raise ValueError(f"{must} {name} is {_kind(was)}, as before, got {_kind(value)}")
-    if not all(map(_finite, state)) and _finite(upload):  # else the server tells what overflowed
-        first = next(name for name in state._fields if not _finite(getattr(state, name)))
-        raise ValueError(f"{hook} returns a state whose {first} {NOT_FINITE}")
+        if not _finite(value):
+            raise ValueError(f"{hook} returns a state whose {name} {NOT_FINITE}")
 
 
 def _finite(value: Any) -> bool:

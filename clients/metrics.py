@@ -6,14 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
-from clients.learning.mistakes import in_numbers
 from clients.learning.model import FlatModel
-from clients.learning.objective import NoFixedSamples, Objective
 from clients.request import Config
 from fl_strategies.core.oracle import Solved, Step
-from fl_strategies.core.reasons import NOT_FINITE
 
 
 def metrics_of(
@@ -31,18 +26,6 @@ def metrics_of(
     if bound is not None:
         metrics["clipping-norm"] = bound
     return metrics
-
-
-def check_finite(vector: Tensor, problem: Objective, rate: float) -> None:
-    """Raise ``ValueError``, which says why, if a trained vector [d] is not finite."""
-    if math.isfinite(float(vector.sum())) or bool(vector.isfinite().all()):
-        return
-    why = f"training diverged, with lr = {rate:g}"
-    try:
-        why = in_numbers(*problem.whole) or why
-    except NoFixedSamples:
-        why += ", or samples have NaN or infinity"
-    raise ValueError(f"the trained model {NOT_FINITE}: {why}")
 
 
 def of_work(solved: Sequence[Solved]) -> dict[str, float]:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from clients.base import FederatedClient
+from clients.learning.drawn import fixed_samples
 from clients.learning.model import FlatModel
-from clients.learning.objective import Objective, fixed_samples
+from clients.learning.objective import Objective
 from clients.learning.oracle import ClientOracle
 from clients.learning.problem import Problem
 from clients.learning.replay import without_trace

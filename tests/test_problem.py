@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import copy
+import math
+import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from flwr.app import ArrayRecord, Context
 from networks import Net, Tied, mean_square, net_problem, train
 from problems import DIM, Linear, quadratics
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from clients import FlatModel, LocalTraining, Problem, solve
+from clients import (
+    AnyAlgorithmClient,
+    ContextStore,
+    FlatModel,
+    InProcessGrid,
+    LocalTraining,
+    Problem,
+    client_app,
+    client_id,
+    solve,
+)
 from clients.stacking.stack import Stack
+from fl_strategies import FedBC
 from fl_strategies.core.log import log_once
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.subproblem import Subproblem
@@ -449,3 +463,69 @@ def test_a_problem_on_a_batch_is_that_batchs_and_leaves_the_whole_as_it_was() ->
     problem.full_gradient()
     np.testing.assert_allclose(problem.model.gradient, q.gradient(w), rtol=1e-12)
     assert (len(part), len(problem)) == (3, 7)
+
+
+# ---- a user's metrics ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [3, 700])
+def test_metrics_get_all_samples_at_once(count: int) -> None:
+    model = FlatModel(nn.Linear(2, 3))
+    x, y = torch.randn(count, 2), torch.arange(count) % 3
+    found = []
+
+    def measure(outputs: Tensor, targets: Tensor) -> dict[str, Any]:
+        found.append((outputs, targets))
+        return {"largest": outputs.max(), "share": 0.5}
+
+    result = Problem(model, cross_entropy, x, y, metrics=measure).evaluate()
+    ((outputs, targets),) = found
+    torch.testing.assert_close(outputs, model.module(x).detach())
+    assert torch.equal(targets, y)
+    assert result.others == {"largest": float(outputs.max()), "share": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        (0.5, "metrics must be a function that returns {name: number}, got 0.5"),
+        ({"loss": 1.0}, "a metric must be a name other than loss and accuracy, got 'loss'"),
+        ({"f1": "high"}, "the metric 'f1' must be a number, got 'high'"),
+        ({"f1": torch.ones(2)}, "the metric 'f1' must be a number, got tensor"),
+    ],
+    ids=str,
+)
+def test_mistakes_in_metrics_are_told(returned: Any, told: str) -> None:
+    model = FlatModel(nn.Linear(2, 3))
+    x, y = torch.randn(4, 2), torch.arange(4) % 3
+    problem = Problem(model, cross_entropy, x, y, metrics=lambda outputs, targets: returned)
+    with pytest.raises(ValueError, match=f"^{re.escape(told)}"):
+        problem.evaluate()
+
+
+@pytest.mark.parametrize("hosts", [0, 2])
+def test_a_clients_metrics_are_those_of_the_global_and_of_its_personalized_model(
+    hosts: int,
+) -> None:
+    model = FlatModel(nn.Linear(2, 3))
+    initial = ArrayRecord(model.module.state_dict())
+
+    def client_fn(context: Context) -> AnyAlgorithmClient:
+        me = client_id(context)
+        generator = torch.Generator().manual_seed(me)
+        x, y = torch.randn(8, 2, generator=generator), torch.arange(8) % 3
+
+        def miss(outputs: Tensor, targets: Tensor) -> dict[str, float]:
+            wrong = float((outputs.argmax(1) != targets).double().mean())
+            return {"miss": wrong, "even": wrong if me % 2 == 0 else math.nan}
+
+        problem = Problem(model, cross_entropy, x, y, metrics=miss)
+        store = ContextStore(context)
+        return AnyAlgorithmClient(problem, client_id=me, test=problem, store=store)
+
+    federation = InProcessGrid(client_app(client_fn, hosts=4 if hosts else None), 4, hosts=hosts)
+    strategy = FedBC(local={"lr": 0.5, "steps": 5}, seed=1)
+    found = strategy.start(federation, initial, 2).evaluate_metrics_clientapp[2]
+    for name in ("eval", "own"):
+        assert found[f"{name}-miss"] == pytest.approx(1.0 - found[f"{name}-accuracy"])  # type: ignore[operator]
+        assert 0.0 <= found[f"{name}-even"] <= 1.0  # type: ignore[operator]

@@ -6,7 +6,7 @@ import abc
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from clients.learning import passes
+from clients.learning.drawn import NoFixedSamples
 from clients.learning.mistakes import in_loss, in_targets
 from clients.learning.model import FlatModel
 from clients.learning.passes import (
@@ -39,19 +40,6 @@ Penalty: TypeAlias = Callable[[Tensor], Tensor]
 Measure: TypeAlias = Callable[[Any, Tensor], Mapping[str, float]]
 Move: TypeAlias = Callable[[], object]
 """Changes the model's vector in place."""
-
-
-class NoFixedSamples(ValueError):
-    """Raised when something needs the same samples twice, and the data are drawn anew each time."""
-
-
-@contextmanager
-def fixed_samples(need: str) -> Iterator[None]:
-    """Have the text of :class:`NoFixedSamples` begin with who has this ``need``."""
-    try:
-        yield
-    except NoFixedSamples as error:
-        raise NoFixedSamples(f"{need}: {error}") from None
 
 
 class Metrics(NamedTuple):

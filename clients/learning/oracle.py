@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from clients.learning.objective import Objective, fixed_samples
+from clients.learning.drawn import fixed_samples
+from clients.learning.objective import Objective
 from clients.learning.passes import Batch, Inputs
 from clients.learning.replay import without_trace
 from clients.learning.solvers import measured, planned, solve

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from clients.learning.objective import Objective, fixed_samples
+from clients.learning.drawn import fixed_samples
+from clients.learning.objective import Objective
 from clients.learning.passes import Inputs
 from clients.learning.replay import Generators, kept_buffers
 from clients.learning.sam import Gradient
