@@ -33,6 +33,13 @@ def sent(key: str) -> dict[str, Any]:
     return {"b": number(default=1.0, about="Rate.", sent=key)}
 
 
+class State(NamedTuple):
+    """What the server and each client keep."""
+
+    g: Any
+    count: int = 0
+
+
 class Own(FedAvg):
     """An algorithm without mistakes, whose model travels with a vector and a catch-up vector."""
 
@@ -46,7 +53,13 @@ class Own(FedAvg):
 
     def aggregate(self, state: Any, round: Any, uploads: Any) -> Any:
         mean = weighted_mean((upload.vector, 1.0) for upload in uploads)
-        return mean, state, self.info()
+        return mean, self.next_state(state), self.info()
+
+    def first_state(self, theta: Any) -> Any:
+        return State(theta)
+
+    def next_state(self, state: Any) -> Any:
+        return state
 
     def info(self) -> Any:
         return {"own": np.float32(1.0)}
@@ -54,13 +67,6 @@ class Own(FedAvg):
     @property
     def scalar_bounds(self) -> Any:
         return {"work": (0.0, 1.0)}
-
-
-class State(NamedTuple):
-    """What its clients keep."""
-
-    g: Any
-    count: int = 0
 
 
 class OwnClient(FederatedClient):
@@ -132,12 +138,17 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
         (
             "first_state",
             {"v": ALL},
-            "Own.first_state must return a named tuple or",
+            "Own.first_state must return a state that is a named tuple, a frozen",
         ),
         ("first_state", ALL, "or None, got array([1., 1., 1., 1., 1.])"),
-        ("first_state", (ALL, 1), "Own.first_state must return a named tuple or"),
+        (
+            "first_state",
+            (ALL, 1),
+            "Own.first_state must return a state that is a named tuple, a frozen",
+        ),
         ("first_state", State({1, 2}), "NumPy arrays, lists and dicts, got {1, 2} as g"),
         ("first_state", State(torch.ones(2)), "lists and dicts, got tensor([1., 1.]) as g"),
+        ("next_state", None, "Own.aggregate must return a State as its state, got None"),
         ("catch_up", 1.0, r"a vector [5], a NumPy array, got 1.0"),
         ("catch_up", np.full(5, np.inf), r"a vector [5] of finite numbers, got inf at 0"),
     ],
@@ -252,7 +263,7 @@ def writes_into_upload(self: Any, state: Any, round: Any, uploads: Any) -> Any:
 @pytest.mark.parametrize("aggregate", [writes_into_theta, writes_into_state, writes_into_upload])
 def test_aggregate_cannot_write_into_its_arguments(aggregate: Callable[..., Any], run: Run) -> None:
     with pytest.raises((ValueError, TypeError), match=r"read-only|item assignment"):
-        run({"aggregate": aggregate, "first_state": State(np.zeros(5))}, {})
+        run({"aggregate": aggregate}, {})
 
 
 def test_a_strategy_without_a_name_is_refused() -> None:

@@ -34,8 +34,9 @@ class Hyperparameter:
 
     ``kind`` is float, int, bool, str or object. Numbers lie within ``bounds`` (``above``, ``low``,
     ``high``, ``below``), may be schedules if ``scheduled``, and may be replaced by one of
-    ``words``. ``sent`` is the name in requests, "" if it is not sent. ``accepts`` says of an
-    object whether it is allowed. With ``per_client`` clients may have numbers of their own.
+    ``words``. ``sent`` is the name in requests, in kebab-case; "" if it is not sent. ``accepts``
+    says of an object whether it is allowed. With ``per_client`` clients may have numbers of their
+    own.
     """
 
     default: Any

@@ -92,6 +92,9 @@ def _aggregated(
         raise TypeError(f"{name} must return (theta, state, info), got {shown(made)}")
     if np.shape(made[0]) != shape:
         raise ValueError(f"{name} must return a theta [{shape[0]}], got {np.shape(made[0])}")
+    if type(made[1]) is not type(state):
+        kind = type(state).__name__
+        raise TypeError(f"{name} must return a {kind} as its state, got {shown(made[1])}")
     return made[0], made[1], checked_info(name, made[2], algorithm.scalar_bounds)
 
 

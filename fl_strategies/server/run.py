@@ -281,7 +281,7 @@ def fields_of(state: Any) -> dict[str, Any]:
 def check_state(hook: str, state: Any) -> None:
     """Raise ``TypeError`` unless a checkpoint can hold the ``state`` that ``hook`` returned."""
     if not (state is None or is_dataclass(state) or hasattr(state, "_asdict")):
-        must = f"{hook} must return a named tuple or frozen dataclass, or None"
+        must = f"{hook} must return a state that is a named tuple, a frozen dataclass or None"
         raise TypeError(f"{must}, got {shown(state)}")
     for name, value in fields_of(state).items():
         if not can_hold(value):
