@@ -143,7 +143,8 @@ def _check_state(hook: str, before: Any, state: Any) -> None:
             raise TypeError(f"{must} {name} is a tensor or a number, got {_kind(value)}")
         was = value if before is None else getattr(before, name)
         if np.shape(value) != np.shape(was) and 0 not in np.shape(value) + np.shape(was):
-            raise ValueError(f"{must} {name} is {_kind(was)}, as before, got {_kind(value)}")
+            kept = _kind(was) if np.shape(was) else "a number"
+            raise ValueError(f"{must} {name} is {kept}, as before, got {_kind(value)}")
         if not _finite(value):
             raise ValueError(f"{hook} returns a state whose {name} {NOT_FINITE}")
 

@@ -180,6 +180,10 @@ NAN = torch.full((5,), torch.nan, dtype=torch.float64)
         (with_step(state=FIVE), "must return a State as its state, got a tensor [5]"),
         (with_step(state={"g": FIVE}), "must return a State as its state, got a dict"),
         (with_step(state=State(SEVEN)), "whose g is a tensor [5], as before, got a tensor [7]"),
+        (
+            with_step(state=State(FIVE, FIVE)),
+            "whose count is a number, as before, got a tensor",
+        ),
         (with_step(state=State("g")), "whose g is a tensor or a number, got 'g'"),
         (with_step(state=State(NAN)), "OwnClient.step returns a state whose g is not finite"),
         ({"first_state": lambda *_: FIVE}, "first_state must return a State, got a tensor [5]"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -503,9 +503,9 @@ def test_mistakes_in_metrics_are_told(returned: Any, told: str) -> None:
         problem.evaluate()
 
 
-@pytest.mark.parametrize("hosts", [0, 2])
+@pytest.mark.parametrize("hosts", [None, range(4)], ids=["nodes", "host"])
 def test_a_clients_metrics_are_those_of_the_global_and_of_its_personalized_model(
-    hosts: int,
+    hosts: Sequence[int] | None,
 ) -> None:
     model = FlatModel(nn.Linear(2, 3))
     initial = ArrayRecord(model.module.state_dict())
@@ -523,7 +523,7 @@ def test_a_clients_metrics_are_those_of_the_global_and_of_its_personalized_model
         store = ContextStore(context)
         return AnyAlgorithmClient(problem, client_id=me, test=problem, store=store)
 
-    federation = InProcessGrid(client_app(client_fn, hosts=4 if hosts else None), 4, hosts=hosts)
+    federation = InProcessGrid(client_app(client_fn, hosts=hosts), 4, hosts=bool(hosts))
     strategy = FedBC(local={"lr": 0.5, "steps": 5}, seed=1)
     found = strategy.start(federation, initial, 2).evaluate_metrics_clientapp[2]
     for name in ("eval", "own"):

@@ -40,7 +40,7 @@ def check_declared(cls: type, declarations: Mapping[str, Hyperparameter]) -> Non
     taken |= dict.fromkeys(default_training().settings, "a setting of `local`")
     for name, declaration in declarations.items():
         if whose := _owner(cls, name):
-            raise TypeError(f"{cls.__name__}.{name} is {whose}: name the hyperparameter otherwise")
+            raise TypeError(f"{cls.__name__}.{name} is {whose}: choose another name")
         if not (key := declaration.sent):
             continue
         told = f"{cls.__name__}.{name} is sent as {key!r}"
