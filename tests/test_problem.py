@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from flwr.app import ArrayRecord, Context
 from networks import Net, Tied, mean_square, net_problem, train
 from problems import DIM, Linear, quadratics
+from stacked_runs import one_by_one, stacked
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -24,7 +25,6 @@ from clients import (
     InProcessGrid,
     LocalTraining,
     Problem,
-    client_app,
     client_id,
     solve,
 )
@@ -503,9 +503,9 @@ def test_mistakes_in_metrics_are_told(returned: Any, told: str) -> None:
         problem.evaluate()
 
 
-@pytest.mark.parametrize("hosts", [None, range(4)], ids=["nodes", "host"])
+@pytest.mark.parametrize("federation", [one_by_one, stacked])
 def test_a_clients_metrics_are_those_of_the_global_and_of_its_personalized_model(
-    hosts: Sequence[int] | None,
+    federation: Callable[..., InProcessGrid],
 ) -> None:
     model = FlatModel(nn.Linear(2, 3))
     initial = ArrayRecord(model.module.state_dict())
@@ -523,9 +523,8 @@ def test_a_clients_metrics_are_those_of_the_global_and_of_its_personalized_model
         store = ContextStore(context)
         return AnyAlgorithmClient(problem, client_id=me, test=problem, store=store)
 
-    federation = InProcessGrid(client_app(client_fn, hosts=hosts), 4, hosts=bool(hosts))
     strategy = FedBC(local={"lr": 0.5, "steps": 5}, seed=1)
-    found = strategy.start(federation, initial, 2).evaluate_metrics_clientapp[2]
+    found = strategy.start(federation(client_fn, 4), initial, 2).evaluate_metrics_clientapp[2]
     for name in ("eval", "own"):
         assert found[f"{name}-miss"] == pytest.approx(1.0 - found[f"{name}-accuracy"])  # type: ignore[operator]
         assert 0.0 <= found[f"{name}-even"] <= 1.0  # type: ignore[operator]
