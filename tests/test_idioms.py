@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import pickle
 from collections.abc import Callable
@@ -276,3 +277,27 @@ def test_a_network_that_fails_in_pytorch_fails_alike() -> None:
 def test_a_network_of_pytorchs_layers_alone_is_called_as_it_is() -> None:
     module = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
     assert "forward" not in vars(FlatModel(module).module)
+
+
+def reloaded(module: Any) -> Any:
+    file = io.BytesIO()
+    torch.jit.save(module, file)
+    file.seek(0)
+    return torch.jit.load(file)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@pytest.mark.parametrize("again", [False, True], ids=["made", "loaded"])
+@pytest.mark.parametrize("kind", ["script", "trace"])
+def test_torchscript_trains_as_the_module_that_it_was_made_of(kind: str, again: bool) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.Flatten(), nn.Linear(48, 3)).double()
+    x, y = torch.randn(8, 2, 4, 4, dtype=torch.float64), torch.arange(8) % 3
+    same = copy.deepcopy(module)
+    script: Any = torch.jit.script(same) if kind == "script" else torch.jit.trace(same, x)
+    vectors = []
+    for one in (module, reloaded(script) if again else script):
+        problem = Problem(FlatModel(one), cross_entropy, x, y)
+        start = problem.model.vector.clone()
+        vectors.append(solve(problem, start, Subproblem(), SETTINGS, stream(1, "t")).w)
+    torch.testing.assert_close(vectors[1], vectors[0], rtol=1e-12, atol=1e-14)

@@ -90,11 +90,13 @@ class Forward:
 def contiguous_where_needed(module: nn.Module) -> None:
     """Let ``module``'s forward pass be a :class:`Forward`, unless all layers are PyTorch's.
 
-    PyTorch's own layers take activations as they lie.
+    PyTorch's own layers take activations as they lie. A TorchScript module stays as it is: the code
+    that it runs cannot be replaced.
     """
     own = vars(module).get("forward")
     plain = all(type(part).__module__.startswith("torch.nn.") for part in module.modules())
-    if not plain and not isinstance(own, Forward):
+    scripted = isinstance(module, torch.jit.ScriptModule)
+    if not (plain or scripted or isinstance(own, Forward)):
         module.forward = Forward(module, own)
 
 
