@@ -261,7 +261,7 @@ def test_the_problem_of_fig_2_is_the_penalised_logistic_loss() -> None:
     np.testing.assert_array_equal(found.owner[rows], 1)  # type: ignore[index]
     w = np.random.default_rng(0).normal(size=20)
     made.model.vector.copy_(torch.tensor(w))
-    loss, accuracy = made.evaluate()
+    loss, accuracy, _ = made.evaluate()
     z = b * (a @ w)
     expected = np.log1p(np.exp(-z)).mean() + 0.1 * (w**2 / (1 + w**2)).sum()
     assert loss == pytest.approx(expected, rel=1e-12)

@@ -67,7 +67,7 @@ def next_model(
                 aggregated = round.theta + (aggregated - around.theta)
             theta, kept, numbers = stepped(algorithm, parts, round, aggregated, uploads)
             model = round.layout.unpack(np.asarray(theta), merged(algorithm, round, uploads))
-        if not (fault := _unusable(model, round.layout)):
+        if not (fault := _unusable(model, after, round.layout)):
             return Outcome(model, after, {**info, **numbers, **ages}, parts=kept)
     after, info = algorithm.skipped(state, round, uploads)
     info = checked_info(f"{type(algorithm).__name__}.skipped", info, algorithm.scalar_bounds)
@@ -98,10 +98,12 @@ def _aggregated(
     return made[0], made[1], checked_info(name, made[2], algorithm.scalar_bounds)
 
 
-def _unusable(model: Arrays, layout: Layout) -> str:
-    """Return why nobody can use the aggregated ``model``, or "" if clients can."""
+def _unusable(model: Arrays, state: Any, layout: Layout) -> str:
+    """Return why nobody can use the aggregated ``model`` and ``state``, or "" if they can be."""
     if not finite(model.values()):
         return "the aggregated model is not finite"
+    if not finite(v for v in fields_of(state).values() if isinstance(v, np.ndarray)):
+        return "the server's next state is not finite"
     wrong = negative_variance(model, layout.buffers)
     return f"the aggregated model cannot be used: {wrong}" if wrong else ""
 
