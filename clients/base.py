@@ -202,8 +202,8 @@ class FederatedClient(NumPyClient):
         """
         if self.test is None:
             raise ValueError(
-                "the client has no test samples: give it some by test=..., or set the strategy's"
-                " fraction_evaluate to 0"
+                "the client has no test samples, and is left out of the mean: give it some by"
+                " test=..., or, if no client has any, set the strategy's fraction_evaluate to 0"
             )
         theta = self.test.model.load(parameters)
         kept = self.keeper(config).peeked(config, theta)

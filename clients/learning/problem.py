@@ -93,6 +93,8 @@ class Problem(Objective):
             rows = _indices(rows, len(inputs))
         if len(inputs) == 0 or len(inputs) != len(targets) or (rows is not None and not len(rows)):
             chosen = "" if rows is None else f" with {len(rows)} rows"
+            if len(inputs) == len(targets):
+                chosen += ": of a client without test samples, test=None"
             raise ValueError(
                 f"a problem needs as many inputs as targets and at least one,"
                 f" got {len(inputs)} and {len(targets)}{chosen}"

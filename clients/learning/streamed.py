@@ -109,7 +109,10 @@ class StreamedProblem(Objective):
                 raise ValueError(f"samples must be given: a {type(of).__name__} has no length")
             samples = len(of)
         if samples < 1:
-            raise ValueError(f"a problem needs a sample at least, got {samples}")
+            raise ValueError(
+                f"a problem needs a sample at least, got {samples}: of a client without test"
+                " samples, test=None"
+            )
         self.samples = samples
         self._classifies: bool | None = None
 
