@@ -370,6 +370,8 @@ BAD = [
     ({"nesterov": True}, "(?i)nesterov .*momentum"),
     ({"solver": "newton"}, "unknown solver 'newton'; known: .*'gd'"),
     ({"solver": "lr_scheduler"}, "unknown solver 'lr_scheduler'"),
+    ({"solver": "Muon"}, "'Muon' takes other steps for a matrix than for a vector, and local s"),
+    ({"solver": "Adafactor"}, "'Adafactor' takes other steps for a matrix than for a vector"),
     ({"solver": "adam", "momentum": 0.9}, "solver 'adam' has no momentum"),
     ({"solver": rprop, "weight_decay": 0.1}, "has no weight_decay"),
 ]

@@ -38,8 +38,6 @@ TAKES: dict[str, tuple[str, ...]] = {
 FULL_BATCH = ("gd", "lbfgs")
 WITHOUT_SAM = ("lbfgs", *OURS)
 """Solvers whose step sizes need the gradient at w."""
-DECOUPLED = ("AdamW", "Muon", "Adafactor")
-"""Classes of ``torch.optim`` with decoupled weight decay, which is not a term of f_i."""
 
 RATES: dict[str, float] = {name: record().lr for name, record in OURS.items()}
 """Default learning rates; all other solvers have ``RATE``."""
@@ -189,7 +187,7 @@ class LocalTraining:
     def ridge(self) -> float:
         """r in the term (r/2) ||w||^2 of f_i: ``weight_decay``, unless the solver decouples it."""
         options = parse_params(self.solver_params)
-        decoupled = self.solver in DECOUPLED or options.get("decoupled_weight_decay", False)
+        decoupled = self.solver == "AdamW" or options.get("decoupled_weight_decay", False)
         return 0.0 if decoupled else self.weight_decay
 
     @property
@@ -276,6 +274,9 @@ def torch_solver(name: str) -> Callable[..., Any]:
 
     if name == "lbfgs":
         return functools.partial(optim.LBFGS, line_search_fn="strong_wolfe")
+    if name in ("Adafactor", "Muon"):
+        what = "takes other steps for a matrix than for a vector, and local solvers see one vector"
+        raise ValueError(f"solver {name!r} {what}")
     kind = getattr(optim, TORCH.get(name, name), None) if isinstance(name, str) else None
     if isinstance(kind, type) and issubclass(kind, optim.Optimizer) and kind != optim.Optimizer:
         return kind
