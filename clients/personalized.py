@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from logging import INFO
 from pathlib import Path
@@ -35,6 +36,8 @@ PERSONALIZED = frozenset(
 class PersonalizedModel(dict[str, Tensor]):
     """A client's model as a state dict, on the CPU, and which it is.
 
+    A file by ``torch.save``, like any copy by pickle, holds the plain state dict.
+
     Attributes
     ----------
     client : int
@@ -49,6 +52,9 @@ class PersonalizedModel(dict[str, Tensor]):
     ) -> None:
         super().__init__(arrays)
         self.client, self.round, self.acknowledged = client, number, acknowledged
+
+    def __reduce__(self) -> Any:  # torch.load reads no classes but its own and Python's
+        return OrderedDict, (), None, None, iter(self.items())
 
 
 def personalized_model(

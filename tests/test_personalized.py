@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from clients import (
     DirectoryStore,
     FlatModel,
     InProcessGrid,
+    PersonalizedModel,
     Problem,
     StateError,
     client_app,
@@ -197,6 +199,15 @@ def test_the_plain_module_will_do_and_is_not_changed() -> None:
     same(module.state_dict(), before)
     assert module.body.weight.data_ptr() == storage
     assert not torch.equal(found[0]["body.weight"], found[1]["body.weight"])
+
+
+def test_a_file_by_torch_save_is_a_plain_state_dict(tmp_path: Path) -> None:
+    model = PersonalizedModel(net().state_dict(), 3, 7, acknowledged=True)
+    torch.save(model, tmp_path / "client-3.pt")
+    read = torch.load(tmp_path / "client-3.pt", weights_only=True)
+    assert type(read) is OrderedDict
+    same(read, model)
+    net().load_state_dict(read)
 
 
 @pytest.mark.parametrize("where", ["directory", "context"])
