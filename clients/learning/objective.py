@@ -235,8 +235,9 @@ class Objective(abc.ABC):
         """Return f's Hessian on a batch times ``v`` [d]: exact, by differentiating the gradient.
 
         As for :meth:`gradient`, the module must be in training mode; batches of one sample and
-        batches above ``CHUNK`` samples are treated alike. Raises ``ValueError`` where the gradient
-        is the class's own, whose derivative this is not.
+        batches above ``CHUNK`` samples are treated alike, except that the loss on the latter is the
+        mean over pieces. Raises ``ValueError`` where the gradient is the class's own, whose
+        derivative this is not.
         """
         if self.own_gradient and type(self).hessian_product is Objective.hessian_product:
             raise ValueError(

@@ -48,7 +48,8 @@ class Problem(Objective):
         Moved to the model's device; floating-point numbers get the model's type. Integer inputs
         (characters, tokens) are stored in their own type and reach the module as int64, which
         embeddings need. Images [n, channels, height, width] are stored channels-last, which makes
-        convolutions faster. Integer targets are classes, and stored as int64.
+        convolutions faster. Integer targets are classes, and stored as int64. Those of several
+        heads are one tensor, [n, heads], which the loss takes apart.
 
         Without ``targets``, ``inputs`` are all data: a Dataset or DataLoader, of which one pass is
         taken, or a tuple or mapping of arrays. The last item of a tuple is the targets. The
