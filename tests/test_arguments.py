@@ -251,7 +251,7 @@ TOLD = {
     misspelt: "train_config has 'batch_size' (did you mean 'batch-size'?), 'learning-rate'"
     " (did you mean 'lr'?)",
     without_test: "replies of 3 clients [0, 1, 2] left out: ValueError: the client has no"
-    " test samples: give it some by test=...",
+    " test samples, and is left out of the mean: give it some by test=...",
     void_rounds: "every round was skipped (2): the model is as it was",
 }
 
