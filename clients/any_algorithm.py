@@ -36,8 +36,10 @@ CLIENTS: dict[str, type[FederatedClient]] = {
 """The client of every algorithm, by its name: that of another if it changes the server alone."""
 
 BUILT_IN = frozenset(CLIENTS.values())
+"""The clients of this package."""
 
 Registered: TypeAlias = dict[str, tuple[type[FederatedStrategy] | None, type[FederatedClient]]]
+"""Both halves of algorithms, by name; None if a process has the client half alone."""
 
 
 def registered() -> Registered:

@@ -185,3 +185,13 @@ def test_arrays_that_do_not_fit_are_refused_with_the_numbers(change: str) -> Non
     with pytest.raises(ValueError, match=message):
         model.load(wrong)
     assert torch.equal(model.vector, before)
+
+
+@pytest.mark.slow
+def test_a_compiled_modules_wrapper_is_refused_and_the_module_trains() -> None:
+    """The wrapper's arrays have other names, by which no plain module reads the result."""
+    module = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"module\.compile\(\) compiles it in place$"):
+        FlatModel(torch.compile(module))
+    module.compile(backend="eager")
+    assert FlatModel(module).names == ["weight", "bias"]

@@ -8,10 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from fl_strategies.core.schedules import require
 
 CHANNELS = (1, 3, 4)
 """Of images: grey, red-green-blue, and with transparency."""
+
+
+def check_module(module: object) -> None:
+    """Raise ``ValueError`` unless ``module`` is a module whose arrays have their own names."""
+    require(isinstance(module, nn.Module), "module", "a torch.nn.Module", module)
+    if hasattr(module, "_orig_mod"):
+        raise ValueError(
+            "module must be the module itself, not what torch.compile returned, whose arrays have"
+            " other names: module.compile() compiles it in place"
+        )
 
 
 def in_inputs(inputs: Any, error: Exception) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from clients.learning.arrays import copy_into, numpy_type, to_host, to_numpy
 from clients.learning.contiguous import contiguous_where_needed
+from clients.learning.mistakes import check_module
 from clients.learning.sharing import Patterns, split
 from fl_strategies.core.layout import Layout
 from fl_strategies.core.schedules import require
@@ -98,7 +99,7 @@ class FlatModel:
         dtype: torch.dtype | None = None,
         head: str | None = None,
     ) -> None:
-        require(isinstance(module, nn.Module), "module", "a torch.nn.Module", module)
+        check_module(module)
         typed = dtype is None or isinstance(dtype, torch.dtype)
         require(typed, "dtype", "a torch.dtype such as torch.float64", dtype)
         self.module = module.to(device=device, dtype=dtype)
