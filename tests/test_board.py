@@ -88,7 +88,8 @@ def test_a_rate_with_which_all_clients_diverge_is_not_chosen_and_stops_nothing(
     board.run([setting], tmp_path, quiet=True)
     found = board.judged(setting, tmp_path)
     assert [(row.chosen, len(row.values)) for row in found.rows] == [("0.1", 2), ("1e+38", 2)]
-    cause = "no reply of 3 rounds in a row was usable: 4 clients [0, 1, 2, 3]: array"
+    cause = "no reply of 3 rounds in a row was usable: 4 clients [0, 1, 2, 3]: ValueError: "
+    cause += "the trained model is not finite: training diverged, with lr = 1e+38"
     assert found.rows[1].ended[0].startswith(f"seed 1: {cause}")
     assert f"old ended early with seed 1: {cause}" in board_page.markdown([found], "command")
 

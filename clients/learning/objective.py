@@ -165,10 +165,8 @@ class Objective(abc.ABC):
         """Return how many samples are right, by :func:`right_of_each`, and how many count."""
         ignored = ignored_by(self.loss)
         right = right_of_each(outputs, targets, ignored)
-        if right.dtype == torch.bool:
-            return right.sum(), len(right)
-        counts = (targets != ignored).view(len(targets), -1).any(1)
-        return right[counts].sum(), counts.sum()
+        counts = (targets != ignored).flatten(1).any(1) if targets.dim() > 1 else targets != ignored
+        return torch.where(counts, right, 0).sum(), counts.sum()
 
     # ---- what all kinds do ------------------------------------------------------------------
 

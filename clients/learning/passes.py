@@ -27,7 +27,7 @@ IGNORED = -100
 """The label that PyTorch's losses leave out by default."""
 
 
-def right_of_each(outputs: Tensor, targets: Tensor, ignored: int | None = None) -> Tensor:
+def right_of_each(outputs: Tensor, targets: Tensor, ignored: int = IGNORED) -> Tensor:
     """Return how right each sample [n] is: the share of its targets with the likeliest class.
 
     Targets that are ``ignored`` do not count. NaN for a sample without any that counts, and where
@@ -38,10 +38,10 @@ def right_of_each(outputs: Tensor, targets: Tensor, ignored: int | None = None) 
     if classes < 2 or outputs.shape[:1] + outputs.shape[2:] != targets.shape:
         return torch.full((len(targets),), math.nan, device=outputs.device)
     right = outputs.argmax(1) == targets
-    if ignored is not None and bool((left_out := targets == ignored).any()):
-        shares = right.float().masked_fill(left_out, math.nan)
-        return shares if shares.dim() == 1 else shares.flatten(1).nanmean(1)
-    return right if right.dim() == 1 else right.flatten(1).float().mean(1)
+    if right.dim() == 1:
+        return right
+    counts = (targets != ignored).flatten(1)
+    return (right.flatten(1) & counts).sum(1) / counts.sum(1)
 
 
 def judged(outputs: Any, targets: Tensor) -> Tensor:
