@@ -19,7 +19,7 @@ from clients.node.host import Hosted
 from clients.node.in_process import InProcessGrid
 from clients.node.state import ContextStore, DirectoryStore, Owner, StateError, Store, settle
 from clients.personalized import PersonalizedModel, personalized_model, personalized_models
-from clients.request import Config, Received, value_of
+from clients.request import Config, Received
 from fl_strategies.core.hidden import check_hides_nothing
 from fl_strategies.core.oracle import Gradient, Oracle, Solved, Step
 from fl_strategies.solvers.local import LocalTraining
@@ -60,7 +60,6 @@ __all__ = [
     "personalized_models",
     "settle",
     "solve",
-    "value_of",
 ]
 for _client in CLIENTS.values():
     globals()[_client.__name__] = _client

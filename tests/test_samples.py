@@ -360,3 +360,14 @@ def test_a_model_that_training_makes_infinite_is_told_from_bad_samples(
     why = f"{where} have NaN or infinity in 2 of 7" if told else "training diverged, with lr = "
     with pytest.raises(ValueError, match=f"^the trained model is not finite: {why}"):
         client.fit(arrays, {})
+
+
+def test_images_that_are_not_finite_are_counted_too() -> None:
+    """They lie channels-last."""
+    images = torch.ones(4, 3, 5, 5)
+    images[1, 2, 0, 0] = math.nan
+    module = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(18, 2))
+    problem = Problem(FlatModel(module), nn.functional.cross_entropy, images, torch.arange(4) % 2)
+    client = FedAvgClient(problem, client_id=0)
+    with pytest.raises(ValueError, match="inputs have NaN or infinity in 1 of 4 samples"):
+        client.fit(problem.model.arrays(problem.model.vector), {})

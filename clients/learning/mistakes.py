@@ -89,7 +89,7 @@ def in_numbers(inputs: Any, targets: Tensor) -> str:
     several = inputs.values() if isinstance(inputs, Mapping) else inputs
     tensors = [inputs] if isinstance(inputs, Tensor) else [*several]
     for name, value in [*(("inputs", tensor) for tensor in tensors), ("targets", targets)]:
-        bad = int((~value.isfinite()).view(len(value), -1).any(1).sum())
+        bad = int((~value.isfinite()).reshape(len(value), -1).any(1).sum())
         if bad:
             return f"{name} have NaN or infinity in {bad} of {len(value)} samples"
     return ""

@@ -270,7 +270,7 @@ class Objective(abc.ABC):
         """Return the mean loss and accuracy of the model as it is, on all samples."""
         self.model.module.eval()
         right, counted = 0.0, 0
-        losses, sizes, pieces, held = list[float](), list[int](), list[Piece](), list[Piece]()
+        losses, sizes, pieces = list[float](), list[int](), list[Piece]()
         for x, y in self.chunks():
             value, outputs = self.forward(x, y)
             losses.append(float(value))
@@ -278,15 +278,14 @@ class Objective(abc.ABC):
             if self.classifies:
                 some, of = self.right(judged(outputs, y), y)
                 right, counted = right + float(some), counted + int(of)
-            if self.metrics is not None:
-                held.append(Piece(value, outputs, y))
-            if self._whole is not False:
+            if self._whole is not False or self.metrics is not None:
                 pieces.append(Piece(value, outputs, y))
-            if self._whole is None and len(pieces) == 2:
-                if not add_up(self, pieces):
+            if self._whole is None and len(pieces) > 1:
+                if not add_up(self, pieces[-2:]):
                     self._whole = True
                     return self.evaluate()
-                del pieces[0]
+                if self.metrics is None:
+                    del pieces[0]
         mean = sum(map(operator.mul, losses, sizes)) / sum(sizes)
         if self._whole and (whole := loss_on(self, pieces)) is not None:
             mean = float(whole)
@@ -295,7 +294,7 @@ class Objective(abc.ABC):
         if self.penalty is not None:
             mean += float(self.penalty(self.model.vector))
         accuracy = right / counted if counted else math.nan
-        return Metrics(mean, accuracy, numbers_of(self.metrics, held))
+        return Metrics(mean, accuracy, numbers_of(self.metrics, pieces))
 
     def _normalising(self, samples: int) -> AbstractContextManager[None]:
         """Let BatchNorm use its running statistics where a batch has a single sample."""

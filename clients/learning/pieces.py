@@ -37,6 +37,8 @@ MEANS = (
 )
 """Functions of PyTorch that are means over samples, if no target is negative (``ignore_index``)."""
 MODULES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
+OURS = ("", "loss", "accuracy")
+"""What no metric of a user's may be called."""
 
 
 def smoothing_of(loss: Any) -> float | None:
@@ -60,10 +62,6 @@ def averages(loss: Any) -> bool:
 def averages_on(loss: Any, targets: Tensor) -> bool:
     """Return whether the loss is one of them, and leaves out none of these targets."""
     return averages(loss) and (targets.is_floating_point() or not bool((targets < 0).any()))
-
-
-OURS = ("", "loss", "accuracy")
-"""What no metric of a user's may be called."""
 
 
 class Piece(NamedTuple):
