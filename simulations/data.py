@@ -53,6 +53,7 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from fl_strategies.core.randomness import stream
+from fl_strategies.core.schedules import shown
 from fl_strategies.core.spelling import unknown, unknown_of
 from simulations import hub, text
 from simulations.generated import BUILT_IN, Dataset, Inputs, Ints
@@ -310,11 +311,18 @@ def _table(name: str, folder: Path | None, split: str) -> Any:
 
 def _classes(name: str, column: Any) -> Ints:
     """Return the classes of a column: its integers, or the numbers of its characters."""
-    if len(column) > 0 and isinstance(column[0].as_py(), str):
+    if len(column) > 0 and isinstance(label := column[0].as_py(), str):
+        if len(label) != 1:
+            said = f"labels must be numbers of classes, got texts such as {shown(label)}"
+            raise ValueError(f"data set {name!r}: {said}; class_encode_column numbers them")
         return text.characters(column.to_pylist())[:, 0].astype(np.int64)
     if len(column) == 0 or column.null_count:
         raise ValueError(f"data set {name!r}: a split is empty or lacks labels")
-    numbers = column.cast(pa.int64()).combine_chunks()
+    try:
+        numbers = column.cast(pa.int64()).combine_chunks()
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        said = f"labels must be whole numbers, got {column.type} such as {column[0]}"
+        raise ValueError(f"data set {name!r}: {said}") from None
     y: Ints = np.from_dlpack(numbers).astype(np.int64)  # to_numpy would import pandas
     if y.min() < 0:
         raise ValueError(f"data set {name!r}: a split has labels < 0 (no label)")

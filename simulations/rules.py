@@ -11,6 +11,7 @@ from fl_strategies.core.schedules import shown
 from fl_strategies.core.settings_text import format_params, parse_params
 from fl_strategies.core.spelling import listed, unknown
 from fl_strategies.parts import PARTS, STAGES, parse_part
+from fl_strategies.solvers.local import default_training
 from simulations.config import RunConfig, Unused, hyperparameters_of, keeps_state
 
 
@@ -58,10 +59,11 @@ def given_to(
     for item in items:
         owner, dot, _ = item.partition("=")[0].rpartition(".")
         if dot and owner not in owned:
-            hint = unknown([owner], owned)
-            raise ValueError(
-                f"{option} {shown(item)}: no algorithm {hint} here, which has {[*owned]}"
-            )
+            said = f"no algorithm {unknown([owner], owned)} here, which has {[*owned]}"
+            if owner in PARTS:
+                stage, setting = PARTS[owner].stage.replace("_", "-"), item[len(owner) + 1 :]
+                said = f"of a part behind its name: --{stage} {shown(f'{owner} {setting}')}"
+            raise ValueError(f"{option} {shown(item)}: {said}")
         asked = {owner: owned[owner]} if dot else known
         for name, value in read(item[len(owner) + 1 :] if dot else item).items():
             takers = [taker for taker, names in asked.items() if name in names]
@@ -69,7 +71,7 @@ def given_to(
                 names = sorted({name for names in asked.values() for name in names})
                 raise ValueError(
                     f"{option}: no algorithm here has the hyperparameter"
-                    f" {unknown([name], names)}; they have {listed(names)}"
+                    f" {unknown([name], names)}; they have {listed(names)}{_where(name, owned)}"
                 )
             for taker in takers:
                 taken = (own if dot else shared)[taker]
@@ -77,6 +79,15 @@ def given_to(
                     raise ValueError(f"{option} {shown(item)} gives {taker} a second {name}")
                 taken[name] = value
     return {owner: shared.get(owner, {}) | own[owner] for owner in owned}
+
+
+def _where(name: str, owned: Mapping[str, Sequence[str]]) -> str:
+    """Return where ``name`` is given, if it is no algorithm's hyperparameter; "" if nowhere."""
+    of = [owner for owner, names in owned.items() if owner in PARTS and name in names]
+    if of:
+        return f"; of a part: {of[0]}.{name}"
+    key = name.replace("_", "-")
+    return f"; a local setting: --{key}" if key in default_training().settings else ""
 
 
 def configs_for(

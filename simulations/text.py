@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_strategies.core.schedules import check, require
+from fl_strategies.core.schedules import check, require, shown
 from simulations.hub import asked_briefly
 
 Symbols: TypeAlias = NDArray[np.integer[Any]]
@@ -41,6 +41,8 @@ def characters(texts: Sequence[str]) -> Symbols:
 
     Raises ``ValueError`` for texts of different lengths, and characters that are not LEAF's.
     """
+    if not isinstance(texts[0], str):
+        raise ValueError(f"characters must be texts, got {shown(texts[0])}")
     whole, length = "".join(texts), len(texts[0])
     odd = next((text for text in texts if len(text) != length), None)
     if odd is not None:

@@ -240,7 +240,37 @@ def convolved(features: int, make: Callable[[], list[nn.Module]]) -> Callable[[]
 
 
 IMAGE = (2, 6, 6)
+
+
+class Averaged(nn.Module):
+    """Keeps a moving average and a count, and puts a new tensor in their places in each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, CLASSES)
+        self.register_buffer("average", torch.zeros(6))
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.average = 0.5 * self.average + x.mean(0).detach()
+            self.count = self.count + 1
+        return self.head(x + self.average)
+
+
+class MaxNorm(nn.Linear):
+    """Bounds the norms of its rows, as EEGNet does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.5)
+        return super().forward(x)
+
+
 IDIOMS: dict[str, Idiom] = {
+    "averaged": Idiom(Averaged, (6,), False),
+    "max-norm": Idiom(
+        lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), MaxNorm(5, CLASSES)), (6,), False
+    ),
     "quickstart": Idiom(Quickstart, (3, 32, 32)),
     "view": Idiom(small(viewed), IMAGE),
     "reshape": Idiom(small(reshaped), IMAGE),

@@ -16,7 +16,7 @@ from laws import START, local, quiet
 from problems import grid, quadratics, to_record, to_vector
 from safetensors.numpy import load_file
 
-from fl_strategies import BestModel, EarlyStop, FedAvg, History, RoundInfo
+from fl_strategies import BestModel, Checkpoints, EarlyStop, FedAvg, History, RoundInfo
 
 
 def rounds(values: list[float], *, smaller: bool = False) -> list[RoundInfo]:
@@ -166,3 +166,22 @@ def test_a_metric_that_is_not_there_is_refused_with_the_similar_one(tmp_path: Pa
     ):
         with pytest.raises(ValueError, match=r"'test-acuracy' \(did you mean 'test-accuracy'\?\)"):
             callback(info)
+
+
+def test_callbacks_of_one_run_begin_anew_in_another(tmp_path: Path) -> None:
+    history, stop = History(tmp_path / "history"), EarlyStop(patience=2)
+    best = BestModel(tmp_path / "best")
+    for values in ([0.9, 0.8, 0.7], [0.3, 0.1]):
+        ended = [[history(info), best(info), stop(info)][2] for info in rounds(values)]
+    assert ended == [False, False]
+    assert (best.best, best.best_round) == (0.3, 1)
+    assert load_file(best.path)["head"].max() == 1.0
+    assert len(history.path.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("made", [BestModel, Checkpoints])
+def test_the_largest_loss_is_not_the_best(made: Any, tmp_path: Path) -> None:
+    name = "metric" if made is BestModel else "best"
+    with pytest.raises(ValueError, match="the smaller 'eval-loss' is the better one: give smaller"):
+        made(tmp_path / "best", **{name: "eval-loss"})
+    made(tmp_path / "best", smaller=True, **{name: "eval-loss"})

@@ -31,7 +31,7 @@ KILLS = 4
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("waits")  # most of its minutes are waits
+@pytest.mark.xdist_group("deployment")  # one at a time
 def test_a_deployment_under_kills_ends_with_the_undisturbed_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -44,7 +44,7 @@ def test_a_deployment_under_kills_ends_with_the_undisturbed_model(
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("waits")
+@pytest.mark.xdist_group("deployment")
 def test_fedadmm_whose_server_is_killed_four_times_ends_with_the_in_process_model(
     federation: Federation, tmp_path: Path
 ) -> None:
@@ -96,7 +96,7 @@ def test_fedadmm_whose_server_is_killed_four_times_ends_with_the_in_process_mode
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("waits")
+@pytest.mark.xdist_group("deployment")
 def test_async_fedbcd_by_arrival_goes_on_without_a_late_device_and_loses_nothing(
     federation: Federation, tmp_path: Path
 ) -> None:
@@ -136,7 +136,7 @@ def test_async_fedbcd_by_arrival_goes_on_without_a_late_device_and_loses_nothing
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("waits")
+@pytest.mark.xdist_group("deployment")
 def test_killed_restarted_and_replaced_clients_are_named_and_leave_the_state_as_the_rule_says(
     federation: Federation, tmp_path: Path
 ) -> None:

@@ -235,6 +235,8 @@ def test_compare_gives_each_hyperparameter_to_the_algorithms_that_have_it(tmp_pa
     for given, message in (
         (["fedadm.rho=1"], r"no algorithm 'fedadm' \(did you mean 'fedadmm'\?\) here"),
         (["fedavg.rho=1"], r"no algorithm here has the hyperparameter 'rho'; .*'weights'"),
+        (["lr=0.5"], r"no algorithm here has the hyperparameter 'lr'.*; a local setting: --lr"),
+        (["krum.attackers=2"], r"of a part behind its name: --combine 'krum attackers=2'"),
         (["rho=1", "rho=2"], "param 'rho=2' gives fedadmm a second rho"),
         (["fedadmm.rho=1", "fedadmm.rho=2"], "param 'fedadmm.rho=2' gives fedadmm a second rho"),
         (["rho=1 rho=2"], "each option once, got 'rho' twice in 'rho=1 rho=2'"),

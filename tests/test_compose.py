@@ -13,7 +13,7 @@ import yaml
 
 from simulations.lab.superlink import LOOPBACK, ROOT, SuperLink, free_port, running
 
-pytestmark = pytest.mark.xdist_group("waits")  # deployments, one at a time
+pytestmark = pytest.mark.xdist_group("deployment")  # one at a time
 
 FOLDER = ROOT / "simulations"
 SERVICES = yaml.safe_load((FOLDER / "compose.yml").read_text())["services"]

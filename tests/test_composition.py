@@ -45,6 +45,7 @@ from fl_strategies import (
     as_legacy,
 )
 from fl_strategies.fedavg import Averaging
+from fl_strategies.parts import Buffered, Clock
 from fl_strategies.server.algorithm import GETS_UPLOADS
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -274,3 +275,43 @@ def test_a_rule_with_momentum_meets_neither_noise_nor_masks() -> None:
         wrapper.start(grid(PROBLEMS), to_record(START), 1)
     with pytest.raises(ValueError, match=r"^Momentum does not work with secure aggregation"):
         as_legacy(Momentum(**QUIET), to_record(START), secure=SecAggPlusWorkflow(3, 2))
+
+
+class Hooked(FedAvg):
+    """Flower's usual way to change a strategy: other hooks of a round."""
+
+    averages = "models"
+
+    def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Any:
+        config = ConfigRecord({"speed": 1.0 / server_round})
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        assert metrics is not None
+        metrics["mine"] = server_round
+        return (arrays if server_round < 3 else to_record(START)), metrics
+
+    def aggregate_evaluate(self, server_round: int, replies: Any) -> Any:
+        return MetricRecord({"mine": -server_round})
+
+
+def test_start_calls_the_hooks_of_flowers_own_loop() -> None:
+    seen: list[Any] = []
+
+    def listen(request: Message, reply: Message) -> Message:
+        seen.append(request.content.config_records.get("config", {}).get("speed"))
+        return reply
+
+    on = grid(quadratics(2), fault=listen)
+    result = Hooked(local=local(), fraction_evaluate=0.0).start(on, to_record(START), 3)
+    assert [speed for speed in seen if speed] == [1.0, 1.0, 0.5, 0.5, 1 / 3, 1 / 3]
+    assert [row["mine"] for row in result.train_metrics_clientapp.values()] == [1, 2, 3]
+    assert [row["mine"] for row in result.evaluate_metrics_clientapp.values()] == [-1, -2, -3]
+    np.testing.assert_array_equal(to_vector(result.arrays), START)
+
+
+def test_hooks_that_a_round_does_not_call_are_refused() -> None:
+    strategy = Hooked(local=local(), pace=Buffered(size=1), clock=Clock())
+    with pytest.raises(ValueError, match="does not call the configure_train of Hooked"):
+        strategy.start(grid(quadratics(2)), to_record(START), 1)

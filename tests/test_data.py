@@ -429,10 +429,18 @@ def test_a_folder_that_is_no_data_set_is_refused_with_what_it_lacks(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("label", "message"),
-    [(-1, "has labels < 0"), (None, "lacks labels"), (2, None), (7.0, None), (True, None)],
+    [
+        (-1, "has labels < 0"),
+        (None, "lacks labels"),
+        (2, None),
+        (7.0, None),
+        (True, None),
+        (0.5, "labels must be whole numbers, got double such as"),
+        ("cat", "must be numbers of classes, got texts such as 'cat'; class_encode_column"),
+    ],
 )
-def test_labels_must_be_there(label: float | None, message: str | None, tmp_path: Path) -> None:
-    first = False if label is True else 0
+def test_labels_must_be_there(label: Any, message: str | None, tmp_path: Path) -> None:
+    first = label if isinstance(label, str) else False if label is True else 0
     made = datasets.Dataset.from_dict({"image": encoded(GREY[:2]), "label": [first, label]})
     made = made.cast_column("image", datasets.Image())
     for split in ("train", "test"):

@@ -14,7 +14,7 @@ from cryptography import x509
 
 from simulations.lab.superlink import ROOT
 
-pytestmark = pytest.mark.xdist_group("engine")  # one at a time: each takes all cores
+pytestmark = pytest.mark.xdist_group("deployment")  # one at a time
 
 
 def commands() -> dict[str, str]:

@@ -209,6 +209,59 @@ def test_every_solver_trains_what_views_as_what_reshapes(solver: str) -> None:
     assert np.linalg.norm(found - expected) <= 1e-11 * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("of", [torch.bool, torch.complex128, torch.int8])
+def test_inputs_reach_the_module_as_they_are_but_small_integers_as_int64(of: torch.dtype) -> None:
+    seen: list[Tensor] = []
+
+    class Seeing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(x)
+            return super().forward((x != 0).to(self.weight.dtype))
+
+    x = torch.arange(SAMPLES * 6).reshape(SAMPLES, 6).remainder(3).to(of)
+    model = FlatModel(Seeing(6, CLASSES).double())
+    Problem(model, cross_entropy, x, torch.zeros(SAMPLES, dtype=torch.int64)).evaluate()
+    assert torch.equal(seen[0], x)
+    assert seen[0].dtype == (torch.int64 if of == torch.int8 else of)
+
+
+def test_one_image_updates_batchnorm_and_frozen_statistics_stay() -> None:
+    class Frozen(nn.BatchNorm2d):
+        def train(self, mode: bool = True) -> Frozen:
+            return super().train(False)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Convolved(nn.Sequential(nn.BatchNorm2d(2), Frozen(2)), 72)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    model, twin = made(Both, torch.float64)
+    problem = Problem(model, cross_entropy, *IDIOMS["view"].samples(4))  # batches of 3 and of 1
+    expected = trained_by_torch(twin, problem)
+    solve(problem, model.vector.clone(), Subproblem(), SETTINGS, stream(0, "t"))
+    assert_close(model.module.state_dict(), expected, WITHIN[torch.float64])
+    counts = [b for name, b in model.module.named_buffers() if name.endswith("tracked")]
+    assert [int(count) for count in counts] == [4, 0]
+
+
+def test_a_replaced_buffer_of_another_shape_is_refused() -> None:
+    class Growing(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, CLASSES)
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = torch.cat([self.seen, self.seen])
+            return super().forward(x)
+
+    problem = Problem(FlatModel(Growing()), cross_entropy, *IDIOMS["averaged"].samples(4))
+    with pytest.raises(ValueError, match=r"the buffer 'seen' \(2,\), it was \(1,\)"):
+        problem.full_gradient()
+
+
 def test_a_module_that_was_pickled_needs_what_it_needed() -> None:
     model, _ = made(Quickstart, torch.float64)
     x, _ = IDIOMS["quickstart"].samples(2)

@@ -169,8 +169,14 @@ def test_no_piece_of_a_large_batch_is_a_single_example(
     log_once.cache_clear()
 
 
+def one_value_per_channel() -> Problem:
+    """Return a problem of one image, of which BatchNorm gets one value per channel."""
+    large = net_problem(1)
+    return Problem(large.model, cross_entropy, large.inputs[:, :, :3, :3], large.targets)
+
+
 def test_one_example_meets_batchnorm_in_its_running_statistics() -> None:
-    problem = net_problem(1)
+    problem = one_value_per_channel()
     problem.model.module.norm.running_mean.fill_(0.3)
     twin = copy.deepcopy(problem.model.module)
     twin.train()
@@ -441,7 +447,7 @@ def test_pieces_of_a_large_batch_add_up_to_its_hessian(monkeypatch: pytest.Monke
 
 
 def test_one_sample_has_a_hessian_with_batchnorm() -> None:
-    problem = net_problem(1)
+    problem = one_value_per_channel()
     problem.model.module.train()
     v = torch.ones_like(problem.model.vector)
     assert torch.isfinite(problem.hessian_product(problem.inputs, problem.targets, v)).all()

@@ -169,11 +169,10 @@ def test_the_invariant_holds_in_float32_with_mini_batches_and_lost_replies() -> 
     assert gap(strategy, federation) < used * 200 * 2**-24 / 6
 
 
-@pytest.mark.slow
 def test_a_client_that_joins_later_has_c_zero_and_counts_in_the_mean() -> None:
     federation = grid(quadratics(4))
     absent = federation.contexts.pop(NODES[3])
-    strategy = one()
+    strategy = one(node_wait=0.1)
     theta = train(strategy, federation, 3)
     three = control(strategy)
     assert gap(strategy, federation) < 1e-12

@@ -9,11 +9,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fl_strategies.core.schedules import require
 
 CHANNELS = (1, 3, 4)
 """Of images: grey, red-green-blue, and with transparency."""
+OF_NUMBERS = (
+    functional.mse_loss,
+    functional.l1_loss,
+    functional.smooth_l1_loss,
+    functional.huber_loss,
+    functional.binary_cross_entropy,
+    functional.binary_cross_entropy_with_logits,
+)
+MODULES_OF_NUMBERS = (
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+    nn.BCELoss,
+    nn.BCEWithLogitsLoss,
+)
+"""PyTorch's losses that compare targets with outputs: targets are no classes."""
 
 
 def check_module(module: object) -> None:
@@ -69,6 +87,21 @@ def in_targets(outputs: Any, targets: Tensor) -> str:
             f" outputs, for the classes 0 to {classes - 1}"
         )
     return ""
+
+
+def of_numbers(loss: object) -> bool:
+    """Return whether the loss is one of PyTorch's that compare targets with outputs."""
+    return isinstance(loss, MODULES_OF_NUMBERS) or any(one is loss for one in OF_NUMBERS)
+
+
+def in_shapes(outputs: Any, targets: Tensor, loss: object) -> str:
+    """Return the mistake in ``targets`` that a loss would not notice; "" for none."""
+    if not isinstance(outputs, Tensor) or outputs.shape == targets.shape or not of_numbers(loss):
+        return ""
+    shapes = f"targets have shape {[*targets.shape]}, and the model's outputs {[*outputs.shape]}"
+    if outputs.numel() != targets.numel():
+        return f"{shapes}: they must have one shape"
+    return f"{shapes}: targets.reshape({', '.join(map(str, (-1, *outputs.shape[1:])))})"
 
 
 def in_loss(loss: Any, *, trains: bool) -> str:

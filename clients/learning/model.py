@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from clients.learning.arrays import copy_into, numpy_type, to_host, to_numpy
 from clients.learning.contiguous import contiguous_where_needed
 from clients.learning.mistakes import check_module
+from clients.learning.replay import Places
 from clients.learning.sharing import Patterns, split
 from fl_strategies.core.layout import Layout
 from fl_strategies.core.schedules import require
@@ -136,6 +137,8 @@ class FlatModel:
         self.buffers, self.kept = roles.buffers, roles.kept
         self._all = {name: tensor.detach() for name, tensor in tensors.items()}
         self._tensors = {name: self._all[name] for name in self.names}
+        views = dict(zip(self._parameters, self._values, strict=True))
+        self.places = Places(self.module, views, self._all)
         self._first = {name: to_numpy(self._all[name]).copy() for name in self.kept}
         self.layout = Layout(
             {name: tuple(tensor.shape) for name, tensor in self._tensors.items()},
@@ -148,11 +151,8 @@ class FlatModel:
             ),
             {name: digest(to_numpy(self._all[name])) for name in roles.frozen},
         )
-        self.layout_options = {
-            "buffers": self.buffers,
-            "ties": self.layout.ties,
-            "frozen": self.layout.frozen,
-        }
+        of = self.layout
+        self.layout_options = {"buffers": self.buffers, "ties": of.ties, "frozen": of.frozen}
 
     def __reduce__(self) -> Any:  # a copy's parameters are views of its own vector
         return partial(type(self), **self._given), (self.module,), {"_first": self._first}
@@ -208,6 +208,7 @@ class FlatModel:
                     f"arrays {first!r} and {other!r} are one tied parameter of the client's model,"
                     " and two that differ were received"
                 )
+        self.places.take_in()
         copy_into([self._tensors[name] for name in received], [*received.values()])
         return self.vector.clone()
 

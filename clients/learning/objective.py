@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from clients.learning import passes
 from clients.learning.drawn import NoFixedSamples
-from clients.learning.mistakes import in_loss, in_targets
+from clients.learning.mistakes import in_loss, in_shapes, in_targets
 from clients.learning.model import FlatModel
 from clients.learning.passes import (
     Batch,
@@ -23,8 +23,8 @@ from clients.learning.passes import (
     called,
     even_pieces,
     ignored_by,
-    in_evaluation_mode,
     judged,
+    of_one_value,
     right_of_each,
     second_derivative,
     twice_differentiable,
@@ -151,6 +151,8 @@ class Objective(abc.ABC):
     def forward(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, Any]:
         """Return the mean loss on a batch, without penalty, and the outputs."""
         outputs = self.outputs(inputs)
+        if mistake := in_shapes(outputs, targets, self.loss):
+            raise ValueError(mistake)
         try:
             loss = self.loss(outputs, targets)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
@@ -177,9 +179,10 @@ class Objective(abc.ABC):
     def gradient(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Put f's gradient on a batch into ``model.gradient``; return loss and outputs, detached.
 
-        On a batch of one sample, which has no variance, BatchNorm layers use their running
-        statistics. Batches above ``CHUNK`` samples go through the model in pieces, each of which
-        BatchNorm normalises by itself. The module must be in training mode.
+        On a batch of one sample, BatchNorm layers that get one value per channel, which has no
+        variance, use their running statistics. Batches above ``CHUNK`` samples go through the model
+        in pieces, each of which BatchNorm normalises by itself. The module must be in training
+        mode.
         """
         loss, outputs = self._backward(inputs, targets)
         self.model.collect_gradients()
@@ -227,6 +230,7 @@ class Objective(abc.ABC):
                 return backward_in_pieces(self, inputs, targets)
             value, outputs = self.forward(inputs, targets)
             torch.autograd.backward(value)
+        self.model.places.take_in()
         return value.detach(), judged(outputs, targets).detach()
 
     def hessian_product(self, inputs: Inputs, targets: Tensor, v: Tensor) -> Tensor:
@@ -297,10 +301,10 @@ class Objective(abc.ABC):
         return Metrics(mean, accuracy, numbers_of(self.metrics, pieces))
 
     def _normalising(self, samples: int) -> AbstractContextManager[None]:
-        """Let BatchNorm use its running statistics where a batch has a single sample."""
+        """Let BatchNorm use its running statistics on a sample with one value per channel."""
         if samples > 1 or not self.batch_norms:
             return nullcontext()
-        return in_evaluation_mode(self.batch_norms)
+        return of_one_value(self.batch_norms)
 
 
 class OneBatch(Objective):

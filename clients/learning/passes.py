@@ -21,6 +21,8 @@ Batch: TypeAlias = tuple[Inputs, Tensor]
 
 CHUNK = 1000
 """Samples per pass when the gradient of a whole data set is computed."""
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
+"""Types of inputs that the module gets as int64."""
 TESTED = 250
 """Samples per forward pass without a gradient: on a CPU more are slower, and need more memory."""
 IGNORED = -100
@@ -59,7 +61,7 @@ def called(module: Callable[..., Any], inputs: Inputs) -> Any:
     """Return the outputs of ``module`` on ``inputs``; it gets integer inputs as int64."""
     if isinstance(inputs, Tensor):
         try:
-            outputs = module(inputs if inputs.is_floating_point() else inputs.long())
+            outputs = module(_as_called(inputs))
         except RuntimeError as error:
             if mistake := in_inputs(inputs, error):
                 raise ValueError(mistake) from error
@@ -68,28 +70,31 @@ def called(module: Callable[..., Any], inputs: Inputs) -> Any:
         outputs = module(**{name: _as_called(value) for name, value in inputs.items()})
     else:
         outputs = module(*(_as_called(value) for value in inputs))
-    return getattr(outputs, "logits", outputs)
+    drawn_from = isinstance(outputs, torch.distributions.Distribution)
+    return outputs if drawn_from else getattr(outputs, "logits", outputs)
 
 
 def _as_called(value: Any) -> Any:
-    integer = isinstance(value, Tensor) and value.dtype in (torch.uint8, torch.int16, torch.int32)
+    integer = isinstance(value, Tensor) and value.dtype in INTEGERS
     return value.long() if integer else value
 
 
 def even_pieces(inputs: Inputs, targets: Tensor) -> Iterator[Batch]:
     """Yield a batch in pieces of equal size, at most ``CHUNK`` samples each.
 
-    So no piece has a single sample, which BatchNorm cannot normalise.
+    So no piece has a single sample, which BatchNorm cannot normalise. A batch whose inputs are not
+    all tensors with a row per target, such as a graph's edges, stays whole.
     """
+    alone, named = isinstance(inputs, Tensor), isinstance(inputs, Mapping)
+    values = [inputs] if alone else [*(inputs.values() if named else inputs)]
+    rows = (isinstance(v, Tensor) and v.dim() > 0 and len(v) == len(targets) for v in values)
     count = math.ceil(len(targets) / CHUNK)
-    parts = targets.tensor_split(count)
-    if isinstance(inputs, Tensor):
-        yield from zip(inputs.tensor_split(count), parts, strict=True)
+    if count == 1 or not all(rows):
+        yield inputs, targets
         return
-    named = isinstance(inputs, Mapping)
-    split = [value.tensor_split(count) for value in (inputs.values() if named else inputs)]
-    for piece, y in zip(zip(*split, strict=True), parts, strict=True):
-        yield (dict(zip(inputs, piece, strict=True)) if named else piece), y
+    split = zip(*(value.tensor_split(count) for value in values), strict=True)
+    for piece, y in zip(split, targets.tensor_split(count), strict=True):
+        yield (piece[0] if alone else dict(zip(inputs, piece, strict=True)) if named else piece), y
 
 
 def second_derivative(model: FlatModel, value: Tensor, v: Tensor) -> Tensor:
@@ -131,12 +136,19 @@ def twice_differentiable(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def in_evaluation_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Put the modules, which are in training mode, into evaluation mode inside."""
-    for module in modules:
-        module.eval()
+def of_one_value(batch_norms: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, a BatchNorm that gets one value per channel uses its running statistics."""
+    switched: list[nn.Module] = []
+
+    def choose(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if norm.training and inputs[0].numel() == inputs[0].shape[1]:
+            switched.append(norm.eval())
+
+    hooks = [norm.register_forward_pre_hook(choose) for norm in batch_norms]
     try:
         yield
     finally:
-        for module in modules:
-            module.train()
+        for hook in hooks:
+            hook.remove()
+        for norm in switched:
+            norm.train()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from clients.learning.model import FlatModel
@@ -22,6 +22,7 @@ from clients.learning.samples import (
     check_one_input,
     check_targets,
 )
+from fl_strategies.core.layout import few
 from fl_strategies.core.log import log_once
 from fl_strategies.core.schedules import require
 from fl_strategies.core.spelling import hinted
@@ -177,6 +178,12 @@ def check_made_of(model: object, loss: object) -> None:
     if isinstance(loss, type):
         raise ValueError(f"loss must be a function, got a class: {loss.__name__}() makes one")
     require(callable(loss), "loss", "a function loss(outputs, targets)", loss)
+    parameters = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    if own := [name for name, parameter in parameters if parameter.requires_grad]:
+        raise ValueError(
+            f"loss has parameters that no client would train, {few(own)}: make them part of the"
+            " module, or freeze them by loss.requires_grad_(False)"
+        )
 
 
 def _indices(rows: Any, samples: int) -> Tensor:

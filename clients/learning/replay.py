@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -56,32 +56,81 @@ def seed_generators(seed: int, device: torch.device) -> None:
         torch.manual_seed(seed)
 
 
+class Buffers:
+    """A module's buffers, which a pass may change, or replace by other tensors."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._held = [
+            (part._buffers, name, buffer, buffer.clone())
+            for part in module.modules()
+            for name, buffer in part._buffers.items()
+            if buffer is not None
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put them back as they were when this was made."""
+        for buffers, name, buffer, value in self._held:
+            buffer.copy_(value)
+            buffers[name] = buffer
+
+
+class Places:
+    """Where a module has its values: a forward pass may put others there.
+
+    So do ``self.weight.data = ...`` and ``self.mean = 0.9 * self.mean + ...``.
+    """
+
+    def __init__(
+        self, module: nn.Module, views: Mapping[nn.Parameter, Tensor], tensors: Mapping[str, Tensor]
+    ) -> None:
+        self._views = views
+        self._buffers = [
+            (part._buffers, name, own)
+            for at, part in module.named_modules()
+            for name, _ in part._buffers.items()
+            if (own := tensors.get(f"{at}.{name}" if at else name)) is not None
+        ]
+
+    @torch.no_grad()
+    def take_in(self) -> None:
+        """Take in values that lie elsewhere; raise ``ValueError`` for a buffer of another shape."""
+        for parameter, view in self._views.items():
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter)
+                parameter.data = view
+        for buffers, name, own in self._buffers:
+            new = buffers[name]
+            if new is not None and new.data_ptr() != own.data_ptr():
+                if new.shape != own.shape:
+                    was, got = tuple(own.shape), tuple(new.shape)
+                    raise ValueError(f"a forward pass made the buffer {name!r} {got}, it was {was}")
+                own.copy_(new)
+                buffers[name] = own
+
+
 class Before:
     """What a pass may change: the states of torch's generators, and a module's buffers."""
 
     def __init__(self, module: nn.Module) -> None:
         self._generators = Generators.of(module.parameters())
-        self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        self._buffers = Buffers(module)
 
     def restore(self) -> None:
         """Put them back as they were when this was made."""
         self._generators.restore()
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
+        self._buffers.restore()
 
 
 @contextmanager
 def kept_buffers(module: nn.Module | None) -> Iterator[None]:
     """Undo changes made inside to the module's buffers (running statistics, counters)."""
-    buffers = [] if module is None else list(module.buffers())
-    before = [buffer.clone() for buffer in buffers]
+    before = None if module is None else Buffers(module)
     try:
         yield
     finally:
-        with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
+        if before is not None:
+            before.restore()
 
 
 @contextmanager

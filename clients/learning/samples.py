@@ -15,10 +15,12 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.data import DataLoader
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
+from clients.learning.mistakes import of_numbers
 from clients.learning.passes import TESTED, Inputs
+from fl_strategies.core.log import log_once
 from fl_strategies.core.schedules import require
 
 T = TypeVar("T")
@@ -27,24 +29,6 @@ TARGETS = ("label", "labels", "target", "targets", "y")
 """Keys of a mapping that may be its targets."""
 
 AUTOENCODER = "an autoencoder has its inputs as targets, too"
-
-OF_NUMBERS = (
-    functional.mse_loss,
-    functional.l1_loss,
-    functional.smooth_l1_loss,
-    functional.huber_loss,
-    functional.binary_cross_entropy,
-    functional.binary_cross_entropy_with_logits,
-)
-MODULES_OF_NUMBERS = (
-    nn.MSELoss,
-    nn.L1Loss,
-    nn.SmoothL1Loss,
-    nn.HuberLoss,
-    nn.BCELoss,
-    nn.BCEWithLogitsLoss,
-)
-"""PyTorch's losses that compare targets with outputs: targets are no classes."""
 
 
 def as_tensor(name: str, value: Any) -> Tensor:
@@ -79,8 +63,7 @@ def as_targets(targets: Any, loss: object, like: Tensor) -> Tensor:
     compares with outputs, get the type of ``like``.
     """
     tensor = as_tensor("targets", targets)
-    numbers = tensor.is_floating_point() or any(one is loss for one in OF_NUMBERS)
-    numbers = numbers or isinstance(loss, MODULES_OF_NUMBERS)
+    numbers = tensor.is_floating_point() or of_numbers(loss)
     return tensor.to(like.device, like.dtype if numbers else torch.int64)
 
 
@@ -221,6 +204,11 @@ def all_samples(data: Any, target: str | None, module: nn.Module) -> tuple[Tenso
             data if isinstance(data, DataLoader) else DataLoader(formatted(data), TESTED)
         )
         batches = fetching(lambda: of_loader(0, loader).during(lambda: [*loader]))
+        if drawn := drawn_by(loader):
+            log_once(
+                f"a Problem reads its samples once, and what {' and '.join(drawn)} draws is the"
+                " same in all rounds: a StreamedProblem reads them anew in each epoch"
+            )
     else:
         raise ValueError(
             "data must be a Dataset with a length, a DataLoader, or inputs with targets, got a"
@@ -234,6 +222,20 @@ def all_samples(data: Any, target: str | None, module: nn.Module) -> tuple[Tenso
         inputs.append(value)
         targets.append(y)
     return _joined("inputs", inputs), _joined("targets", targets)
+
+
+def drawn_by(loader: DataLoader[Any]) -> list[str]:
+    """Return what would give other samples in another pass over ``loader``."""
+    sampler, data = loader.sampler, loader.dataset
+    drawn = ["drop_last"] * loader.drop_last
+    if type(sampler) not in (SequentialSampler, RandomSampler) and hasattr(sampler, "__len__"):
+        drawn.append(f"the {type(sampler).__name__}")
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and len(data):
+        pair = fetching(lambda: Randomness(0).during(lambda: (data[0], data[0])))
+        one, two = ([x for x in tree_leaves(item) if isinstance(x, Tensor)] for item in pair)
+        if not all(map(torch.equal, one, two)):
+            drawn.append("the Dataset")
+    return drawn
 
 
 def _with_tensors(arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,7 +60,8 @@ class StreamedProblem(Objective):
         them itself: ``batch-size`` must be the DataLoader's. A Hugging Face Dataset without a
         format gets that of tensors, unless ``collate`` is given.
     samples : int, optional
-        The number of samples, which is the client's weight; needed where the data have no length.
+        The number of samples, which is the client's weight; by default those that the DataLoader's
+        sampler takes in an epoch. Needed where the data have no length.
     target : str, optional
         Key of the targets, where a batch is a mapping; by default the only one of ``label``,
         ``labels``, ``target``, ``targets`` and ``y`` that it has.
@@ -107,7 +108,8 @@ class StreamedProblem(Objective):
         if samples is None:
             if not hasattr(of, "__len__"):
                 raise ValueError(f"samples must be given: a {type(of).__name__} has no length")
-            samples = len(of)
+            sampler: Any = getattr(data, "sampler", None)  # of a subset, or of so many draws
+            samples = len(sampler if hasattr(sampler, "__len__") else of)
         if samples < 1:
             raise ValueError(
                 f"a problem needs a sample at least, got {samples}: of a client without test"

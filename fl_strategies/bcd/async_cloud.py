@@ -46,6 +46,7 @@ from fl_strategies.core.vectors import Vector
 from fl_strategies.messages.wire import decode
 from fl_strategies.server.algorithm import Next
 from fl_strategies.server.enough import check_enough, clients_needed
+from fl_strategies.server.pacing import check_hooks
 from fl_strategies.server.phases import Phase, Phases, as_one_phase
 from fl_strategies.server.replies import content_as
 
@@ -196,7 +197,11 @@ class AsyncCloudStrategy(CloudStrategy):
 
     # ---- a round ------------------------------------------------------------------------------
 
-    def train_round(self, grid: Grid, timeout: float, config: ConfigRecord) -> ArrayRecord | None:
+    def train_round(
+        self, arrays: ArrayRecord, grid: Grid, timeout: float, config: ConfigRecord
+    ) -> ArrayRecord | None:
+        check_hooks(self)
+        self.load(arrays)
         phases, number = self.phases, self.run.number
         if self.run.round == self.run.first:
             phases = self.phases = Phases(started=time.monotonic() - self.state.seconds)

@@ -76,7 +76,8 @@ class _Lines:
             json.dumps({"round": server_round, **{n: finite(v) for n, v in row.items()}}) + "\n"
             for row in rows
         ]
-        with naming(self.path), self.path.open(self._mode) as file:
+        mode = "w" if server_round == 1 else self._mode  # another run begins
+        with naming(self.path), self.path.open(mode) as file:
             file.write("".join(lines))
         self._mode = "a"
 
@@ -115,6 +116,8 @@ class BestModel:
         self.best_round = 0
 
     def __call__(self, info: RoundInfo) -> None:
+        if info.server_round == 1:  # another run begins
+            self.best, self.best_round = None, 0
         if self._better(info.server_round, self.watched.value(info.metrics, info.tested)):
             write_atomically(self.path, model_bytes(info.arrays))
 
@@ -164,6 +167,8 @@ class EarlyStop:
         self._stale = 0
 
     def __call__(self, info: RoundInfo) -> bool:
+        if info.server_round == 1:  # another run begins
+            self._best, self._stale = -float("inf"), 0
         return self._ends(self.watched.value(info.metrics, info.tested))
 
     def recall(self, rows: Rows) -> None:

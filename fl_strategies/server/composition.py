@@ -8,14 +8,16 @@ is wrong is refused, with a reason, before any reply counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from logging import WARNING
 from typing import Literal, TypeAlias
 
 import numpy as np
 from flwr.app import ConfigRecord
 
 from fl_strategies.core.layout import Layout, few
+from fl_strategies.core.log import log
 from fl_strategies.core.records import BadReply, Reply, Round
 from fl_strategies.messages.wire import checksum
 
@@ -153,11 +155,15 @@ def check_clipped(reply: Reply, caller: Caller, bound: float, round: Round) -> N
         )
 
 
-def unequal(shares: Collection[float]) -> str:
-    """Return a warning of unequal weights under a wrapper, whose noise assumes equal ones."""
-    if max(shares) <= UNEQUAL * min(shares):
-        return ""
-    return (
-        f"averages with weights from {min(shares):.3g} to {max(shares):.3g}, where a wrapper's"
-        ' noise counts on equal ones: weights="uniform" gives these'
-    )
+def warn_of_unequal(clients: Mapping[int, Mapping[str, float]], number: int) -> None:
+    """Warn of unequal weights under a wrapper, whose noise assumes equal ones."""
+    shares = [row["weight-share"] for row in clients.values()]
+    if max(shares) > UNEQUAL * min(shares):
+        log(
+            WARNING,
+            "round %d averages with weights from %.3g to %.3g, where a wrapper's noise counts on"
+            ' equal ones: weights="uniform" gives these',
+            number,
+            min(shares),
+            max(shares),
+        )

@@ -73,12 +73,12 @@ def run_rounds(
         run.first = run.round + 1
         while run.round < run.num_rounds and not stopped:
             run.round += 1
-            strategy.load(arrays)
-            new = strategy.train_round(grid, timeout, train_config)
+            new = strategy.train_round(arrays, grid, timeout, train_config)
             arrays = arrays if new is None else new
             evaluated = strategy.configure_evaluate(run.round, arrays, evaluate_config, grid)
             replies = grid.send_and_receive(evaluated, timeout=timeout)
-            strategy.aggregate_evaluate(run.round, replies)
+            if (metrics := strategy.aggregate_evaluate(run.round, replies)) is not None:
+                run.result.evaluate_metrics_clientapp[run.number] = metrics
             _evaluate(strategy, arrays, evaluate_fn)
             stopped = close_round(strategy, arrays)
         if (skipped := run.result.skipped) and skipped == [*run.numbers]:

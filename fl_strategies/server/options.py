@@ -87,7 +87,10 @@ class Options(Declared):
         default=1, about="Fewest clients connected before a round starts.", integer=True, low=1
     )
     weighted_by_key: str = option(
-        default="num-examples", type_name="str", about="As in Flower.", accepts=is_text
+        default="num-examples",
+        type_name="str",
+        about="As in Flower, from 1 to 10^9.",
+        accepts=is_text,
     )
     arrayrecord_key: str = option(
         default="arrays", type_name="str", about="As in Flower.", accepts=is_text
@@ -110,7 +113,7 @@ class Options(Declared):
     )
     seed: int = number(
         default=0,
-        about="Fixes client sampling and, through the requests, all randomness of our clients.",
+        about="Fixes client sampling, our clients' mini-batches, and what torch draws there.",
         integer=True,
         low=0,
         high=2**63 - 1,  # more does not fit into a message

@@ -21,6 +21,7 @@ from fl_strategies.server.enough import clients_needed
 from fl_strategies.server.model import Model
 from fl_strategies.server.phases import Phase, Phases, as_one_phase
 from fl_strategies.server.replies import content_as
+from fl_strategies.server.stages import described
 from fl_strategies.server.timing import CLOCK, PACE, AtWork, ends_after, wanted_replies
 
 if TYPE_CHECKING:
@@ -49,14 +50,22 @@ def waits_for_all(algorithm: Algorithm) -> bool:
     return pace is None or (pace.order == "virtual" and not isinstance(pace, Buffered))
 
 
+def check_hooks(strategy: FederatedStrategy) -> None:
+    """Raise ``ValueError`` for hooks of Flower's that only a round which waits for all calls."""
+    for name in ("configure_train", "aggregate_train"):
+        if not getattr(type(strategy), name).__module__.startswith("fl_strategies."):
+            raise ValueError(
+                f"{described(strategy)} does not call the {name} of {type(strategy).__name__}:"
+                " only a round that waits for all replies does"
+            )
+
+
 def asked_and_replies(
     strategy: FederatedStrategy, grid: Grid, timeout: float, config: ConfigRecord
 ) -> tuple[Asked, list[Message]]:
-    """Return the round's phase, and its replies: those that its pace waits for, or all."""
+    """Return the round's phase, and the replies that its pace waits for."""
+    check_hooks(strategy)
     pace = strategy.pace
-    if waits_for_all(strategy):
-        asked = strategy.ask(config, grid)
-        return asked, list(grid.send_and_receive(asked.messages, timeout=timeout))
     begins = strategy.run.round == strategy.run.first
     if begins:
         strategy.phases = Phases(started=time.monotonic())

@@ -20,10 +20,19 @@ from fl_strategies.core.schedules import shown
 from fl_strategies.core.vectors import finite
 from fl_strategies.server.returned import checked_info
 from fl_strategies.server.run import fields_of
-from fl_strategies.server.stages import States, aged, as_moved, merged, stepped, with_mean
+from fl_strategies.server.stages import (
+    States,
+    aged,
+    as_moved,
+    merged,
+    stepped,
+    weights_of,
+    with_mean,
+)
 
 if TYPE_CHECKING:
     from fl_strategies.server.algorithm import Algorithm
+    from fl_strategies.server.reading import Read
 
 
 class Outcome(NamedTuple):
@@ -109,13 +118,14 @@ def _unusable(model: Arrays, state: Any, layout: Layout) -> str:
 
 
 def shares(
-    weights: Mapping[int, float], rows: Mapping[int, Mapping[str, float]]
+    algorithm: Algorithm, read: Read
 ) -> tuple[dict[int, dict[str, float]], dict[str, float]]:
-    """Return ``rows`` with each client's share of the samples and of the next global model.
+    """Return clients' numbers with each one's share of the samples and of the next global model.
 
-    ``rows`` are clients' numbers, ``samples`` among them, ``weights`` their weights in the rule.
     Also returns both shares of the clients with the fewest and the most samples, as metrics.
     """
+    rows, given = read.rows, weights_of(algorithm, read.round, read.uploads)
+    weights = {u.client: w for u, w in zip(read.uploads, given, strict=True)}
     total, samples = sum(weights.values()), sum(row["samples"] for row in rows.values())
     shared = {
         client: {

@@ -36,7 +36,7 @@ from fl_strategies.server.composition import (
     check_trained,
     check_wrapper,
     told_bound,
-    unequal,
+    warn_of_unequal,
 )
 from fl_strategies.server.declared import check_built
 from fl_strategies.server.enough import check_enough, clients_needed
@@ -44,10 +44,10 @@ from fl_strategies.server.loop import EvaluateFn, run_rounds
 from fl_strategies.server.model import Model, decoded
 from fl_strategies.server.nodes import Nodes
 from fl_strategies.server.options import Options
-from fl_strategies.server.pacing import asked_and_replies
+from fl_strategies.server.pacing import asked_and_replies, waits_for_all
 from fl_strategies.server.patience import Patience
 from fl_strategies.server.phases import Phases
-from fl_strategies.server.reading import Read, Reader
+from fl_strategies.server.reading import Reader
 from fl_strategies.server.round import next_model, shares
 from fl_strategies.server.run import Result, Run
 from fl_strategies.server.sending import Sender
@@ -165,9 +165,16 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         self.parts = stages.begin(self, self.parts, round.theta)
         run.roles = Roles.of(layout)
 
-    def train_round(self, grid: Grid, timeout: float, config: ConfigRecord) -> ArrayRecord | None:
+    def train_round(
+        self, arrays: ArrayRecord, grid: Grid, timeout: float, config: ConfigRecord
+    ) -> ArrayRecord | None:
         """Have clients train, and return the next global model; None if the round is skipped."""
-        return self.use(*asked_and_replies(self, grid, timeout, config))[0]
+        if not waits_for_all(self):
+            self.load(arrays)
+            return self.use(*asked_and_replies(self, grid, timeout, config))[0]
+        requests = self.configure_train(self.run.round, arrays, config, grid)
+        replies = grid.send_and_receive(requests, timeout=timeout)
+        return self.aggregate_train(self.run.round, replies)[0]
 
     # ---- a round ------------------------------------------------------------------------------
 
@@ -215,7 +222,10 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         metrics, number = read.metrics, asked.round.number
         if outcome.model is not None:
             self.ledger.record_used(read.uploads)
-            metrics.update(self._shares(read))
+            run.clients, ends = shares(self, read)
+            metrics.update(ends)
+            if self.caller.wrapped:
+                warn_of_unequal(run.clients, number)
         else:
             metrics[SKIPPED] = 1
             why = outcome.skipped
@@ -227,16 +237,6 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         if outcome.model is None:
             return None, metrics
         return self.opened_model.record_with(outcome.model), metrics
-
-    def _shares(self, read: Read) -> dict[str, float]:
-        """Note each client's share of the samples and of the next global model."""
-        weights = stages.weights_of(self, read.round, read.uploads)
-        by_client = {u.client: w for u, w in zip(read.uploads, weights, strict=True)}
-        self.run.clients, ends = shares(by_client, read.rows)
-        given = [row["weight-share"] for row in self.run.clients.values()]
-        if self.caller.wrapped and (warning := unequal(given)):
-            log(WARNING, "round %d %s", read.round.number, warning)
-        return ends
 
     # ---- what Flower's wrappers and servers call ----------------------------------------------
 

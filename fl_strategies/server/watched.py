@@ -47,12 +47,15 @@ def choose(kind: str, names: Collection[str]) -> list[str]:
 class Watched:
     """The ``metric`` that ``who`` watches; None is the run's metric of this ``kind``.
 
-    ``kind`` is "accuracy" or "loss". Raises ``ValueError`` for a metric that is not a text.
+    ``kind`` is "accuracy" or "loss". Raises ``ValueError`` for a metric that is not a text,
+    and for an "accuracy" that is a loss.
     """
 
     def __init__(self, who: str, metric: str | None, kind: str) -> None:
         named = metric is None or isinstance(metric, str)
         require(named, "metric", "the name of a metric, or None", metric)
+        if metric and kind == "accuracy" and metric.endswith("loss"):
+            raise ValueError(f"{who}: the smaller {metric!r} is the better one: give smaller=True")
         self.who, self.kind, self.metric, self._found = who, kind, metric, False
 
     def value(self, metrics: Mapping[str, float], tested: Collection[str] = ()) -> float | None:

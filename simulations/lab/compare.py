@@ -46,7 +46,15 @@ from simulations.lab.report import write_report
 from simulations.lab.runs import ENGINES, STATES, finished, interrupted, makes_states, run_one
 from simulations.lab.superlink import check_one_machine
 from simulations.lab.tuners import TUNERS, Space, points, remark
-from simulations.lab.tuning import RULE, Search, spaces, tuning_markdown, tuning_rows
+from simulations.lab.tuning import (
+    GLOBAL,
+    OWN,
+    RULE,
+    Search,
+    spaces,
+    tuning_markdown,
+    tuning_rows,
+)
 from simulations.problems import draw_partition
 from simulations.rules import configs_for
 from simulations.tables import algorithm_row, curve, markdown, write_csv, write_table
@@ -64,6 +72,7 @@ class Comparison:
     trials : trials of each algorithm; 0: as many as the largest grid has points
     tuner : one of ``TUNERS``
     share : share in (0, 1) of each client's training samples that is held out for this choice
+    tune_by : ``"accuracy"`` of the global model, or ``"own-accuracy"`` of the personalized models
     engine : ``"in-process"`` or ``"ray"``
     workers : processes of a run in which clients train; 0: as many as ``ENGINES`` says
     verbose : leave Flower's log as it is, and show the rounds of the trials
@@ -86,6 +95,7 @@ class Comparison:
         trials: int = 0,
         tuner: str = "grid",
         share: float = 0.2,
+        tune_by: str = "accuracy",
         engine: str = "in-process",
         workers: int = 0,
         verbose: bool = False,
@@ -97,6 +107,8 @@ class Comparison:
             raise ValueError(f"tune-share must be > 0 and < 1, got {share}")
         if tune and any(config.validation for config in configs):
             raise ValueError("tune holds out training samples itself: leave out validation")
+        if tune_by == "own-accuracy" and not all(c.fraction_evaluate for c in configs):
+            raise ValueError("tune-by own-accuracy needs clients that test: fraction-evaluate > 0")
         self.configs = {config.rule: config for config in configs}
         self.folder, self.command, self.engine = folder, command, engine
         self.seeds = seeds or [configs[0].seed]
@@ -112,7 +124,7 @@ class Comparison:
             seeds=self.seeds,
             search=Search(
                 tuner, trials or max(len(points(space)) for space in rules.values()),
-                self.seeds[0], share,
+                self.seeds[0], share, own=tune_by == "own-accuracy",
             ),
         )  # fmt: skip
         for config in [*self.experiment.waiting(), *self.runs()]:
@@ -181,8 +193,9 @@ class Comparison:
         print(text, flush=True)
 
     def _rule(self) -> str:
-        tuner, trials, seed, share, _ = self.experiment.search
-        return RULE.format(tuner=tuner, trials=trials, seed=seed, share=100 * share)
+        tuner, trials, seed, share, own = self.experiment.search
+        score = OWN if own else GLOBAL
+        return RULE.format(tuner=tuner, trials=trials, seed=seed, share=100 * share, score=score)
 
     def _notes(self, ended: Sequence[str]) -> str:
         """Return notes for a reader of the table, with the runs that ``ended`` early."""
@@ -261,6 +274,11 @@ def main(
         " between the smallest and the largest",
     )
     parser.add_argument(
+        "--tune-by",
+        choices=("accuracy", "own-accuracy"),
+        help="choose by the global model (accuracy), or by the personalized models",
+    )
+    parser.add_argument(
         "--tune-share",
         type=float,
         help="share of each client's training samples held out for --tune (0.2)",
@@ -299,7 +317,7 @@ def main(
     for name, value in (("jobs", args.jobs), ("workers", args.workers), ("trials", args.trials)):
         if value is not None and value < 1:
             parser.error(f"--{name} must be >= 1, got {value}")
-    for name in ("trials", "tuner", "tune_share"):
+    for name in ("trials", "tuner", "tune_by", "tune_share"):
         if getattr(args, name) is not None and not args.tune:
             parser.error(f"--{name.replace('_', '-')} is for --tune")
     params = {text.partition("=")[0] for text in args.param}
@@ -326,6 +344,7 @@ def main(
             trials=args.trials or 0,
             tuner=args.tuner or "grid",
             share=0.2 if args.tune_share is None else args.tune_share,
+            tune_by=args.tune_by or "accuracy",
             engine=args.engine,
             workers=args.workers or 0,
             verbose=args.verbose,

@@ -204,12 +204,14 @@ def score(config: RunConfig, *, own: bool = False) -> float:
 
 # ---- its table ----------------------------------------------------------------------------------
 
+GLOBAL = "the mean accuracy on all held-out samples over the last fifth of the rounds"
+OWN = "the mean accuracy of the personalized models at the end, each on what its client holds out"
 RULE = (
     "Hyperparameters were tuned per algorithm on seed {seed} alone: {share:g} % of each client's"
-    " training samples were held out, and the score of a trial is the mean accuracy on all held-out"
-    " samples over the last fifth of the rounds. The highest score wins; among equal scores the"
-    " smaller value wins. No test data were used. The compared runs train on all training samples."
-    " Each algorithm had the same budget of {trials} trials, spent by {tuner}."
+    " training samples were held out, and the score of a trial is {score}. The highest score wins;"
+    " among equal scores the smaller value wins. No test data were used. The compared runs train on"
+    " all training samples. Each algorithm had the same budget of {trials} trials, spent by"
+    " {tuner}."
 )
 
 
