@@ -95,7 +95,9 @@ class RunConfig:
     clock: str = key("", f"part: one of {_parts('clock')}; as in `clock step=0.01 spread=0.5`")
     availability: str = key("", f"part: one of {_parts('availability')}; as in `markov on=8 off=4`")
     pace: str = key("", f"part: one of {_parts('pace')}; as in `buffered size=10 concurrency=50`")
-    dataset: str = key("digits", "short name, folder or Hub name, see `simulations.data`")
+    dataset: str = key(
+        "digits", "name, folder, Hub name or `module:function`, see `simulations.data`"
+    )
     dataset_params: str = key("", "options of the data set: `alpha=1 beta=1`")
     normalise: str = key("own", "image normalisation: `own`, `authors`, `none`")
     partition: str = key(
@@ -103,7 +105,7 @@ class RunConfig:
         f"{_names('simulations.partitions', KINDS)}; or a class of `flwr_datasets.partitioner`",
     )
     partition_params: str = key("", "options of the partition: `alpha=0.1`")
-    model: str = key("", _names("simulations.models", [*MODELS, *TEXT]))
+    model: str = key("", f"{_names('simulations.models', [*MODELS, *TEXT])}; or `module:function`")
     model_params: str = key("", "options of the model: `pretrained=false`")
     clients: int = key(100, "number of clients, on as many simulated SuperNodes or fewer", low=1)
     rounds: int = key(30, "number of rounds", low=1)

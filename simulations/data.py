@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from inspect import getfullargspec
 from pathlib import Path
@@ -53,11 +53,12 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from fl_strategies.core.randomness import stream
-from fl_strategies.core.schedules import shown
+from fl_strategies.core.schedules import require, shown
 from fl_strategies.core.spelling import unknown, unknown_of
 from simulations import hub, text
 from simulations.generated import BUILT_IN, Dataset, Inputs, Ints
 from simulations.images import PIXELS, Images, Scale, measured, scaled
+from simulations.own import own
 from simulations.partitions import check_count
 
 HUB = {
@@ -96,7 +97,8 @@ def load(name: str, *, normalise: str = "own", **options: Any) -> Dataset:
 
     Parameters
     ----------
-    name : a short name of this module's table, a folder, or a name on the Hub
+    name : a short name of this module's table, a folder, a name on the Hub, or "module:function"
+        of your own, which returns a :class:`Dataset`; its keyword-only arguments are the options
     normalise : for images: ``"own"``, the data set's published mean and standard deviation per
         channel (if none are published, those of the training images); ``"authors"``, those of
         FedADMM's code; ``"none"``, pixels in [0, 1]. Digits, synthetic data and text stay as they
@@ -115,7 +117,7 @@ def load(name: str, *, normalise: str = "own", **options: Any) -> Dataset:
     if normalise == "authors" and name not in AUTHORS:
         raise ValueError(f"normalise='authors' is for {', '.join(AUTHORS)} only, got {name!r}")
     key_values = tuple((key, type(options[key]), options[key]) for key in sorted(options))
-    if name not in BUILT_IN:
+    if _function(name) is None:
         return _stored(name, _find(name), normalise, key_values)
     _check_names(name, options, options_of(name))
     return _built_in(name, key_values)
@@ -123,8 +125,8 @@ def load(name: str, *, normalise: str = "own", **options: Any) -> Dataset:
 
 def options_of(name: str) -> list[str]:
     """Return the names of the options of data set ``name``, which is read if it is stored."""
-    if name in BUILT_IN:
-        return [key for key in getfullargspec(BUILT_IN[name]).kwonlyargs if key != "dtype"]
+    if (function := _function(name)) is not None:
+        return [key for key in getfullargspec(function).kwonlyargs if key != "dtype"]
     return _fitting(_table(name, _find(name), "train").column_names)
 
 
@@ -144,9 +146,20 @@ def _check_names(name: str, options: Mapping[str, Any], known: Sequence[str]) ->
         raise ValueError(f"data set {name!r} has no option {unknown_of(wrong, known)}")
 
 
+def _function(name: str) -> Callable[..., Dataset] | None:
+    return BUILT_IN.get(name) or own(name)
+
+
 @cache
 def _built_in(name: str, options: Given) -> Dataset:
-    return BUILT_IN[name](**{key: value for key, _, value in options})
+    function = _function(name)
+    assert function is not None
+    keywords_alone = not getfullargspec(function).args
+    require(keywords_alone, name, "a function of keyword-only arguments", function)
+    made = function(**{key: value for key, _, value in options})
+    wanted = "a function that returns a simulations.generated.Dataset"
+    require(isinstance(made, Dataset), name, wanted, made)
+    return made
 
 
 def _find(name: str) -> Path | None:

@@ -74,6 +74,7 @@ from torch.nn.functional import pad, relu
 from fl_strategies.core.schedules import check_flag, require
 from fl_strategies.core.spelling import unknown, unknown_of
 from simulations.hub import asked_briefly
+from simulations.own import own
 from simulations.text import DISTILBERT, transformers
 
 Shape: TypeAlias = tuple[int, ...]
@@ -97,8 +98,10 @@ def build(
 
     Parameters
     ----------
+    name : of this module's table, or "module:function" of your own: it gets shape and classes, and
+        of text the vocabulary; its keyword-only arguments are the options
     vocabulary : where inputs are text, integers 0 ... vocabulary - 1
-    options : of distilbert alone: ``source`` and ``pretrained``, see this module's table
+    options : of this module's models distilbert alone has some: ``source`` and ``pretrained``
 
     Raises
     ------
@@ -108,25 +111,30 @@ def build(
         else, or another on text; distilbert without ``transformers``, without its source, or with
         one that is too small for the vocabulary or the length.
     """
-    known = options_of(name)
-    if (vocabulary is not None) != (name in TEXT):
+    known, mine = options_of(name), own(name)
+    if mine is None and (vocabulary is not None) != (name in TEXT):
         takes = "integers below a vocabulary" if name in TEXT else "numbers"
         raise ValueError(f"model {name!r} takes {takes}; of text models are {', '.join(TEXT)}")
     if wrong := sorted(options.keys() - set(known)):
         raise ValueError(f"model {name!r} has no option {unknown_of(wrong, known)}")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs as well
-        if vocabulary is not None:
-            return TEXT[name](shape, classes, vocabulary, **options)
-        return MODELS[name](shape, classes)
+        of_text = () if vocabulary is None else (vocabulary,)
+        if mine is not None:
+            made = mine(shape, classes, *of_text, **options)
+            require(isinstance(made, nn.Module), name, "a function that returns a Module", made)
+            return made  # type: ignore[no-any-return]
+        return (TEXT if of_text else MODELS)[name](shape, classes, *of_text, **options)
 
 
 def options_of(name: str) -> list[str]:
     """Return the names of the options of model ``name``."""
-    if name not in (*MODELS, *TEXT):
+    mine = own(name)
+    if mine is None and name not in (*MODELS, *TEXT):
         known = [*MODELS, *TEXT]
         raise ValueError(f"unknown model {unknown([name], known)}; known: {', '.join(known)}")
-    return getfullargspec(TEXT[name]).kwonlyargs if name in TEXT else []
+    takes = mine or TEXT.get(name)
+    return getfullargspec(takes).kwonlyargs if takes else []
 
 
 def _logistic(shape: Shape, classes: int, *, softmax: bool = False) -> nn.Module:

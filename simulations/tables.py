@@ -44,6 +44,7 @@ FIGURES: dict[str, tuple[str, float, str]] = {
     "seconds": ("seconds", 1, ".1f"),
     "virtual_seconds": ("virtual s", 1, ".1f"),
     "gradient_norm2": ("‖∇f‖²", 1, ".1e"),
+    "epsilon": ("epsilon", 1, ".2f"),
     "missing": ("lost replies", 100, ".1f"),
     "client_accuracy": ("on clients' data", 100, ".2f"),
     "own_accuracy": ("personalized models", 100, ".2f"),

@@ -58,7 +58,9 @@ class Layout:
                     " trained; name it in `buffers` if it is not a parameter"
                 )
             if not np.isfinite(array).all():
-                raise ValueError(f"array {name!r} of the initial model is not finite")
+                way = ": a constant, such as a mask, does not travel with persistent=False"
+                way *= name in buffers
+                raise ValueError(f"array {name!r} of the initial model is not finite{way}")
         if buffers >= arrays.keys():
             raise ValueError("the model has no trainable array")
         if wrong := negative_variance(arrays, buffers):
