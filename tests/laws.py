@@ -70,7 +70,7 @@ class Row:
     """Hyperparameters that matter only when something fails, tested in the algorithm's own file."""
     partial: bool = True
     """Whether a round can do with some of the clients."""
-    updates: int = 2
+    updates: int = 3
     """Of running statistics, by a client with batches of 4, 4 and 1 examples in an epoch."""
     local: dict[str, Any] = field(default_factory=dict)
     """How its clients train, whatever a test asks for."""
@@ -213,7 +213,7 @@ ROWS = [
         DUAL | {"inner_rate": 0.05},
         OTHER_DUAL | {"inner_rate": 0.1, "inner_steps": 2},
         DUAL_NEEDS,
-        updates=4,
+        updates=6,
         rounds=55,
     ),
     Row("fedbcd", penalised(1.0), {"box": None}, CLOUDS, CLOUDS_NEED, rounds=50),
@@ -252,7 +252,7 @@ ROWS = [
         "per-fedavg",
         meta_biased(0.05, 2),
         {"inner_rate": 0.05},
-        updates=6,
+        updates=9,
         rounds=30,
     ),
     Row(
@@ -260,7 +260,7 @@ ROWS = [
         enveloped(2.0, 0.2, 5),
         {"lam": 2.0, "eta": 0.2},
         {"eta": 0.1},
-        updates=10,
+        updates=15,
         rounds=25,
     ),
 ]

@@ -192,14 +192,12 @@ def test_a_model_with_batch_norm_trains_and_its_buffers_are_merged(row: Row) -> 
         {n: Array(t.detach().numpy()) for n, t in model.module.state_dict().items()}
     )
     federation = InProcessGrid(client_app(client_fn), 2)
-    # batches of 4: client 0 takes 3 a round (4 + 4 + 1: the last is one example), client 1 takes 2
+    # batches of 4: client 0 takes 3 a round (4 + 4 + 1), client 1 takes 2
     settings = {"batch-size": 4, "epochs": 1, "lr": 0.01}
     strategy = row.strategy(local=settings)
     result = strategy.start(federation, initial, 1).arrays
     counter = next(name for name in model.buffers if name.endswith("num_batches_tracked"))
-    assert (
-        result[counter].numpy() == row.updates
-    )  # one example has no variance: it updates no statistics
+    assert result[counter].numpy() == row.updates
     mean = next(name for name in model.buffers if name.endswith("running_mean"))
 
     def alone(i: int) -> InProcessGrid:

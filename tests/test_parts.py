@@ -102,7 +102,7 @@ def test_a_rule_of_a_comparison_is_an_algorithm_with_parts(tmp_path: Path) -> No
         (["fedavg+adm"], [], r"no part 'adm' \(did you mean 'adam'\?\)"),
         (["fedavg+adam+yogi"], [], "two parts of one stage: adam and yogi"),
         (["fedavg+adam"], ["adam.mu=1"], "no algorithm here has the hyperparameter 'mu'"),
-        (["fedavg"], ["adam.lr=1"], "no algorithm 'adam' here"),
+        (["fedavg"], ["adam.lr=1"], "of a part behind its name: --server-step 'adam lr=1'"),
     ):
         with pytest.raises(ValueError, match=said):
             configs_for(names, params, {}, tmp_path)
