@@ -227,11 +227,12 @@ class Objective(abc.ABC):
         self.model.clear_gradients()
         with self._normalising(len(targets)):
             if len(targets) > passes.CHUNK:
-                return backward_in_pieces(self, inputs, targets)
-            value, outputs = self.forward(inputs, targets)
-            torch.autograd.backward(value)
+                loss, outputs = backward_in_pieces(self, inputs, targets)
+            else:
+                loss, outputs = self.forward(inputs, targets)
+                torch.autograd.backward(loss)
         self.model.places.take_in()
-        return value.detach(), judged(outputs, targets).detach()
+        return loss.detach(), judged(outputs, targets).detach()
 
     def hessian_product(self, inputs: Inputs, targets: Tensor, v: Tensor) -> Tensor:
         """Return f's Hessian on a batch times ``v`` [d]: exact, by differentiating the gradient.

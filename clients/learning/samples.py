@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from clients.learning.mistakes import of_numbers
 from clients.learning.passes import TESTED, Inputs
@@ -226,11 +226,13 @@ def all_samples(data: Any, target: str | None, module: nn.Module) -> tuple[Tenso
 
 def drawn_by(loader: DataLoader[Any]) -> list[str]:
     """Return what would give other samples in another pass over ``loader``."""
-    sampler, data = loader.sampler, loader.dataset
+    sampler: Any = loader.sampler
+    data: Any = loader.dataset
     drawn = ["drop_last"] * loader.drop_last
-    if type(sampler) not in (SequentialSampler, RandomSampler) and hasattr(sampler, "__len__"):
-        drawn.append(f"the {type(sampler).__name__}")
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and len(data):
+    if type(sampler) not in (SequentialSampler, RandomSampler):
+        if hasattr(sampler, "__len__"):
+            drawn.append(f"the {type(sampler).__name__}")
+    elif type(loader.batch_sampler) is BatchSampler and len(sampler):  # its indices are 0, 1, ...
         pair = fetching(lambda: Randomness(0).during(lambda: (data[0], data[0])))
         one, two = ([x for x in tree_leaves(item) if isinstance(x, Tensor)] for item in pair)
         if not all(map(torch.equal, one, two)):
