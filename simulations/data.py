@@ -117,10 +117,10 @@ def load(name: str, *, normalise: str = "own", **options: Any) -> Dataset:
     if normalise == "authors" and name not in AUTHORS:
         raise ValueError(f"normalise='authors' is for {', '.join(AUTHORS)} only, got {name!r}")
     key_values = tuple((key, type(options[key]), options[key]) for key in sorted(options))
-    if _function(name) is None:
+    if (function := _function(name)) is None:
         return _stored(name, _find(name), normalise, key_values)
     _check_names(name, options, options_of(name))
-    return _built_in(name, key_values)
+    return _made(function, name, key_values)
 
 
 def options_of(name: str) -> list[str]:
@@ -151,9 +151,7 @@ def _function(name: str) -> Callable[..., Dataset] | None:
 
 
 @cache
-def _built_in(name: str, options: Given) -> Dataset:
-    function = _function(name)
-    assert function is not None
+def _made(function: Callable[..., Dataset], name: str, options: Given) -> Dataset:
     keywords_alone = not getfullargspec(function).args
     require(keywords_alone, name, "a function of keyword-only arguments", function)
     made = function(**{key: value for key, _, value in options})

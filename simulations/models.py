@@ -121,9 +121,9 @@ def build(
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs as well
         of_text = () if vocabulary is None else (vocabulary,)
         if mine is not None:
-            made = mine(shape, classes, *of_text, **options)
+            made: nn.Module = mine(shape, classes, *of_text, **options)
             require(isinstance(made, nn.Module), name, "a function that returns a Module", made)
-            return made  # type: ignore[no-any-return]
+            return made
         return (TEXT if of_text else MODELS)[name](shape, classes, *of_text, **options)
 
 

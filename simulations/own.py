@@ -24,8 +24,8 @@ def own(name: str) -> Callable[..., Any] | None:
         module = import_module(module_name)
     except ImportError as error:
         raise ValueError(f"{name!r}: {error}; it is looked for where the run starts") from error
-    function: Any = getattr(module, function_name, None)
+    function: Callable[..., Any] | None = getattr(module, function_name, None)
     if not callable(function):
         names = [key for key, value in vars(module).items() if callable(value)]
         raise ValueError(f"{name!r}: no function {unknown([function_name], names)}")
-    return function  # type: ignore[no-any-return]
+    return function

@@ -61,7 +61,7 @@ def test_a_run_on_drawn_data_is_the_run_on_the_same_data_drawn_at_once(
     for at_once in (CLIENTS, 2):
         monkeypatch.setattr(drawn, "AT_ONCE", at_once)
         own = (problems._dataset, problems._parts, problems._whole, problems._pooled)
-        for cached in (data._built_in, *own):
+        for cached in (data._made, *own):
             cached.cache_clear()
         config = RunConfig.parse(
             {

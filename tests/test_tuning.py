@@ -168,6 +168,21 @@ def test_hyperparameters_of_parts_are_tuned_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_personalized_models_choose_what_the_global_model_does_not_show(tmp_path: Path) -> None:
+    """Ditto's global model is FedAvg's, whatever lambda."""
+    line = "--algorithms ditto --tune lam=0.05,5 --fraction-evaluate 1 --local-test 0.2 --quiet"
+    line += " --partition shards --clients 5 --fraction 1 --rounds 2 --epochs 1"
+    for by, apart in (("accuracy", False), ("own-accuracy", True)):
+        compare(tmp_path / by, f"{line} --tune-by {by}")
+        rows = json.loads((tmp_path / by / "tuning.json").read_text())
+        assert (len({row["score"] for row in rows}) > 1) == apart
+        said = "personalized models at the end" in (tmp_path / by / "tuning.md").read_text()
+        assert said == apart
+    with pytest.raises(SystemExit):
+        compare(tmp_path / "none", "--algorithms ditto --tune lam=0.05,5 --tune-by own-accuracy")
+
+
+@pytest.mark.slow
 @every_tuner
 def test_algorithms_have_one_budget_and_a_killed_comparison_resumes(
     tuner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,7 @@
-"""Evaluate a batch again without a trace: torch's generators and buffers stay as they were."""
+"""What a pass leaves behind: undone where a batch is evaluated again, else taken into the model.
+
+These are the states of torch's generators, and buffers and parameters that it changes or replaces.
+"""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from fl_strategies.core.files import DamagedFile, FolderLock, load_arrays, save_
 from fl_strategies.core.log import log
 from fl_strategies.core.schedules import check
 from fl_strategies.core.spelling import hinted, unknown
-from fl_strategies.server.watched import Watched
+from fl_strategies.server.watched import check_metric
 
 PREFIX, SUFFIX = "round-", ".safetensors"
 RUN = frozenset(
@@ -86,7 +86,7 @@ class Checkpoints:
         check("every", every, low=1, integer=True)
         check("keep", keep, low=1, integer=True)
         self.directory, self.every, self.keep = Path(directory), every, keep
-        Watched(type(self).__name__, best, "loss" if smaller else "accuracy")
+        check_metric(type(self).__name__, best, "loss" if smaller else "accuracy")
         self.best, self.smaller = best, smaller
         self._held: dict[int, tuple[dict[int, int], float]] = {}
         self._lock = FolderLock(self.directory)

@@ -44,18 +44,22 @@ def choose(kind: str, names: Collection[str]) -> list[str]:
     return sorted(name for group in found.values() for name in group)
 
 
+def check_metric(who: str, metric: str | None, kind: str) -> None:
+    """Raise ``ValueError`` for a metric that is no text, or an "accuracy" that is a loss."""
+    named = metric is None or isinstance(metric, str)
+    require(named, "metric", "the name of a metric, or None", metric)
+    if metric and kind == "accuracy" and metric.endswith("loss"):
+        raise ValueError(f"{who}: the smaller {metric!r} is the better one: give smaller=True")
+
+
 class Watched:
     """The ``metric`` that ``who`` watches; None is the run's metric of this ``kind``.
 
-    ``kind`` is "accuracy" or "loss". Raises ``ValueError`` for a metric that is not a text,
-    and for an "accuracy" that is a loss.
+    ``kind`` is "accuracy" or "loss". Raises what :func:`check_metric` raises.
     """
 
     def __init__(self, who: str, metric: str | None, kind: str) -> None:
-        named = metric is None or isinstance(metric, str)
-        require(named, "metric", "the name of a metric, or None", metric)
-        if metric and kind == "accuracy" and metric.endswith("loss"):
-            raise ValueError(f"{who}: the smaller {metric!r} is the better one: give smaller=True")
+        check_metric(who, metric, kind)
         self.who, self.kind, self.metric, self._found = who, kind, metric, False
 
     def value(self, metrics: Mapping[str, float], tested: Collection[str] = ()) -> float | None:

@@ -46,15 +46,7 @@ from simulations.lab.report import write_report
 from simulations.lab.runs import ENGINES, STATES, finished, interrupted, makes_states, run_one
 from simulations.lab.superlink import check_one_machine
 from simulations.lab.tuners import TUNERS, Space, points, remark
-from simulations.lab.tuning import (
-    GLOBAL,
-    OWN,
-    RULE,
-    Search,
-    spaces,
-    tuning_markdown,
-    tuning_rows,
-)
+from simulations.lab.tuning import Search, rule_of, spaces, tuning_markdown, tuning_rows
 from simulations.problems import draw_partition
 from simulations.rules import configs_for
 from simulations.tables import algorithm_row, curve, markdown, write_csv, write_table
@@ -188,14 +180,9 @@ class Comparison:
             if tried
             for row in tuning_rows(self.experiment.tunings[algorithm], tried, names)
         ]
-        text = tuning_markdown(rows, self._rule(), names)
+        text = tuning_markdown(rows, rule_of(self.experiment.search), names)
         write_table(self.folder / "tuning", rows, text)
         print(text, flush=True)
-
-    def _rule(self) -> str:
-        tuner, trials, seed, share, own = self.experiment.search
-        score = OWN if own else GLOBAL
-        return RULE.format(tuner=tuner, trials=trials, seed=seed, share=100 * share, score=score)
 
     def _notes(self, ended: Sequence[str]) -> str:
         """Return notes for a reader of the table, with the runs that ``ended`` early."""
@@ -204,7 +191,7 @@ class Comparison:
             seeds = ", ".join(str(seed) for seed in self.seeds)
             notes.append(f"Mean ± standard deviation over seeds {seeds}.")
         if tunings := self.experiment.tunings:
-            notes.append(f"{self._rule()} Scores: `tuning.md`.")
+            notes.append(f"{rule_of(self.experiment.search)} Scores: `tuning.md`.")
             notes += [f"{a} has none of these." for a in self.configs if a not in tunings]
             for algorithm, tried in self.experiment.tried().items():
                 if tried and (note := remark(tunings[algorithm].domain, tried)):

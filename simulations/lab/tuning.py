@@ -204,15 +204,20 @@ def score(config: RunConfig, *, own: bool = False) -> float:
 
 # ---- its table ----------------------------------------------------------------------------------
 
-GLOBAL = "the mean accuracy on all held-out samples over the last fifth of the rounds"
-OWN = "the mean accuracy of the personalized models at the end, each on what its client holds out"
-RULE = (
-    "Hyperparameters were tuned per algorithm on seed {seed} alone: {share:g} % of each client's"
-    " training samples were held out, and the score of a trial is {score}. The highest score wins;"
-    " among equal scores the smaller value wins. No test data were used. The compared runs train on"
-    " all training samples. Each algorithm had the same budget of {trials} trials, spent by"
-    " {tuner}."
-)
+
+def rule_of(search: Search) -> str:
+    """Return how values are chosen, in words."""
+    score = "the mean accuracy on all held-out samples over the last fifth of the rounds"
+    if search.own:
+        score = "the mean accuracy of the personalized models at the end, each on what its client"
+        score += " holds out"
+    return (
+        f"Hyperparameters were tuned per algorithm on seed {search.seed} alone:"
+        f" {100 * search.share:g} % of each client's training samples were held out, and the score"
+        f" of a trial is {score}. The highest score wins; among equal scores the smaller value"
+        " wins. No test data were used. The compared runs train on all training samples. Each"
+        f" algorithm had the same budget of {search.trials} trials, spent by {search.tuner}."
+    )
 
 
 def tuning_rows(tuning: Tuning, tried: Sequence[Trial], names: Sequence[str]) -> list[Row]:
