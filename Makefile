@@ -14,11 +14,11 @@ deployment: $(READY)
 	$(BIN)/python -m simulations.lab.deployment
 
 test: $(READY)
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow' --junitxml build/tests/quick.xml
 
 # Much of the slow tests' time is waits, so one process more than there are cores.
 test-all: test
-	$(PYTEST) --numprocesses $$($(BIN)/python -c 'import os; print(os.cpu_count() + 1)') -m slow --durations 25
+	$(PYTEST) --numprocesses $$($(BIN)/python -c 'import os; print(os.cpu_count() + 1)') -m 'slow and not release' --junitxml build/tests/slow.xml
 
 # The tests that read real data sets from FL_DATA, or from ../shared/datasets, or else run on stand-ins.
 test-data: $(READY)
@@ -37,13 +37,18 @@ wheel: $(READY)
 	rm -rf dist
 	$(BIN)/python -m build --wheel
 
-release-check: $(READY)
-	$(BIN)/python .ci/release-check
+# What a release holds, and what is too long for each commit. A browser opens every page. PUBLIC=--public: for an index.
+release-check: PAGES := all
+release-check: wheel docs
+	$(BIN)/python .ci/release-check $(PUBLIC)
+	.ci/pythons all
+	$(PYTEST) -m release
 
-# Notebooks are shown with the outputs of the tests' last run of them. Where there is a Chromium it opens every page.
+# Notebooks are shown with the outputs of the tests' last run of them. Where there is a Chromium it opens ten pages.
+PAGES := 10
 docs: $(READY) $(addprefix build/,$(wildcard notebooks/*.ipynb))
 	$(BIN)/python -m sphinx --fresh-env --fail-on-warning --keep-going -b html -c notebooks . build/docs
-	$(BIN)/python notebooks/browse.py build/docs
+	$(BIN)/python notebooks/browse.py build/docs $(PAGES)
 
 build/notebooks/%.ipynb: notebooks/%.ipynb | $(READY)
 	$(BIN)/python -m pytest tests/test_notebooks.py -k $*
@@ -51,9 +56,10 @@ build/notebooks/%.ipynb: notebooks/%.ipynb | $(READY)
 clean:
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache
 
-# Installs again when pyproject.toml has changed since; pip learnt `--group` in 25.1.
+# Installs again when pyproject.toml has changed since; pip learnt `--group` in 25.1. Compiling all modules would take a
+# minute; Python compiles those that are imported.
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --upgrade 'pip>=25.1'
-	$(BIN)/python -m pip install --editable '.[simulation]' --group dev
+	$(BIN)/python -m pip install --no-compile --editable '.[simulation]' --group dev
 	touch $@

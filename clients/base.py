@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
 import numpy as np
+from flwr.app import Context
 from flwr.client import NumPyClient
 from torch import Tensor
 
 from clients import checks
 from clients.compressing import codec_of, compressed
-from clients.evaluating import Rest, fine_tuned, measured, named
+from clients.evaluating import OtherArrays, fine_tuned, measured, named
 from clients.keeping import Keeper, Kept, State
-from clients.learning.objective import Objective
+from clients.learning.local_problem import Evaluation, LocalProblem
 from clients.learning.oracle import ClientOracle
+from clients.learning.own import Asking, Budget, Missing, OwnOracle, OwnTraining, Work
+from clients.learning.problem import Problem
 from clients.learning.replay import kept_generators, seed_generators
+from clients.learning.sam import climb_of
 from clients.metrics import metrics_of
-from clients.node.state import DirectoryStore, Store
+from clients.node.state import ContextStore, Store, client_id
 from clients.request import (
     Arrays,
     Config,
     Received,
-    Told,
+    RequestConfig,
     check_frozen,
+    check_own_first,
     generator,
     round_of,
     warn_of_misspelt,
@@ -32,13 +38,13 @@ from clients.request import (
 )
 from fl_strategies import STRATEGIES
 from fl_strategies.core.hyperparameters import check_request
-from fl_strategies.core.oracle import Oracle, Step
+from fl_strategies.core.oracle import Step
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.records import CATCH_UP
 from fl_strategies.core.schedules import check
-from fl_strategies.core.spelling import hinted
-from fl_strategies.messages.codes import CHANGES, CODEC
-from fl_strategies.messages.description import DESCRIBE, DESCRIPTION
+from fl_strategies.messages.codes import CODEC, OF_CHANGES
+from fl_strategies.messages.description import DESCRIBE, DESCRIPTION, OWN_FIRST
+from fl_strategies.messages.heeding import CHECKSUMS, FINE_TUNE, STEP_LIMIT
 from fl_strategies.messages.wire import checksum
 from fl_strategies.solvers.local import LocalTraining, default_training
 
@@ -50,9 +56,10 @@ Reply: TypeAlias = tuple[Arrays, int, dict[str, Any]]
 Streams: TypeAlias = Callable[[str], np.random.Generator]
 
 
-class Begun(NamedTuple):
+class Start(NamedTuple):
     """The start of a request: what the client kept, its algorithm's state, its catch-up vector."""
 
+    keeper: Keeper
     kept: Kept
     state: State
     catch_up: Tensor | float
@@ -61,20 +68,24 @@ class Begun(NamedTuple):
     """The model [d] as received."""
 
 
-@hinted
 class FederatedClient(NumPyClient):
     """One client's data, model and store; an algorithm adds :meth:`step`, and perhaps a state.
 
+    For an algorithm whose strategy declares a ``client_half``, ``clients.derived`` adds both.
+
     Parameters
     ----------
-    problem : Objective
-        Model, loss and training samples.
-    client_id : int >= 0
-        The stable id (partition id, else node id); the client's random streams derive from it.
-    test : Objective, optional
-        The client's own test samples, on the same model; needed to evaluate.
+    problem : Problem or OwnTraining
+        Model, loss and training samples; or a model and a training loop of one's own.
+    client_id : int >= 0, optional
+        The stable id, from which the client's random streams derive. ``client_app`` gives a client
+        without one that of its context (partition id, else node id).
+    test : Problem, optional
+        The client's own test samples, on the same model; needed to evaluate, unless the problem
+        has an evaluation of its own.
     store : Store, optional
-        Where state is kept; needed if the algorithm's clients keep state.
+        Where state is kept, if the algorithm's clients keep state; by default, in ``client_app``,
+        the context's (:class:`.ContextStore`).
     training : LocalTraining, optional
         How to train, where the server does not say it.
     max_steps : int >= 1 (default 1,000,000)
@@ -106,22 +117,42 @@ class FederatedClient(NumPyClient):
 
     def __init__(
         self,
-        problem: Objective,
+        problem: LocalProblem,
         *,
-        client_id: int,
-        test: Objective | None = None,
+        client_id: int | None = None,
+        test: Problem | None = None,
         store: Store | None = None,
         training: LocalTraining | None = None,
         max_steps: int = MAX_STEPS,
     ) -> None:
         check("max_steps", max_steps, low=1, integer=True)
-        check("client_id", client_id, low=0, integer=True)
-        checks.check_kinds(problem, test, store, training)
-        if isinstance(store, DirectoryStore) and store.client_id != client_id:
-            raise ValueError(f"store is of client {store.client_id}, client_id is {client_id}")
-        self.problem, self.client_id, self.test = problem, int(client_id), test
+        checks.check_data(problem, test, training)
+        if client_id is not None:
+            checks.check_id(client_id, store)
+        self.problem, self._id = problem, None if client_id is None else int(client_id)
+        self.test = None if test is None else test.with_roles_of(problem.model)
         self.store, self.training = store, training or default_training()
         self.max_steps = max_steps
+
+    @property
+    def client_id(self) -> int:
+        """The stable id; ``ValueError`` if neither the user nor a context gave one."""
+        if self._id is None:
+            raise ValueError(
+                "client_id must be given, as in client_id=0, to a client that client_app does not"
+                " make"
+            )
+        return self._id
+
+    def in_context(self, context: Context) -> Self:
+        """Return the client with the id and the store of ``context``, where it has none."""
+        if self._id is not None and self.store is not None:
+            return self
+        settled = copy.copy(self)
+        settled._id = client_id(context) if self._id is None else self._id
+        settled.store = ContextStore(context) if self.store is None else self.store
+        checks.check_id(settled._id, settled.store)
+        return settled
 
     # ---- what an algorithm adds -------------------------------------------------------------
 
@@ -147,8 +178,17 @@ class FederatedClient(NumPyClient):
         return [round_of(config)]
 
     def most_steps(self, config: Config) -> float:
-        """Return the most local steps, each one gradient on a mini-batch, that a round may take."""
-        return self.problem.most_steps(self.training.updated(config))
+        """Return the most local steps, each one gradient on a mini-batch, that a request allows."""
+        return self._most_steps(config, self.settings(config))
+
+    def _most_steps(self, config: Config, training: LocalTraining) -> float:
+        steps = self.problem.most_steps(training)
+        strategy = STRATEGIES.get(self.algorithm)
+        return strategy.most_steps(config, steps, len(self.problem)) if strategy else steps
+
+    def settings(self, config: Config) -> LocalTraining:
+        """Return how to train: the client's settings with those of a request."""
+        return self.problem.settings(self.training, config)
 
     @staticmethod
     def personalized_model(state: State) -> Tensor | None:
@@ -175,7 +215,8 @@ class FederatedClient(NumPyClient):
 
     def get_parameters(self, config: Config) -> Arrays:
         """Return the model's current arrays, for a legacy server without an initial model."""
-        return self.problem.model.arrays(self.problem.model.vector)
+        model = self.problem.model
+        return model.arrays(model.vector)
 
     def fit(self, parameters: Arrays, config: Config) -> Reply:
         """Train; return the upload (arrays like those received), number of samples, and metrics.
@@ -184,51 +225,68 @@ class FederatedClient(NumPyClient):
         ``steps``, ``epochs``, ``residual`` if it was measured, and the algorithm's own numbers.
         ``device`` is the kind of device that the client computed on.
         """
-        self.check(config)
+        training = self.check(config)
         received = self.received(parameters)
-        begun = self.begun(received, config)
-        with kept_generators([received.theta]):
-            received = received._replace(catch_up=begun.catch_up)
-            steps = self.steps_made(begun.state, received, config, self._oracle)
+        begun = self.begun(received, config, training)
+        received = received._replace(catch_up=begun.catch_up)
+        if isinstance(self.problem, OwnTraining):
+            self._check_asked(self.problem, begun.state, received, config)
+        oracle_in = functools.partial(self._oracle, training, begun, Budget(self.max_steps))
+        with kept_generators([received.theta], everywhere=self.problem.fetches):
+            steps = self.steps_made(begun.state, received, config, oracle_in)
         return self.finished(begun, steps, config)
 
     def evaluate(self, parameters: Arrays, config: Config) -> tuple[float, int, dict[str, Any]]:
         """Measure the received model on the test samples, and the personalized model if any.
 
         Metrics: ``eval-accuracy``; with a personalized model also ``own-loss`` and ``own-accuracy``
-        (a newcomer's personalized model is the received one). With ``fine-tune``
-        (:class:`LocalTraining`) also ``tuned-accuracy`` and ``own-tuned-accuracy``, of the two
-        models after one gradient step, and their losses. Buffers are always the received model's.
+        (a newcomer's personalized model is the received one, and is not measured again). With
+        ``fine-tune`` (:class:`LocalTraining`) also ``tuned-accuracy`` and ``own-tuned-accuracy``,
+        of the two models after one gradient step, and their losses. Buffers are always the received
+        model's.
         """
-        if self.test is None:
+        test: Evaluation | None = self.test
+        if test is None:
+            test = self.problem.evaluation(config)
+        if test is None:
             raise ValueError(
                 "the client has no test samples, and is left out of the mean: give it some by"
                 " test=..., or, if no client has any, set the strategy's fraction_evaluate to 0"
             )
-        theta = self.test.model.load(parameters)
-        kept = self.keeper(config).peeked(config, theta)
-        rest = Rest(parameters, kept.arrays)
-        result = measured(self.test, rest, theta)
+        theta = test.model.take(parameters)
+        training = self.settings(config)
+        kept = self.keeper(config, training).peeked(config, theta)
+        rest = OtherArrays(parameters, kept.arrays)
+        draws = functools.partial(generator, config, "evaluate", round_of(config), self.client_id)
+        result = measured(test, rest, theta, draws())
         state = self._state(kept, theta, config)
-        own = None if state is None else self.personalized_model(state)
+        own = None
+        if state is not None and self.problem.evaluate_own:
+            own = self.personalized_model(state)
         models = {} if own is None else {"own": (rest, own)}
-        training = self.training.updated(config)
-        if training.fine_tune != "off":
+        if training.fine_tune != "off" and isinstance(self.problem, Problem) and self.test:
             seed = int(config.get("seed", 0))
             on = self.problem if training.fine_tune == "train" else self.test
             before = {"tuned": theta} | {f"{name}-tuned": w for name, (_, w) in models.items()}
             for name, w in before.items():
                 rng = stream(seed, "fine-tune", round_of(config), self.client_id)
                 models[name] = fine_tuned(on, rest, w, training, rng)
-        results = {name: measured(self.test, *model) for name, model in models.items()}
+        results = {
+            name: result if w is theta else measured(test, which, w, draws())
+            for name, (which, w) in models.items()
+        }
         metrics = named(results | {"eval": result})
         del metrics["eval-loss"]  # which Flower's record names itself
-        return result.loss, len(self.test), metrics
+        told = {FINE_TUNE: training.fine_tune} if FINE_TUNE in config else {}
+        return result.loss, len(test), {**metrics, **told}
 
     # ---- a request ------------------------------------------------------------------------------
 
-    def check(self, config: Config) -> None:
-        """Raise ``ValueError`` for a request of another algorithm, or for too much work."""
+    def check(self, config: Config) -> LocalTraining:
+        """Return how a request has the client train.
+
+        Raises ``ValueError`` for a request of another algorithm, or for too much work.
+        """
         asked_for = config.get("algorithm", self.algorithm)
         if asked_for != self.algorithm:
             raise ValueError(
@@ -236,36 +294,44 @@ class FederatedClient(NumPyClient):
                 f" {self.algorithm!r}: AnyAlgorithmClient runs what a request names"
             )
         check_frozen(self.problem.model.layout, str(config.get("frozen", "")))
+        if OWN_FIRST in config:
+            check_own_first(self.problem.model.own_first, str(config[OWN_FIRST]))
         if "run-id" not in config:  # our strategies tell their user themselves
             warn_of_misspelt(frozenset(config))
         if (strategy := STRATEGIES.get(self.algorithm)) is not None:
             check_request(strategy.declarations, config)
             checks.check_halves(self, strategy)
-        if not (work := len(self.rounds(config)) * self.most_steps(config)) <= self.max_steps:
+            if not strategy.uses_local:
+                checks.check_no_training(self.algorithm, self.training, config)
+        training = self.settings(config)
+        if not (work := self._most_steps(config, training)) <= self.max_steps:
             raise ValueError(
                 f"the request asks for up to {work:,} local steps, and the client takes at most"
                 f" {self.max_steps:,} (its max_steps)"
             )
+        return training
 
     def received(self, parameters: Arrays) -> Received:
-        """Put the arrays of a request into the model; return its vectors."""
+        """Return the vectors that a request brought; put its buffers into the model."""
         load = self.problem.model.load_all
         return Received(*load(parameters, self.extra_vectors, self.algorithm))
 
-    def begun(self, received: Received, config: Config) -> Begun:
+    def begun(self, received: Received, config: Config, training: LocalTraining) -> Start:
         """Return the start of a request; load the client's own arrays into the model."""
-        kept = self.keeper(config).settled(config, received.theta)
+        keeper = self.keeper(config, training)
+        kept = keeper.settled(config, received.theta)
         self.problem.model.load_kept(kept.arrays)
         data = config.get(CATCH_UP)
         catch_up = self.problem.model.read(data) if data else 0.0
-        return Begun(kept, self._state(kept, received.theta, config), catch_up, received.theta)
+        state = self._state(kept, received.theta, config)
+        return Start(keeper, kept, state, catch_up, received.theta)
 
     def steps_made(
         self,
         state: State,
         received: Received,
         config: Config,
-        oracle_in: Callable[[int, Config], Oracle],
+        oracle_in: Callable[[int, Config], Any],
     ) -> list[Step]:
         """Return the step of each round that a request asks for.
 
@@ -274,34 +340,35 @@ class FederatedClient(NumPyClient):
         made = []
         for number in self.rounds(config):
             oracle = oracle_in(number, config)
-            step = self.step(state, received, oracle, Told(config, round=number))
-            checks.check_returned(self, step)
+            step = self.step(state, received, oracle, RequestConfig(config, round=number))
             state, received = step.state, received._replace(theta=step.upload, catch_up=0.0)
             made.append(step)
         return made
 
-    def finished(self, begun: Begun, steps: Sequence[Step], config: Config) -> Reply:
+    def finished(self, begun: Start, steps: Sequence[Step], config: Config) -> Reply:
         """Keep the result of a request's ``steps``; return what :meth:`fit` returns."""
         model, nonce = self.problem.model, begun.kept.nonce
         last = steps[-1]
-        checks.check_step(self, begun.state, last, self.training.updated(config).rate)
+        checks.check_step(self, begun.state, last, config)
         vectors = [last.extra_vectors[name] for name in self.extra_vectors]
         metrics, left_out = metrics_of(self.algorithm, model, steps, config), None
         metrics = {**checks.checked_scalars(self, last.scalars, metrics), **metrics}
         if codec := codec_of(config):
-            start = 0.0 if config.get(CHANGES) else begun.theta
+            start = 0.0 if config[CODEC].startswith(OF_CHANGES) else begun.theta
             rng = self.streams(round_of(config), config)[2](CODEC)
             changes, before = [last.upload - start, *vectors], begun.kept.left_out
             arrays, left_out = compressed(codec, model, changes, before, rng)
-            metrics[CODEC] = str(codec)
+            metrics[CODEC] = config[CODEC]
         else:
             arrays = model.all_arrays(last.upload, vectors)
-        kept = Kept(last.state, nonce, model.kept_arrays(), left_out)
-        self.keeper(config).save(config, kept)
+        kept = Kept(last.state, nonce, model.kept_arrays(), left_out, begun.theta)
+        begun.keeper.save(config, kept)
         if nonce:
             metrics["state-nonce"] = nonce
-        if config.get("checksums"):
-            metrics["checksums"] = " ".join(checksum(array) for array in arrays)
+        if STEP_LIMIT in config:
+            metrics[STEP_LIMIT] = str(config[STEP_LIMIT])
+        if config.get(CHECKSUMS):
+            metrics[CHECKSUMS] = " ".join(checksum(array) for array in arrays)
         samples = len(self.problem)
         if "secure-range" in config:
             samples = weight_in_secret(arrays, samples, config)
@@ -317,27 +384,43 @@ class FederatedClient(NumPyClient):
         rng = streams("local")
         return rng, int(rng.integers(2**63)), streams
 
-    def _oracle(self, number: int, config: Config) -> ClientOracle:
+    def _oracle(
+        self, training: LocalTraining, begun: Start, budget: Budget, number: int, config: Config
+    ) -> Any:
         rng, seed, streams = self.streams(number, config)
-        seed_generators(seed, self.problem.model.vector.device)
-        return ClientOracle(
-            self.problem,
-            self.training.updated(config),
-            rng,
-            streams,
-            asked_by=f"{self.algorithm} asks client {self.client_id}",
-        )
+        asked_by = f"{self.algorithm} asks client {self.client_id}"
+        if isinstance(self.problem, OwnTraining):
+            return OwnOracle(self.problem, Work(config, rng, budget, asked_by))
+        assert isinstance(self.problem, Problem)
+        seed_generators(seed, self.problem.model.device)
+        climb = None
+        if training.climbs_globally:
+            climb = climb_of(begun.kept.received, begun.theta, training.sam)
+        return ClientOracle(self.problem, training, rng, streams, climb=climb, asked_by=asked_by)
+
+    def _check_asked(
+        self, problem: OwnTraining, state: State, received: Received, config: Config
+    ) -> None:
+        """Raise ``ValueError`` if the rule or the request asks for what a loop does not give."""
+        number = self.rounds(config)[0]
+        try:
+            self.step(state, received, Asking(), RequestConfig(config, round=number))
+        except Missing as error:
+            raise ValueError(
+                f"{self.algorithm} asks client {self.client_id} {error}: give the client a Problem"
+            ) from None
+        problem.check_settings(config)
 
     def _state(self, kept: Kept, theta: Tensor, config: Config) -> State:
         """Return the algorithm's state; if there is none, a newcomer's."""
         if self.state_type is None or kept.state is not None:
             return kept.state
-        state = self.first_state(theta, Told(config))
+        state = self.first_state(theta, RequestConfig(config))
         checks.check_first(self, state)
         return state
 
-    def keeper(self, config: Config) -> Keeper:
-        """Return what reads and writes the client's state, by a request."""
+    def keeper(self, config: Config, training: LocalTraining) -> Keeper:
+        """Return what reads and writes the client's state, by a request and how it trains."""
         model, codec = self.problem.model, codec_of(config)
         return Keeper(
             self.store,
@@ -347,4 +430,5 @@ class FederatedClient(NumPyClient):
             model.signature,
             model.kept,
             compresses=codec is not None and codec.feedback,
+            remembers=training.climbs_globally,
         )

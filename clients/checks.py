@@ -4,54 +4,68 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from torch import Tensor
 
-from clients.learning.drawn import NoFixedSamples
-from clients.learning.mistakes import in_numbers
-from clients.learning.objective import Objective
+from clients.learning.border import Border
+from clients.learning.data import Batch, NoFixedSamples
+from clients.learning.local_problem import LocalProblem
+from clients.learning.problem import Problem
+from clients.node.state import DirectoryStore
+from fl_strategies import STRATEGIES, FederatedStrategy
 from fl_strategies.core.oracle import Step
 from fl_strategies.core.reasons import NOT_FINITE
-from fl_strategies.core.schedules import check_names, plain, require, shown
-from fl_strategies.messages.codes import CODEC
+from fl_strategies.core.schedules import check, check_names, plain, require, shown
+from fl_strategies.messages.heeding import IN_TRAINING
 from fl_strategies.solvers.local import LocalTraining
+from fl_strategies.solvers.own_steps import check_only_fine_tuning
 
-if TYPE_CHECKING:
-    from clients.base import FederatedClient
-    from fl_strategies import FederatedStrategy
-
-RESERVED = (CODEC, "state-nonce", "checksums", "num-examples")
+RESERVED = (*IN_TRAINING, "state-nonce", "num-examples")
 """What clients report in addition to the metrics of their work."""
 
 
-def check_kinds(problem: object, test: object, store: object, training: object) -> None:
-    """Raise ``ValueError`` for an argument of another kind."""
-    wanted = "an Objective, such as Problem(FlatModel(module), loss, inputs, targets)"
-    require(isinstance(problem, Objective), "problem", wanted, problem)
-    require(test is None or isinstance(test, Objective), "test", wanted, test)
-    keeps = not isinstance(store, type) and hasattr(store, "rounds")
-    wanted = "a Store, such as ContextStore(context) or DirectoryStore(path, client_id)"
-    require(store is None or keeps, "store", wanted, store)
-    trains = training is None or isinstance(training, LocalTraining)
-    require(trains, "training", "LocalTraining(...)", training)
+class Client(Protocol):
+    """What a client's class declares, and the problem that it trains."""
+
+    algorithm: ClassVar[str]
+    state_type: ClassVar[Any]
+    extra_vectors: ClassVar[tuple[str, ...]]
+    problem: LocalProblem
+
+    def settings(self, config: Mapping[str, Any]) -> LocalTraining:
+        """Return how a request has the client train."""
 
 
-def check_class(cls: type[FederatedClient], *, newcomers: bool) -> None:
+def check_id(client_id: Any, store: object) -> None:
+    """Raise ``ValueError`` for an id that is none, or a store of another client."""
+    check("client_id", client_id, low=0, integer=True)
+    if isinstance(store, DirectoryStore) and store.client_id != client_id:
+        raise ValueError(f"store is of client {store.client_id}, client_id is {client_id}")
+
+
+def check_data(problem: LocalProblem, test: Problem | None, training: object) -> None:
+    """Raise ``ValueError`` for a ``test`` of another module, or a ``training`` without effect."""
+    same = test is None or test.model.module is problem.model.module
+    require(same, "test", "of the problem's module", "another module")
+    if training is not None and not isinstance(problem, Problem):
+        raise ValueError(
+            "training says how a Problem is trained; a loop of one's own says it itself"
+        )
+
+
+def check_class(cls: type[Client], *, newcomers: bool) -> None:
     """Raise ``TypeError`` for a class whose declarations would be misunderstood.
 
     ``newcomers`` says whether the class has a ``first_state`` for them.
     """
     check_names(cls, "extra_vectors")
-    kind = cls.state_type
-    if kind is not None and not hasattr(kind, "_fields"):
-        raise TypeError(f"{cls.__name__}.state_type must be a NamedTuple, got {shown(kind)}")
-    if kind is None and newcomers:
+    if cls.state_type is None and newcomers:
         raise TypeError(f"{cls.__name__} has first_state, and no state_type: the state's class")
 
 
-def check_halves(client: FederatedClient, strategy: type[FederatedStrategy]) -> None:
+def check_halves(client: Client, strategy: type[FederatedStrategy]) -> None:
     """Raise ``ValueError`` if an algorithm's halves declare other extra vectors."""
     ours, theirs = [*client.extra_vectors], [*strategy.extra_vectors]
     if ours != theirs:
@@ -61,26 +75,28 @@ def check_halves(client: FederatedClient, strategy: type[FederatedStrategy]) -> 
         )
 
 
-def check_returned(client: FederatedClient, step: object) -> None:
-    """Raise ``TypeError`` unless ``step`` returned a ``Step``."""
-    if not isinstance(step, Step):
-        raise TypeError(f"{type(client).__name__}.step must return a Step, got {_kind(step)}")
+def check_no_training(algorithm: str, training: LocalTraining, request: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if a client is told how to train whose algorithm runs no solver."""
+    check_only_fine_tuning(algorithm, request)
+    if decay := training.weight_decay:
+        raise ValueError(f"{algorithm} has no weight decay: weight_decay must be 0, got {decay}")
 
 
-def check_step(client: FederatedClient, before: Any, step: Step, rate: float) -> None:
+def check_step(client: Client, before: Any, step: Step, request: Mapping[str, Any]) -> None:
     """Raise ``TypeError`` or ``ValueError`` for a step that cannot be sent and kept.
 
-    ``before`` is the state that the client had, ``rate`` its learning rate.
+    ``before`` is the state that the client had.
     """
-    hook, like = f"{type(client).__name__}.step", client.problem.model.vector
+    hook, model = f"{type(client).__name__}.step", client.problem.model
     vectors, state, kind = step.extra_vectors, step.state, client.state_type
-    _check_vector(f"{hook} must return an upload", step.upload, like)
-    _check_finite(step.upload, client.problem, rate)
+    _check_vector(f"{hook} must return an upload", step.upload, model)
+    if not _finite(step.upload):
+        raise ValueError(f"the trained model {NOT_FINITE}: {_why(client, request)}")
     if vectors.keys() != {*client.extra_vectors}:
         names = [*client.extra_vectors]
         raise ValueError(f"{hook} must return extra vectors {names}, got {[*vectors]}")
     for name, vector in vectors.items():
-        _check_vector(f"{hook} must return an extra vector {name!r}", vector, like)
+        _check_vector(f"{hook} must return an extra vector {name!r}", vector, model)
     if kind is None and state is not None:
         raise TypeError(f"{hook} returns a state, {_kind(state)}, and the class has no state_type")
     if kind is None:
@@ -90,7 +106,7 @@ def check_step(client: FederatedClient, before: Any, step: Step, rate: float) ->
     _check_state(hook, before, state)
 
 
-def check_first(client: FederatedClient, state: Any) -> None:
+def check_first(client: Client, state: Any) -> None:
     """Raise ``TypeError`` unless ``first_state`` returned the ``state`` of a newcomer."""
     kind = client.state_type
     if kind is not None and state is not None and not isinstance(state, kind):
@@ -98,20 +114,30 @@ def check_first(client: FederatedClient, state: Any) -> None:
         raise TypeError(f"{hook} must return a {kind.__name__}, got {_kind(state)}")
 
 
-def _check_finite(vector: Tensor, problem: Objective, rate: float) -> None:
-    """Raise ``ValueError``, which says why, if a trained vector [d] is not finite."""
-    if _finite(vector):
-        return
-    why = f"training diverged, with lr = {rate:g}"
+def _why(client: Client, request: Mapping[str, Any]) -> str:
+    """Return why a trained vector is not finite."""
+    why, problem = "training diverged", client.problem
+    if getattr(STRATEGIES.get(client.algorithm), "uses_local", True):
+        why += f", with lr = {client.settings(request).rate:g}"
+    if not isinstance(problem, Problem):
+        return why
     try:
-        why = in_numbers(*problem.whole) or why
+        return not_finite(problem.data.whole) or why
     except NoFixedSamples:
-        why += ", or samples have NaN or infinity"
-    raise ValueError(f"the trained model {NOT_FINITE}: {why}")
+        return f"{why}, or samples have NaN or infinity"
+
+
+def not_finite(batch: Batch) -> str:
+    """Return in how many samples there are numbers that are not finite; "" for none."""
+    for name, value in (("inputs", batch.inputs), ("targets", batch.targets)):
+        bad = int((~value.isfinite()).reshape(len(value), -1).any(1).sum())
+        if bad:
+            return f"{name} have NaN or infinity in {bad} of {len(value)} samples"
+    return ""
 
 
 def checked_scalars(
-    client: FederatedClient, scalars: Mapping[str, Any], taken: Collection[str]
+    client: Client, scalars: Mapping[str, Any], taken: Collection[str]
 ) -> dict[str, int | float]:
     """Return the numbers that a step returned; raise for a text, a vector or a ``taken`` name."""
     hook = f"{type(client).__name__}.step"
@@ -127,9 +153,9 @@ def checked_scalars(
     return numbers
 
 
-def _check_vector(must: str, vector: Any, like: Tensor) -> None:
-    if not isinstance(vector, Tensor) or vector.shape != like.shape:
-        raise TypeError(f"{must}, a tensor {[*like.shape]}, got {_kind(vector)}")
+def _check_vector(must: str, vector: Any, model: Border) -> None:
+    if not isinstance(vector, Tensor) or vector.shape != (model.size,):
+        raise TypeError(f"{must}, a tensor {[model.size]}, got {_kind(vector)}")
 
 
 def _check_state(hook: str, before: Any, state: Any) -> None:

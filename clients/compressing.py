@@ -1,4 +1,4 @@
-"""A client's uploads as codes, and what these leave out (``fl_strategies.parts.compression``)."""
+"""A client's compressed uploads, and what these leave out (``fl_strategies.parts.compression``)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from clients.learning.model import FlatModel
+from clients.learning.border import Border
 from clients.request import Config
-from fl_strategies.messages.codes import CODEC
+from fl_strategies.messages.codes import CODEC, OF_CHANGES
 from fl_strategies.parts import parse_part
 from fl_strategies.parts.compression import Compression
 
@@ -21,7 +21,8 @@ Arrays = list[npt.NDArray[Any]]
 
 def codec_of(config: Config) -> Compression | None:
     """Return the codec that a request asks for, if any."""
-    return _parsed(str(config[CODEC])) if config.get(CODEC) else None
+    asked = str(config.get(CODEC, "")).removeprefix(OF_CHANGES)
+    return _parsed(asked) if asked else None
 
 
 @functools.lru_cache(maxsize=8)
@@ -33,12 +34,12 @@ def _parsed(text: str) -> Compression:
 
 def compressed(
     codec: Compression,
-    model: FlatModel,
+    model: Border,
     changes: Sequence[Tensor],
     memory: npt.NDArray[Any] | None,
     rng: np.random.Generator,
 ) -> tuple[Arrays, npt.NDArray[Any] | None]:
-    """Return the arrays to send in place of ``FlatModel.all_arrays``, and the next memory.
+    """Return the arrays to send in place of ``Border.all_arrays``, and the next memory.
 
     ``changes`` are vectors [d], ``memory`` [len(changes), d] what was left out before (None: 0).
     Of the trained arrays of each vector the first one is the code, and the others are empty.

@@ -3,39 +3,47 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from clients.learning.model import FlatModel
-from clients.learning.objective import Metrics, Objective
-from clients.learning.replay import kept_generators, seed_generators
+from clients.learning.border import Border
+from clients.learning.data import Batch
+from clients.learning.local_problem import Evaluation, Metrics
+from clients.learning.problem import Problem, into_training
+from clients.learning.replay import drawing_from
 from clients.request import Arrays
 from fl_strategies.solvers.local import LocalTraining
 
 
 @dataclass(frozen=True)
-class Rest:
+class OtherArrays:
     """A model's arrays that are not in its vector: received ``parameters``, and ``own`` arrays."""
 
     parameters: Arrays
     own: Mapping[str, npt.NDArray[Any]] | None
 
-    def load(self, model: FlatModel, w: Tensor) -> None:
+    def load(self, model: Border, w: Tensor) -> None:
         """Put these arrays and ``w`` [d] into the model."""
-        model.load(self.parameters)
+        model.take(self.parameters)
         model.load_kept(self.own)
-        model.vector.copy_(w)
+        model.write(w)
 
 
-def measured(test: Objective, rest: Rest, w: Tensor) -> Metrics:
-    """Return loss and accuracy of ``w`` [d] on ``test``."""
+def measured(test: Evaluation, rest: OtherArrays, w: Tensor, rng: np.random.Generator) -> Metrics:
+    """Return loss and accuracy of ``w`` [d] on ``test``.
+
+    A model that draws when it is evaluated (a VAE, dropout that stays on) draws by ``rng``. torch's
+    generators stay as they were.
+    """
     rest.load(test.model, w)
-    return test.evaluate()
+    with drawing_from(rng, w, everywhere=test.fetches):
+        return test.evaluate()
 
 
 def named(models: Mapping[str, Metrics]) -> dict[str, float]:
@@ -53,26 +61,42 @@ def named(models: Mapping[str, Metrics]) -> dict[str, float]:
 
 
 def fine_tuned(
-    problem: Objective,
-    rest: Rest,
+    problem: Problem,
+    rest: OtherArrays,
     w: Tensor,
     training: LocalTraining,
     rng: np.random.Generator,
-) -> tuple[Rest, Tensor]:
-    """Return ``rest`` and ``w`` [d] after one gradient step of both on one mini-batch.
+) -> tuple[OtherArrays, Tensor]:
+    """Return ``rest`` and ``w`` [d] after gradient steps of both: one, or ``fine_tune_epochs``.
 
     Of ``rest``, trained arrays are stepped that are the client's own. torch's generators stay as
     they were.
     """
-    model, d = problem.model, len(w)
-    batch_size = 0 if training.full_batch else training.batch_size
-    rest.load(model, w)
-    model.module.train()
-    with kept_generators([w]):
-        seed_generators(int(rng.integers(2**63)), w.device)
-        problem.gradient(*next(problem.batches(rng, batch_size)))
+    model = problem.model
     rate = training.rate if training.fine_tune_lr is None else training.fine_tune_lr
-    step = rate * (model.trained_gradient + training.ridge * model.trained)
+    rest.load(model, w)
+    into_training(model.module)
+    with drawing_from(rng, w, everywhere=problem.fetches):
+        for batch in tuning_batches(problem, training, rng):
+            problem.gradient(batch)
+            with torch.no_grad():
+                pairs = zip(model.trained, model.gradients(model.trained), strict=True)
+                for parameter, slope in pairs:
+                    parameter.sub_(rate * (slope + training.ridge * parameter))
+    own = [parameter.detach().clone() for parameter in model.own]
     model.load_kept(rest.own)  # running statistics are not trained
-    model.trained[d:] -= step[d:]
-    return Rest(rest.parameters, model.kept_arrays()), w - step[:d]
+    with torch.no_grad():
+        for parameter, value in zip(model.own, own, strict=True):
+            parameter.copy_(value)
+    return OtherArrays(rest.parameters, model.kept_arrays()), model.vector
+
+
+def tuning_batches(
+    problem: Problem, training: LocalTraining, rng: np.random.Generator
+) -> Iterator[Batch]:
+    """Yield the mini-batches of ``fine_tune_epochs``, the first one alone if these are 0."""
+    batch_size = 0 if training.full_batch else training.batch_size
+    for _ in range(training.fine_tune_epochs):
+        yield from problem.data.batches(rng, batch_size)
+    if not training.fine_tune_epochs:
+        yield next(problem.data.batches(rng, batch_size))

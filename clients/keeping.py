@@ -26,6 +26,7 @@ Look: TypeAlias = Callable[[Store, Owner, int | None], tuple[int, Fields | None]
 UNSHARED = "unshared/"
 """Prefix, among a state's fields, of the names of the model's arrays that the client keeps."""
 LEFT_OUT = "left-out"
+RECEIVED = "received"
 
 
 class Kept(NamedTuple):
@@ -39,6 +40,8 @@ class Kept(NamedTuple):
     """The model's arrays that the client keeps; None for a new client."""
     left_out: npt.NDArray[Any] | None = None
     """What compression left out of all uploads so far, [vectors, d]; None for a new client."""
+    received: Tensor | None = None
+    """The global model [d] that the client received in that round; None if it does not keep it."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Keeper:
     kept: tuple[str, ...] = ()
     compresses: bool = False
     """Whether :attr:`Kept.left_out` is part of the state."""
+    remembers: bool = False
+    """Whether :attr:`Kept.received` is part of the state, as of the next round."""
 
     def settled(self, config: Config, like: Tensor) -> Kept:
         """Return what is kept of the acknowledged round, and drop what is kept of other rounds.
@@ -84,20 +89,25 @@ class Keeper:
         fields |= {UNSHARED + name: array for name, array in (kept.arrays or {}).items()}
         if kept.left_out is not None:
             fields[LEFT_OUT] = kept.left_out
+        if self.remembers and kept.received is not None:
+            fields[RECEIVED] = to_numpy(kept.received)
         fields["nonce"] = np.frombuffer(kept.nonce.encode(), np.uint8)
         self._store.save(self.owner(config), round_of(config), fields)
 
     @property
     def keeps(self) -> bool:
         """Whether the client keeps anything."""
-        return self.state_type is not None or bool(self.kept) or self.compresses
+        owns = self.state_type is not None or bool(self.kept)
+        return owns or self.compresses or self.remembers
 
     def _read(self, fields: Fields | None, like: Tensor) -> Kept:
         if fields is None:
             return Kept(nonce=fresh_nonce())
         state = from_fields(self.state_type, fields, like) if self.state_type else None
         arrays = {name: fields[UNSHARED + name] for name in self.kept}
-        return Kept(state, fields["nonce"].tobytes().decode(), arrays, fields.get(LEFT_OUT))
+        nonce, before = fields["nonce"].tobytes().decode(), fields.get(RECEIVED)
+        received = None if before is None else torch.from_numpy(before).to(like)
+        return Kept(state, nonce, arrays, fields.get(LEFT_OUT), received)
 
     def _found(self, config: Config, look: Look) -> Fields | None:
         try:

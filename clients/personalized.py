@@ -15,21 +15,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clients.any_algorithm import CLIENTS
+from clients.any_algorithm import CLIENTS, client_of
 from clients.base import FederatedClient
 from clients.keeping import UNSHARED, from_fields
-from clients.learning.model import FlatModel
-from clients.node.bridge import client_id
+from clients.learning.border import Border
 from clients.node.in_process import InProcessGrid
-from clients.node.state import ContextStore, DirectoryStore, Fields, Owner, StateError
+from clients.node.state import (
+    ContextStore,
+    DirectoryStore,
+    Fields,
+    Owner,
+    StateError,
+    client_id,
+)
 from fl_strategies import Checkpoints
 from fl_strategies.core.log import log
 
-PERSONALIZED = frozenset(
-    name
-    for name, client in CLIENTS.items()
-    if client.personalized_model is not FederatedClient.personalized_model
-)
+
+def personalizes(client: type[FederatedClient]) -> bool:
+    """Return whether clients of a class keep a personalized model."""
+    return client.personalized_model is not FederatedClient.personalized_model
+
+
+PERSONALIZED = frozenset(name for name, client in CLIENTS.items() if personalizes(client))
 """The algorithms whose clients keep a personalized model."""
 
 
@@ -59,24 +67,24 @@ class PersonalizedModel(dict[str, Tensor]):
 
 def personalized_model(
     store: ContextStore | DirectoryStore,
-    module: nn.Module | FlatModel,
+    module: nn.Module | Border,
     *,
     checkpoints: Path | str | None = None,
 ) -> PersonalizedModel:
     """Return a client's personalized model: the one that the client itself would evaluate.
 
     It consists of the model that the algorithm keeps and of the arrays that are the client's own
-    (``FlatModel(share=...)``: FedPer's head, FedBN's statistics). All other arrays, running
-    statistics that travel among them, are those of the last checkpoint, or of ``module`` without
-    one: load the global model into it first.
+    (``share=...``: FedPer's head, FedBN's statistics). All other arrays, running statistics that
+    travel among them, are those of the last checkpoint, or of ``module`` without one: load the
+    global model into it first.
 
     Parameters
     ----------
     store : ContextStore or DirectoryStore
         The client's: ``ContextStore(context)`` in a ClientApp, ``DirectoryStore(directory, 3)`` for
         client 3 of a state directory.
-    module : torch.nn.Module or FlatModel
-        The model; the client's FlatModel if that was made with options. It is not changed.
+    module : torch.nn.Module or Border
+        The model; the client's Border if that was made with options. It is not changed.
     checkpoints : path, optional
         The server's directory of checkpoints. The last one tells which reply of the client the
         server used, and the model is that reply's. Without it the model is the newest, which the
@@ -95,7 +103,7 @@ def personalized_model(
     ValueError
         If the algorithm has no personalized model, and no array is the client's own.
     """
-    model = _model_of(store, _flat(module), _last(checkpoints))
+    model = _model_of(store, _border(module), _last(checkpoints))
     if model is None:
         raise StateError(
             f"the server used no reply of client {_where(store)[1]} up to the last checkpoint in"
@@ -108,7 +116,7 @@ def personalized_model(
 
 def personalized_models(
     states: InProcessGrid | Path | str,
-    module: nn.Module | FlatModel,
+    module: nn.Module | Border,
     *,
     checkpoints: Path | str | None = None,
 ) -> dict[int, PersonalizedModel]:
@@ -117,7 +125,7 @@ def personalized_models(
     ``states`` is the grid on which a run ended, if clients had a ``ContextStore``, or a directory
     of states; the rest is as for :func:`personalized_model`.
     """
-    flat, last = _flat(module), _last(checkpoints)
+    flat, last = _border(module), _last(checkpoints)
     made = (_model_of(store, flat, last) for store in _stores(states))
     models = {model.client: model for model in made if model is not None}
     if not models:
@@ -143,21 +151,21 @@ def _named(states: InProcessGrid | Path | str) -> str:
     return str(states)
 
 
-def _flat(module: nn.Module | FlatModel) -> FlatModel:
-    return module if isinstance(module, FlatModel) else FlatModel(copy.deepcopy(module))
+def _border(module: nn.Module | Border) -> Border:
+    return module if isinstance(module, Border) else Border(copy.deepcopy(module))
 
 
 def _last(checkpoints: Path | str | None) -> Any:
     """Return the last checkpoint; None if no directory is named."""
     if checkpoints is None:
         return None
-    if (last := Checkpoints(checkpoints).read()) is None:
+    if (last := Checkpoints(checkpoints).last()) is None:
         raise StateError(f"{checkpoints} holds no checkpoint")
     return last
 
 
 def _model_of(
-    store: ContextStore | DirectoryStore, model: FlatModel, last: Any
+    store: ContextStore | DirectoryStore, model: Border, last: Any
 ) -> PersonalizedModel | None:
     """Return a client's model; None if ``last``, a checkpoint, has used no reply of the client."""
     where, client = _where(store)
@@ -168,7 +176,7 @@ def _model_of(
     if model.signature != owner.model:
         raise StateError(
             f"{where} holds states of model {owner.model}, and the module is {model.signature}:"
-            " give the clients' FlatModel if it has options (share, train, dtype)"
+            " give the clients' Border if it has options (share, train)"
         )
     if last is not None and last.run["run-id"] != owner.run:
         raise StateError(
@@ -190,11 +198,9 @@ def _model_of(
     return PersonalizedModel(arrays, client, number, acknowledged=last is not None)
 
 
-def check_promises(algorithm: str, model: FlatModel) -> None:
+def check_promises(algorithm: str, model: Border) -> None:
     """Raise ``ValueError`` if clients of ``algorithm`` have no model of their own."""
-    if algorithm not in CLIENTS:
-        raise ValueError(f"{algorithm!r} is not in clients.CLIENTS: put its client there")
-    if algorithm not in PERSONALIZED and not model.kept:
+    if not personalizes(client_of(algorithm)) and not model.kept:
         raise ValueError(
             f"{algorithm} has no personalized model; these have one:"
             f" {', '.join(sorted(PERSONALIZED))}"
@@ -214,10 +220,10 @@ def _owner(store: ContextStore | DirectoryStore) -> Owner | None:
     return store.owner()
 
 
-def _arrays(algorithm: str, model: FlatModel, fields: Fields, last: Any) -> dict[str, Tensor]:
+def _arrays(algorithm: str, model: Border, fields: Fields, last: Any) -> dict[str, Tensor]:
     """Return the state dict that has a client's arrays in the places that are its own."""
     known: dict[str, Any] = {} if last is None else dict(last.model)
-    client, vector = CLIENTS[algorithm], None
+    client, vector = client_of(algorithm), None
     if client.state_type is not None:
         vector = client.personalized_model(from_fields(client.state_type, fields, model.vector))
     if vector is not None:

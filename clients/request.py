@@ -15,7 +15,6 @@ from fl_strategies import STRATEGIES
 from fl_strategies.core.layout import Layout
 from fl_strategies.core.log import log
 from fl_strategies.core.randomness import stream
-from fl_strategies.core.schedules import check
 from fl_strategies.core.spelling import misspelt
 from fl_strategies.solvers.local import default_training
 
@@ -35,34 +34,15 @@ class Received(NamedTuple):
     extra_vectors: Mapping[str, Tensor] = {}
     """Further vectors [d], by the names in the client's ``extra_vectors``."""
     catch_up: Tensor | float = 0.0
-    """The vector [d] that the strategy's ``catch_up`` returns for the client, 0 if none."""
+    """The vector [d] of the strategy's ``for_client`` or ``catch_up`` for the client, 0 if none."""
 
 
-class Told(dict[str, Any]):
+class RequestConfig(dict[str, Any]):
     """A request's config as rules get it: it says which hyperparameter a missing key needs."""
 
     def __missing__(self, name: str) -> Any:
         lacks = f"the request lacks {name!r}"
         raise ValueError(f"{lacks}: the strategy sends what it declares with sent={name!r}")
-
-
-def value_of(config: Config, name: str) -> Any:
-    """Return ``config[name]``; raise ``ValueError`` if the request lacks it."""
-    if name not in config:
-        raise ValueError(f"the request lacks {name!r}; it has {sorted(config)}")
-    return config[name]
-
-
-def count(config: Config, name: str) -> int:
-    """Return ``config[name]``; raise ``ValueError`` unless it is a whole number >= 1.
-
-    For a stack of clients it may be a column.
-    """
-    value: int = value_of(config, name)
-    if isinstance(value, Tensor):  # of a stack: each client's request was checked
-        return value
-    check(name, value, low=1, high=2**53, integer=True)
-    return value
 
 
 def round_of(config: Config) -> int:
@@ -112,6 +92,20 @@ def check_frozen(layout: Layout, digests: str) -> None:
         f"the client's frozen arrays {differ[:3]} are not the server's, and {len(differ)} of"
         f" {len(frozen)} differ: they do not travel, so all must have the same"
     )
+
+
+def check_own_first(own: Mapping[str, str], digests: str) -> None:
+    """Raise ``ValueError`` if the client's own arrays begin with other values than the server's.
+
+    ``own`` are their digests, by name.
+    """
+    words = digests.split()
+    theirs = dict(zip(words[::2], words[1::2], strict=True))
+    if differ := [name for name, found in own.items() if theirs.get(name, found) != found]:
+        raise ValueError(
+            f"the client's own arrays {differ[:3]} begin with other values than the initial"
+            " model's, and the algorithm never trains them: all must begin with the same (a seed)"
+        )
 
 
 @functools.cache

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fl_strategies import algorithms
 from fl_strategies.algorithms import *  # noqa: F403
-from fl_strategies.core.hidden import warn_if_hidden
+from fl_strategies.core.client_half import ClientHalf
 from fl_strategies.core.hyperparameters import (
     Hyperparameter,
     Schedule,
@@ -18,7 +20,13 @@ from fl_strategies.core.hyperparameters import (
 )
 from fl_strategies.core.oracle import Oracle, Solved, Step, Tally
 from fl_strategies.core.records import Round, Upload
-from fl_strategies.core.schedules import at, step_decay
+from fl_strategies.core.schedules import (
+    at,
+    cosine_decay,
+    exponential_decay,
+    linear_decay,
+    step_decay,
+)
 from fl_strategies.core.stacks import repeated
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector, weighted_mean, weighted_sum
@@ -27,7 +35,7 @@ from fl_strategies.server.algorithm import Card, Next
 from fl_strategies.server.callbacks import BestModel, ClientHistory, EarlyStop, History, RoundInfo
 from fl_strategies.server.checkpoints import Checkpoints
 from fl_strategies.server.options import Options
-from fl_strategies.server.patience import NothingUsable
+from fl_strategies.server.run import NothingUsable
 from fl_strategies.server.strategy import FederatedStrategy
 from fl_strategies.solvers.own_steps import check_own_steps
 
@@ -35,7 +43,24 @@ if TYPE_CHECKING:
     __version__: str
     from fl_strategies.compat.legacy import as_legacy
 
-warn_if_hidden(Path(__file__).parents[1] / "clients")
+
+def _warn_of_another_clients() -> None:
+    """Warn if ``import clients`` finds the user's own package, which hides the client half."""
+    try:
+        found = find_spec("clients")
+    except ValueError:  # a module without a spec, made by hand
+        return
+    ours = Path(__file__).parents[1] / "clients/__init__.py"
+    # a folder without __init__.py has no origin, and hides nothing
+    if found and found.origin and ours.exists() and not ours.samefile(found.origin):
+        warnings.warn(
+            f"`import clients` finds {found.origin}, which hides the client half of fl_strategies,"
+            f" {ours}: rename yours, or put it into a package",
+            stacklevel=3,
+        )
+
+
+_warn_of_another_clients()
 
 STRATEGIES: dict[str, type[FederatedStrategy]] = {
     strategy.algorithm: strategy
@@ -50,6 +75,7 @@ __all__ = [
     "BestModel",
     "Card",
     "Checkpoints",
+    "ClientHalf",
     "ClientHistory",
     "EarlyStop",
     "FederatedStrategy",
@@ -72,7 +98,10 @@ __all__ = [
     "at",
     "check_own_steps",
     "choice",
+    "cosine_decay",
+    "exponential_decay",
     "flag",
+    "linear_decay",
     "number",
     "option",
     "repeated",

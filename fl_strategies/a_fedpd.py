@@ -43,6 +43,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from fl_strategies.core.client_half import ClientHalf
 from fl_strategies.core.hyperparameters import Schedule, number
 from fl_strategies.core.oracle import Oracle, Step
 from fl_strategies.core.records import Round, Upload
@@ -65,7 +66,7 @@ def first_state(theta: Vector) -> State:
 
 
 def client_rule(
-    state: State, theta: Vector, catch_up: Vector | float, oracle: Oracle, *, rho: float
+    state: State, theta: Vector, oracle: Oracle, *, catch_up: Vector | float, rho: float
 ) -> Step:
     """Return the client's next state and its upload w - theta, by (1) and (3).
 
@@ -101,6 +102,7 @@ class AFedPD(FederatedStrategy):
     """A-FedPD's server half; see the module's docstring for the rule and every symbol."""
 
     algorithm = "a-fedpd"
+    client_half = ClientHalf(client_rule, State, first_state)
     card = Card(
         "A-FedPD",
         "FedDyn whose absent clients' dual variables move along",

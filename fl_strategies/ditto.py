@@ -22,10 +22,12 @@ Personalization", ICML 2021, Algorithm 1.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+from fl_strategies.core.client_half import ClientHalf
 from fl_strategies.core.hyperparameters import Schedule, number
-from fl_strategies.core.oracle import Oracle, Step
+from fl_strategies.core.oracle import Oracle, Step, both
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector
 from fl_strategies.fedavg import Averaging
@@ -47,7 +49,7 @@ def client_rule(state: State, theta: Vector, oracle: Oracle, *, lam: float) -> S
     """Return the client's next state, by (2), and its upload w, by (1)."""
     solved = oracle.solve(theta, Subproblem())
     personal = oracle.solve_aside(state.v, Subproblem(pull=lam, centre=theta))
-    steps, epochs = solved.steps + personal.steps, solved.epochs + personal.epochs
+    steps, epochs = solved.steps + personal.steps, both(solved.epochs, personal.epochs)
     return Step(solved.w, State(personal.w), solved=solved._replace(steps=steps, epochs=epochs))
 
 
@@ -55,6 +57,7 @@ class Ditto(Averaging):
     """Ditto's server half; see the module's docstring for the rule and every symbol."""
 
     algorithm = "ditto"
+    client_half = ClientHalf(client_rule, State, first_state, own="v")
     card = Card(
         "Ditto",
         "FedAvg, and a personalized model in addition to the global model",
@@ -70,3 +73,7 @@ class Ditto(Averaging):
         scheduled=True,
         sent="lam",
     )
+
+    @classmethod
+    def most_steps(cls, config: Mapping[str, Any], local: float, samples: int) -> float:
+        return 2 * local

@@ -10,13 +10,13 @@ clients, absent ones included. Round with the received model theta, for each cli
     theta <- theta + (eta/|S|) sum_{i in S} Delta_i                             (4)
 
 w, y    client's model and dual variable [d], both kept by the client; at its first participation
-        w = theta received and y = 0 (the paper leaves w open)
+        w = theta received and y = 0
 rho     penalty, > 0; a schedule {first round: rho} is allowed: (3) then takes y/rho with the rho of
         the client's last participation, so that the sums of (4) still telescope
 eta     server step, in (0, 2]: a number, a schedule, or "fraction" = |S|/m for m clients, the
-        setting of Theorem 1. All clients then share w = theta^0, the model the run began with: the
-        server adds theta - theta^0 to a newcomer's Delta (``newcomer="origin"``), keeps D, the sum
-        of all Deltas, and computes
+        setting of Theorem 1. All clients then count from w = theta^0, the model the run began with:
+        the server adds theta - theta^0 to a newcomer's Delta (``newcomer="origin"``), keeps D, the
+        sum of all Deltas, and computes
 
     theta <- theta^0 + D/m                                                      (5)
 
@@ -42,7 +42,14 @@ same holds after a round of all m clients with eta = 1, and with eta = |S|/m fro
   the optimum on the problem above (four clients, state lost at the optimum). So ``lost_state`` is
   "warn" by default; with "refuse" the client counts as one that left.
 
-With y frozen at 0 and Delta = w+ - theta this is FedProx; with rho = 0 as well, FedAvg.
+With y frozen at 0 and Delta = w+ - theta this is FedProx; with rho = 0 as well, FedAvg. With eta =
+"fraction" it is the FedADMM of Wang, Marella and Anderson (CDC 2022), also with a regularizer, and
+the FedDR of Tran-Dinh et al. (NeurIPS 2021) with alpha = 1, whose first step all clients take.
+
+Deviation from the paper, whose appendix begins with w = theta^0 and y = 0 at every client: a
+newcomer has w = theta received. ``newcomer="origin"`` corrects its Delta alone, and local training
+starts at theta received, because theta^0 does not travel again. With a number for eta the paper's w
+would add theta - theta^0 once for each newcomer.
 
 Deviations of the authors' published code, each an option: local training starts from theta
 (``local_start="global"``); Delta is taken against theta, so that it is 2 (w+ - theta)
@@ -60,6 +67,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from fl_strategies.core.client_half import ClientHalf
 from fl_strategies.core.hyperparameters import Scalar, Schedule, choice, number
 from fl_strategies.core.oracle import Oracle, Step
 from fl_strategies.core.records import Round, Upload
@@ -134,6 +142,7 @@ class FedADMM(FederatedStrategy):
     """
 
     algorithm = "fedadmm"
+    client_half = ClientHalf(client_rule, State, first_state, own="w")
     card = Card(
         "FedADMM",
         "dual variables and a tracking update, with partial participation",
@@ -184,7 +193,7 @@ class FedADMM(FederatedStrategy):
     tracking: Side = choice(
         default="client",
         choices=("client", "global"),
-        about="Whether Delta is taken against the client's own w or against theta.",
+        about="What a client subtracts from its new model to get Delta: its own w, or theta.",
         sent="tracking",
     )
     newcomer: Newcomer | None = choice(

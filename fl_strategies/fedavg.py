@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
+from fl_strategies.core.client_half import ClientHalf
 from fl_strategies.core.hyperparameters import choice
 from fl_strategies.core.oracle import Oracle, Step
 from fl_strategies.core.records import Mean, Round, Upload
@@ -44,18 +45,16 @@ def weight(upload: Upload, *, weights: Weights) -> float:
     return upload.num_examples if weights == "samples" else 1.0
 
 
-def server_rule(
-    uploads: Iterable[Upload], *, weights: Weights, mean: Mean = weighted_mean
-) -> Vector:
-    """Return the mean of the uploads, by (2)."""
-    return mean((upload.vector, weight(upload, weights=weights)) for upload in uploads)
+def server_rule(uploads: Iterable[tuple[Vector, float]], *, mean: Mean = weighted_mean) -> Vector:
+    """Return the mean of the pairs (w_i, p_i), by (2)."""
+    return mean(uploads)
 
 
 class Averaging(FederatedStrategy):
     """Base of the strategies whose server does (2)."""
 
     averages = "models"
-    folds = True
+    folds = weighs = True
     weight = staticmethod(weight)
     weights: Weights = choice(
         default="samples",
@@ -65,10 +64,10 @@ class Averaging(FederatedStrategy):
 
     @property
     def equal_weights(self) -> bool:
-        return self.weights == "uniform"
+        return type(self).weight is weight and self.weights == "uniform"
 
     def aggregate(self, state: State, round: Round, uploads: Sequence[Upload]) -> Next:
-        return server_rule(uploads, weights=self.weights, mean=round.mean), state, {}
+        return server_rule(self.weighted(round, uploads), mean=round.mean), state, {}
 
 
 class FedAvg(Averaging):
@@ -80,6 +79,7 @@ class FedAvg(Averaging):
     """
 
     algorithm = "fedavg"
+    client_half = ClientHalf(client_rule)
     card = Card(
         "FedAvg",
         "averages the clients' models",

@@ -17,9 +17,9 @@ Facts. With a fixed gamma the fixed points satisfy the KKT conditions of the pro
 of f_i at x_i sum to zero, lambda_i (||x_i - z||^2 - gamma_i) = 0; only as gamma -> 0 is z the
 minimiser of the sum. With the heuristic gamma every lambda is 0 in the end, and FedBC is FedAvg
 with uniform weights; if (1) starts at x_i, z is then the plain mean of the clients' own minimisers.
-With the paper's small alpha a run ends long before that. With lambda_min = lambda_max = mu/2 FedBC
-is FedProx with uniform weights (the paper's text says mu, and its (1) has no factor 1/2); with
-lambda_min = lambda_max = 0 it is FedAvg.
+With the paper's small alpha a run ends long before that. Started at z, FedBC with lambda_min =
+lambda_max = mu/2 is FedProx with uniform weights (the paper's text says mu, and its (1) has no
+factor 1/2), and with lambda_min = lambda_max = 0 it is FedAvg.
 
 What the proof needs. Where each f_i is L-smooth, Lemma B.1 and what follows eq. (42) need lambda >=
 1 + L, and what follows (61) needs lambda_max < (1 + L)^2 / L. Without, with lambda_min = 0 and the
@@ -45,17 +45,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeAlias
 
+from fl_strategies.core.client_half import ClientHalf
 from fl_strategies.core.hyperparameters import Scalar, choice
 from fl_strategies.core.oracle import Oracle, Step
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector
 from fl_strategies.proximity import (
     FIRST,
+    READS,
     Dual,
     ProximityStrategy,
     State,
     Turn,
     dual_step,
+    first_state,
     idle_steps,
     uploaded,
 )
@@ -84,6 +87,7 @@ class FedBC(ProximityStrategy):
     """FedBC's server half; see the module's docstring for the rule."""
 
     algorithm = "fedbc"
+    client_half = ClientHalf(client_rule, State, first_state, own="x", reads=READS)
     card = Card(
         "FedBC",
         "personalized models within a distance of the global model",

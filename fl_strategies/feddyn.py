@@ -34,6 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fl_strategies.core.client_half import ClientHalf
 from fl_strategies.core.hyperparameters import Schedule, number
 from fl_strategies.core.oracle import Oracle, Step
 from fl_strategies.core.records import Round, Upload
@@ -81,6 +82,7 @@ class FedDyn(FederatedStrategy):
     """FedDyn's server half; see the module's docstring for the rule and every symbol."""
 
     algorithm = "feddyn"
+    client_half = ClientHalf(client_rule, State, first_state)
     card = Card(
         "FedDyn",
         "dual variables bend local objectives; the server subtracts their mean",

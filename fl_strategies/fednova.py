@@ -11,15 +11,16 @@ accumulated weight of its steps. Round with theta, for each client i of S:
 p_i     n_i / sum_{j in S} n_j, with n_i the samples of client i
 a_i     "normalizer", reported by the client: of plain steps tau_i; with momentum mu_m
         sum_{j=1..tau_i} (1 - mu_m^j)/(1 - mu_m), with Nesterov's mu_m^(j+1) in place of mu_m^j;
-        with the pull mu sum_{k=0..tau_i-1} (1 - lr mu)^k
+        with the pull mu sum_{k=0..tau_i-1} (1 - lr mu)^k; in general by
+        ``fl_strategies.solvers.gradient_weights``
 mu      pull of local steps towards theta, as in FedProx, >= 0
 
 Clients keep nothing. With equal a_i (3) is FedAvg by samples. Where they differ, and as lr -> 0,
 theta converges to the minimiser of the mean loss by samples, which FedAvg does not.
 
-(2) is known for ``sgd`` and ``gd`` alone; other solvers, extrapolation and a box are refused, and
-so is momentum together with a pull. ``clipping_norm`` also bounds the change of the global model,
-because a false a would scale the changes of all clients.
+(2) is known for ``sgd`` and ``gd`` alone; other solvers, extrapolation and a box are refused.
+``clipping_norm`` also bounds the change of the global model, because a false a would scale the
+changes of all clients.
 
 Reference: Wang, Liu, Liang, Joshi, Poor, "Tackling the Objective Inconsistency Problem in
 Heterogeneous Federated Optimization", NeurIPS 2020, eq. 13 and Section 4.
@@ -27,56 +28,34 @@ Heterogeneous Federated Optimization", NeurIPS 2020, eq. 13 and Section 4.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
+from fl_strategies.core.client_half import ClientHalf
 from fl_strategies.core.clipping import clip
-from fl_strategies.core.hyperparameters import Schedule, largest, number
+from fl_strategies.core.hyperparameters import Schedule, number
 from fl_strategies.core.oracle import Oracle, Step
 from fl_strategies.core.records import Round, Upload
-from fl_strategies.core.stacks import choose, is_nought, repeated
+from fl_strategies.core.stacks import is_nought
 from fl_strategies.core.subproblem import Subproblem
-from fl_strategies.core.vectors import Number, Vector, weighted_sum
+from fl_strategies.core.vectors import Vector, weighted_sum
 from fl_strategies.server.algorithm import Card, Next, State
 from fl_strategies.server.strategy import FederatedStrategy
-from fl_strategies.solvers.own_steps import PLAIN, check_plain_steps
+from fl_strategies.solvers.gradient_weights import check_weights_known
 
 NORMALIZER = "normalizer"
-STEPS = {name: values for name, values in PLAIN.items() if name not in ("momentum", "nesterov")}
 
 
-def normalizer(
-    steps: Number, *, momentum: float = 0.0, nesterov: bool = False, pull: Number = 0.0
-) -> Number:
-    """Return a of (2) after ``steps`` steps; ``pull`` is lr mu."""
-    first = 2 if nesterov else 1
-    ones = momentum == 1.0
-    rest = choose(ones, 1.0, 1.0 - momentum)
-    missing = momentum**first * (1.0 - momentum**steps) / rest
-    free = choose(ones, steps * (steps + 2 * first - 1) / 2, (steps - missing) / rest)
-    if is_nought(pull):
-        return free
-    # term by term, as a closed form loses all digits of a small pull
-    base = 1.0 - pull
-    powers = repeated(steps, lambda a, power: (a + power, power * base), 0.0 * base, base**0)[0]
-    return choose(pull == 0.0, free, powers)
-
-
-def client_rule(
-    theta: Vector,
-    oracle: Oracle,
-    *,
-    rate: float,
-    mu: float = 0.0,
-    momentum: float = 0.0,
-    nesterov: bool = False,
-) -> Step:
-    """Return the client's upload w by (1) and, as a scalar, a by (2); ``rate`` is lr."""
-    solved = oracle.solve(
-        theta, Subproblem() if is_nought(mu) else Subproblem(pull=mu, centre=theta)
-    )
-    a = normalizer(solved.steps, momentum=momentum, nesterov=nesterov, pull=rate * mu)
-    return Step(solved.w, scalars={NORMALIZER: a}, solved=solved)
+def client_rule(theta: Vector, oracle: Oracle, *, mu: float = 0.0) -> Step:
+    """Return the client's upload w by (1) and, as a scalar, a by (2)."""
+    subproblem = Subproblem() if is_nought(mu) else Subproblem(pull=mu, centre=theta)
+    solved = oracle.solve(theta, subproblem, rates=True)
+    if isinstance(solved.weight, float) and math.isnan(solved.weight):
+        raise ValueError(
+            "fednova needs one sum of weights for all parameters, and those of the training loop"
+            " differ: its optimizers have other momenta, schedules or numbers of steps"
+        )
+    return Step(solved.w, scalars={NORMALIZER: solved.weight}, solved=solved)
 
 
 def server_rule(theta: Vector, uploads: Iterable[tuple[Vector, float, float]]) -> Vector:
@@ -86,16 +65,6 @@ def server_rule(theta: Vector, uploads: Iterable[tuple[Vector, float, float]]) -
     tau = sum(n / samples * a for _, n, a in triples)
     moved, weight = weighted_sum((w, n / samples / a) for w, n, a in triples)
     return theta - tau * (weight * theta - moved)
-
-
-def check_steps(settings: Mapping[str, Any], mu: float) -> None:
-    """Raise ``ValueError`` for local settings whose a is not known."""
-    check_plain_steps(settings, "FedNova needs to know what its steps add up to", STEPS)
-    if mu and largest(settings.get("momentum", 0.0)):
-        raise ValueError(
-            f"mu must be 0 with momentum ({settings['momentum']}), got {mu}: FedNova's a is not"
-            " known for both together"
-        )
 
 
 def weight(upload: Upload) -> float:
@@ -110,6 +79,7 @@ class FedNova(FederatedStrategy):
     """
 
     algorithm = "fednova"
+    client_half = ClientHalf(client_rule)
     folds = True
     moves_received = True
     weight = staticmethod(weight)
@@ -130,7 +100,7 @@ class FedNova(FederatedStrategy):
     )
 
     def __post_init__(self) -> None:
-        check_steps(self.local or {}, largest(self.mu))
+        check_weights_known(self.local, "FedNova needs to know what its steps add up to")
         super().__post_init__()
 
     @property

@@ -21,6 +21,9 @@ to the next communication round.
 Fixed points have x_i = x0 and lam_i = -grad f_i(x0) with sum lam_i = 0 over all clients: stationary
 points of the mean of all f_i, whatever the duals summed to before.
 
+Deviation from the paper, whose SGD draws the samples of each step anew, from all (eq. 7): an
+epoch's mini-batches are a permutation of the client's samples.
+
 Deviation of the authors' published code, an option: x0+ = x0 + eta lam+
 (``x0_rule="authors"``, in ``FedPD.authors_rule``).
 
@@ -33,12 +36,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
+from fl_strategies.core.client_half import ClientHalf
 from fl_strategies.core.hyperparameters import Scalar
 from fl_strategies.core.oracle import Oracle, Step
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector
 from fl_strategies.server.algorithm import Card
-from fl_strategies.skipping import SkippingStrategy, X0Rule, consensus, dual_step
+from fl_strategies.skipping import SkippingStrategy, X0Rule, consensus, dual_step, rounds_of
 
 
 class State(NamedTuple):
@@ -56,7 +60,10 @@ def first_state(x0: Vector) -> State:
 def client_rule(
     state: State, x0: Vector, oracle: Oracle, *, eta: float, x0_rule: X0Rule = "paper"
 ) -> Step:
-    """Return the client's next state and its upload x0+, by (1) and (2)."""
+    """Return the client's next state and its upload x0+, by (1) and (2).
+
+    It reports ``consensus``, ||x+ - x0||^2; of several rounds, that of the last.
+    """
     solved = oracle.solve(state.x, Subproblem(slope=state.lam, pull=1.0 / eta, centre=x0))
     x = solved.w
     lam, x0_new = dual_step(x, x0, state.lam, eta=eta, x0_rule=x0_rule)
@@ -67,6 +74,7 @@ class FedPD(SkippingStrategy):
     """FedPD's server half; see the module's docstring for the rule and every symbol."""
 
     algorithm = "fedpd"
+    client_half = ClientHalf(client_rule, State, first_state, own="x", rounds=rounds_of)
     card = Card(
         "FedPD",
         "primal-dual steps by all clients; skips communication rounds at random",

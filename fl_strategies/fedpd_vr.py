@@ -24,7 +24,9 @@ without them, whose problem streams its samples, answers with an error that says
 Fixed points are FedPD's, with g = grad f_i(x0). The noise of (2) is that of differences of
 gradients, which vanish there: B = 1 reaches a stationary point exactly, where SGD does not.
 
-Deviation of the authors' published code, an option: x0+ = x0 + eta lam+ (``x0_rule="authors"``).
+Q, B and I are those of the paper's Fig. 2 (``FedPDVR.paper_rule``), which does not say eta and
+gamma. Deviation of the authors' published code, an option: x0+ = x0 + eta lam+
+(``x0_rule="authors"``, in ``FedPDVR.authors_rule``).
 
 Reference: Zhang, Hong, Dhople, Yin, Liu, "FedPD: A Federated Learning Framework with Adaptivity to
 Non-IID Data", IEEE Transactions on Signal Processing 2021, Algorithms 2 and 4.
@@ -32,14 +34,17 @@ Non-IID Data", IEEE Transactions on Signal Processing 2021, Algorithms 2 and 4.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
-from fl_strategies.core.hyperparameters import Schedule, number
+from fl_strategies.core.client_half import ClientHalf
+from fl_strategies.core.hyperparameters import Scalar, Schedule, count_of, number
 from fl_strategies.core.oracle import Oracle, Step, Tally
 from fl_strategies.core.stacks import choose, repeated
 from fl_strategies.core.vectors import Vector
 from fl_strategies.server.algorithm import Card
-from fl_strategies.skipping import SkippingStrategy, X0Rule, consensus, dual_step
+from fl_strategies.skipping import SkippingStrategy, X0Rule, consensus, dual_step, rounds_of
 
 
 class State(NamedTuple):
@@ -62,16 +67,19 @@ def client_rule(
     *,
     eta: float,
     gamma: float,
-    steps: int,
-    samples: int,
-    refresh: Any,
+    inner_steps: int,
+    inner_batch: int,
+    full_every: int,
+    round: int,
     x0_rule: X0Rule = "paper",
 ) -> Step:
     """Return the client's next state and its upload x0+, by (1)-(3).
 
-    ``steps`` is Q, ``samples`` B (0: all), and ``refresh`` says whether r mod I = 0.
+    ``inner_steps`` is Q, ``inner_batch`` B (0: all), ``full_every`` I and ``round`` r. It reports
+    ``consensus``, ||x+ - x0||^2; of several rounds, that of the last.
     """
     x, lam, g = state
+    refresh = round % full_every == 0
     if g.shape[-1] == 0:
         g = oracle.full_gradient(x)
     elif refresh is not False:
@@ -79,12 +87,12 @@ def client_rule(
 
     def step(x: Vector, g: Vector, done: Tally) -> tuple[Vector, Vector, Tally]:
         x_new = (eta * x + gamma * x0 - eta * gamma * (g + lam)) / (eta + gamma)
-        change = oracle.difference(x_new, x, samples=samples)
+        change = oracle.difference(x_new, x, samples=inner_batch)
         return x_new, g + change.vector, done.plus(change)
 
-    x, g, done = repeated(steps, step, x, g, Tally())
+    x, g, done = repeated(inner_steps, step, x, g, Tally())
     lam_new, x0_new = dual_step(x, x0, lam, eta=eta, x0_rule=x0_rule)
-    solved = done.mean(x, steps, epochs=0)
+    solved = done.mean(x, inner_steps, epochs=0)
     return Step(x0_new, State(x, lam_new, g), consensus(x, x0), solved)
 
 
@@ -95,6 +103,7 @@ class FedPDVR(SkippingStrategy):
     """
 
     algorithm = "fedpd-vr"
+    client_half = ClientHalf(client_rule, State, first_state, own="x", rounds=rounds_of)
     card = Card(
         "FedPDVR",
         "FedPD whose local steps use variance-reduced gradients",
@@ -104,6 +113,15 @@ class FedPDVR(SkippingStrategy):
         arxiv="2005.11418",
     )
     uses_local = False
+    paper_rule: ClassVar[Mapping[str, Any]] = {
+        "inner_steps": 8,
+        "inner_batch": 1,
+        "full_every": 20,
+        "x0_rule": "paper",
+    }
+    paper_local: ClassVar[Mapping[str, Scalar]] = {}
+    authors_rule: ClassVar[Mapping[str, Any]] = {**paper_rule, "x0_rule": "authors"}
+    authors_local: ClassVar[Mapping[str, Scalar]] = {}
 
     gamma: Schedule = number(
         default=1.0, about="Rate of (2).", above=0.0, scheduled=True, sent="gamma"
@@ -117,3 +135,10 @@ class FedPDVR(SkippingStrategy):
         sent="inner-batch",
     )
     full_every: int = number(default=20, about="I.", integer=True, low=1, sent="full-every")
+
+    @classmethod
+    def most_steps(cls, config: Mapping[str, Any], local: float, samples: int) -> float:
+        # a step on more samples than the client has counts as several steps
+        passes = math.ceil(int(config.get("inner-batch", 1)) / samples)
+        steps = count_of(config, "inner-steps") * max(1, passes)
+        return super().most_steps(config, steps, samples)

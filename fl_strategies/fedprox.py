@@ -14,6 +14,7 @@ Networks", MLSys 2020, Algorithm 2.
 
 from __future__ import annotations
 
+from fl_strategies.core.client_half import ClientHalf
 from fl_strategies.core.hyperparameters import Schedule, number
 from fl_strategies.core.oracle import Oracle, Step
 from fl_strategies.core.subproblem import Subproblem
@@ -37,6 +38,7 @@ class FedProx(Averaging):
     """
 
     algorithm = "fedprox"
+    client_half = ClientHalf(client_rule)
     card = Card(
         "FedProx",
         "pulls local training towards the global model",

@@ -59,7 +59,7 @@ class FedSGD(FederatedStrategy):
     )
     runs = "fedavg"
     averages = "models"
-    folds = True
+    folds = weighs = True
     weight = staticmethod(weight)
     weights: Weights = "samples"
 
@@ -75,4 +75,4 @@ class FedSGD(FederatedStrategy):
         return {name: values[0] for name, values in ONE_STEP.items()}
 
     def aggregate(self, state: State, round: Round, uploads: Sequence[Upload]) -> Next:
-        return server_rule(uploads, weights=self.weights, mean=round.mean), state, {}
+        return server_rule(self.weighted(round, uploads), mean=round.mean), state, {}

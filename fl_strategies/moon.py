@@ -17,7 +17,7 @@ mu      weight of the term, >= 0; mu = 0 is FedAvg
 tau     temperature, > 0
 p_i     weight of client i: its number of training samples, or 1 ("uniform")
 
-The features of a model are what its last linear layer gets, unless its ``clients.FlatModel`` names
+The features of a model are what its last linear layer gets, unless its ``clients.Border`` names
 another module by ``head``. Both fixed models enter (2) by their difference alone,
 
     q = (z_prev/||z_prev|| - z_glob/||z_glob||) / tau                           (5)
@@ -43,7 +43,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fl_strategies.core.hyperparameters import Schedule, number
-from fl_strategies.core.vectors import Number, Vector
+from fl_strategies.core.vectors import Vector
 from fl_strategies.fedavg import Averaging
 from fl_strategies.server.algorithm import Card
 
@@ -61,10 +61,8 @@ def unit(z: Vector) -> Vector:
     return z / (square + (square == 0.0)) ** 0.5
 
 
-def direction(z_global: Vector, z_previous: Vector, *, tau: Number) -> Vector:
+def direction(z_global: Vector, z_previous: Vector, *, tau: float) -> Vector:
     """Return q [n, p] of features [n, p], by (5)."""
-    if getattr(tau, "ndim", 0):  # a column, for the features [clients, n, p] of a stack
-        tau = tau[..., None]
     return (unit(z_previous) - unit(z_global)) / tau
 
 

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
+from fl_strategies.core.client_half import ClientHalf
 from fl_strategies.core.hyperparameters import Schedule, choice, number
 from fl_strategies.core.oracle import Oracle, Step, Tally
 from fl_strategies.core.stacks import repeated
@@ -50,12 +51,14 @@ def client_rule(
     theta: Vector,
     oracle: Oracle,
     *,
-    steps: int,
-    rate: float,
     inner_rate: float,
     meta_gradient: MetaGradient = "exact",
 ) -> Step:
-    """Return the client's upload w, by ``steps`` = K times (1) and (2) from theta."""
+    """Return the client's upload w, by ``oracle.steps`` = K times (1) and (2) from theta.
+
+    The loss is the mean over the mini-batches of all its gradients.
+    """
+    steps, rate = oracle.steps, oracle.rate
 
     def outer_step(w: Vector, done: Tally) -> tuple[Vector, Tally]:
         here = oracle.gradient(w)
@@ -77,6 +80,7 @@ class PerFedAvg(Averaging):
     """
 
     algorithm = "per-fedavg"
+    client_half = ClientHalf(client_rule, check=check_own_steps)
     card = Card(
         "Per-FedAvg",
         "a global model that one local gradient step personalizes",

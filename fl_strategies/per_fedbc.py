@@ -32,17 +32,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from fl_strategies.core.hyperparameters import Scalar, Schedule, number
+from fl_strategies.core.client_half import ClientHalf
+from fl_strategies.core.hyperparameters import Scalar, Schedule, count_of, number
 from fl_strategies.core.oracle import Oracle, Step, Tally
 from fl_strategies.core.stacks import repeated
 from fl_strategies.core.vectors import Vector
 from fl_strategies.proximity import (
     FIRST,
+    READS,
     Dual,
     ProximityStrategy,
     State,
     Turn,
     dual_step,
+    first_state,
     idle_steps,
     uploaded,
 )
@@ -79,12 +82,14 @@ def client_rule(
     *,
     dual: Dual,
     turn: Turn = FIRST,
-    steps: int,
-    rate: float,
     inner_rate: float,
     inner_steps: int,
 ) -> Step:
-    """Return the client's next state, by (1)-(3); its x and lam are the upload."""
+    """Return the client's next state, by (1)-(3); its x and lam are the upload.
+
+    The loss is the mean over the mini-batches of all its gradients.
+    """
+    steps, rate = oracle.steps, oracle.rate
     state = idle_steps(state, dual, turn.clock - state.clock)
 
     def step(w: Vector, done: Tally) -> tuple[Vector, Tally]:
@@ -105,6 +110,9 @@ class PerFedBC(ProximityStrategy):
     """
 
     algorithm = "per-fedbc"
+    client_half = ClientHalf(
+        client_rule, State, first_state, own="x", reads=READS, check=check_own_steps
+    )
     moves_received = True
     card = Card(
         "Per-FedBC",
@@ -133,3 +141,7 @@ class PerFedBC(ProximityStrategy):
         check_own_steps(self.algorithm, self.local)
         super().__post_init__()
         self.local = tuned_at(self.inner_rate, self.local)
+
+    @classmethod
+    def most_steps(cls, config: Mapping[str, Any], local: float, samples: int) -> float:
+        return local * (1 + count_of(config, "inner-steps"))

@@ -39,10 +39,11 @@ Reference: Dinh, Tran, Nguyen, "Personalized Federated Learning with Moreau Enve
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from fl_strategies import fedavg
-from fl_strategies.core.hyperparameters import Schedule, choice, largest, number
+from fl_strategies.core.client_half import ClientHalf
+from fl_strategies.core.hyperparameters import Schedule, choice, count_of, largest, number
 from fl_strategies.core.oracle import Oracle, Step, Tally
 from fl_strategies.core.records import Mean, Round, Upload
 from fl_strategies.core.schedules import at
@@ -76,11 +77,15 @@ def client_rule(
     *,
     lam: float,
     eta: float,
-    steps: int,
     inner_steps: int,
     local_start: Side = "client",
 ) -> Step:
-    """Return the client's next state and its upload w_R, by ``steps`` = R times (1) and (2)."""
+    """Return the client's next state and its upload w_R, by R times (1) and (2).
+
+    Loss and accuracy are theta's before the last step on each mini-batch, and ``residual`` is that
+    of (1) after this step: means over the mini-batches.
+    """
+    steps = oracle.steps
 
     def outer_step(theta: Vector, w: Vector, done: Tally) -> tuple[Vector, Vector, Tally]:
         subproblem = Subproblem(pull=lam, centre=w)
@@ -94,20 +99,20 @@ def client_rule(
 
 def server_rule(
     w: Vector,
-    uploads: Iterable[Upload],
+    uploads: Iterable[tuple[Vector, float]],
     *,
     beta: float,
-    weights: Weights,
     mean: Mean = weighted_mean,
 ) -> Vector:
-    """Return the next global model, by (3)."""
-    return (1 - beta) * w + beta * fedavg.server_rule(uploads, weights=weights, mean=mean)
+    """Return the next global model, by (3), from each client's (w_i, p_i)."""
+    return (1 - beta) * w + beta * fedavg.server_rule(uploads, mean=mean)
 
 
 class PFedMe(Averaging):
     """pFedMe's server half; see the module's docstring for the rule and every symbol."""
 
     algorithm = "pfedme"
+    client_half = ClientHalf(client_rule, State, first_state, own="theta")
     card = Card(
         "pFedMe",
         "personalized models tied to the global model by a Moreau envelope",
@@ -117,6 +122,7 @@ class PFedMe(Averaging):
         arxiv="2006.08848",
     )
     averages = "models"
+    folds = weighs = True
     authors_rule: ClassVar[Mapping[str, str]] = {"local_start": "global", "weights": "samples"}
 
     lam: Schedule = number(
@@ -156,7 +162,11 @@ class PFedMe(Averaging):
         # above 1, one client moves w by more than its share of the mean
         return self.averages if largest(self.beta) <= 1.0 else ""
 
+    @classmethod
+    def most_steps(cls, config: Mapping[str, Any], local: float, samples: int) -> float:
+        return local * count_of(config, "inner-steps")
+
     def aggregate(self, state: ServerState, round: Round, uploads: Sequence[Upload]) -> Next:
         beta, mean = at(self.beta, round.number), round.mean
-        w = server_rule(round.theta, uploads, beta=beta, weights=self.weights, mean=mean)
+        w = server_rule(round.theta, self.weighted(round, uploads), beta=beta, mean=mean)
         return w, state, {}

@@ -86,7 +86,30 @@ class Turn(NamedTuple):
 FIRST = Turn()
 
 
-def first_state(z: Vector, dual: Dual) -> State:
+def dual_of(request: Mapping[str, Any]) -> Dual:
+    """Return the hyperparameters of the dual step that a request carries."""
+    gamma = request["gamma"]
+    check_alpha_gamma(gamma, request)
+    return Dual(
+        request["alpha"],
+        request["alpha-gamma"] if gamma == "heuristic" else 0.0,
+        gamma,
+        request["lambda-min"],
+        request.get("lambda-max", math.inf),
+        request["dual-momentum"],
+    )
+
+
+def turn_of(request: Mapping[str, Any]) -> Turn:
+    """Return the client's position in the order of dual steps."""
+    return Turn(request["dual-clock"], request["dual-after"])
+
+
+READS = {"dual": dual_of, "turn": turn_of}
+"""The arguments of the rules that are made of several values of a request."""
+
+
+def first_state(z: Vector, *, dual: Dual) -> State:
     """Return the state of a client that has never taken part: x = z, lambda 0 clipped, gamma 0."""
     none = for_each(0.0, z)
     gamma = none if isinstance(dual.gamma, str) else none + dual.gamma
@@ -171,7 +194,7 @@ class ProximityStrategy(FederatedStrategy):
     Raises ``ValueError`` for lambda_min > lambda_max, or alpha_gamma with a fixed gamma.
     """
 
-    folds = True
+    folds = weighs = True
     weight = staticmethod(weight)
 
     alpha: Schedule = number(
@@ -251,7 +274,7 @@ class ProximityStrategy(FederatedStrategy):
         return config
 
     def aggregate(self, state: ServerState, round: Round, uploads: Sequence[Upload]) -> Next:
-        z, total = server_rule((upload.vector, weight(upload)) for upload in uploads)
+        z, total = server_rule(self.weighted(round, uploads))
         if total == 0.0 and not state.warned:
             LOGGER.warning(
                 "every lambda of round %d is 0: the models are averaged with equal weights",

@@ -15,8 +15,11 @@ lr     the client's learning rate, reported by it as ``lr``; 1/lr stands for the
 q      fairness, >= 0; with q = 0 and one rate for all, (4) is FedAvg's mean with uniform weights
 
 Clients keep nothing. F + 1e-10 stands for F in (3) and (4), as in the authors' code and in Flower's
-own QFedAvg: F = 0 has no power q - 1. Beyond q = 30 its power would be 0, and (4) no number. All
-clients count equally, for any numbers of samples.
+own QFedAvg: F = 0 has no power q - 1. Beyond q = 30 its power would be 0, and (4) no number.
+
+Deviation from the paper, whose Algorithm 2 asks client i with probability p_i, its share of all
+samples, and minimises sum_i p_i F_i^(q+1)/(q+1): clients are asked uniformly, so all count equally,
+for any numbers of samples.
 
 (4) needs only sum_i F_i^q w_i/lr_i, and each F_i, lr_i and ||theta - w_i||^2. So a host may send
 the mean of its w_i with the weights F_i^q/lr_i, and the distances.
@@ -31,6 +34,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from fl_strategies import fedavg
+from fl_strategies.core.client_half import ClientHalf
 from fl_strategies.core.hyperparameters import Schedule, number
 from fl_strategies.core.oracle import Oracle, Step
 from fl_strategies.core.records import Round, Upload
@@ -45,10 +49,10 @@ STEEPEST = 30.0
 """The largest q: EPSILON^q, the weight of a loss of 0, is still a number."""
 
 
-def client_rule(theta: Vector, oracle: Oracle, *, rate: float) -> Step:
+def client_rule(theta: Vector, oracle: Oracle) -> Step:
     """Return the client's upload w, by (1), and F and lr, which are sent with it."""
-    loss = oracle.loss(theta)
-    return fedavg.client_rule(theta, oracle)._replace(scalars={LOSS: loss, RATE: rate})
+    scalars = {LOSS: oracle.loss(theta), RATE: oracle.rate}
+    return fedavg.client_rule(theta, oracle)._replace(scalars=scalars)
 
 
 def fairness_weight(loss: Number, q: float) -> Number:
@@ -91,6 +95,7 @@ class QFedAvg(FederatedStrategy):
     """
 
     algorithm = "q-fedavg"
+    client_half = ClientHalf(client_rule)
     folds = folds_distances = True
     moves_received = True
     weight = staticmethod(weight)

@@ -5,14 +5,16 @@ direction of all clients' gradients. The difference corrects each local step, so
 mean of all clients. Round with theta and c received, for each client i of S:
 
     w       = theta after K steps  w <- w - lr (g_i(w; b) - c_i + c)            (1)
-    c_i+    = c_i - c + (theta - w)/(K lr)                        option II     (2)
+    c_i+    = c_i - c + (theta - w)/A_i                           option II     (2)
     c_i+    = grad f_i(theta)                                     option I      (3)
     theta <- theta + (eta_g/|S|) sum_{i in S} (w_i - theta)                     (4)
     c     <- c + (1/m) sum_{i in S} (c_i+ - c_i)                                (5)
 
 c_i, c  control variates [d] over the trainable parameters, c_i kept by the client, c by the server;
         all start at 0. They travel with the model: c in the request, c_i+ - c_i in the reply
-K       the steps that client i really took; by (1) and (2), c_i+ is the mean of their g_i(w; b)
+A_i     K lr with the K steps that client i really took, and with momentum, a schedule, or groups
+        of other rates what their gradients count by (``fl_strategies.solvers.gradient_weights``):
+        by (1) and (2), c_i+ is a mean of their g_i(w; b)
 eta_g   server step, > 0
 m       clients ever connected, departed ones included, or ``num_clients`` if that is more
 
@@ -26,10 +28,10 @@ optimum if the client left there. If the client lost its state at the optimum, f
 then on: four clients of quadratics with eigenvalues in [0.4, 2.5], which start 3.8 off, stop 1.1
 off. So ``lost_state`` is "warn" by default; "refuse" treats such a client as one that left.
 
-(2) holds for plain gradient steps of one rate: momentum, an adaptive solver, extrapolation or a
-box would give a c_i+ that is not a mean of gradients (momentum 0.9 one up to ten times too large),
-and are refused with option II. Weight decay is plain: it is a term of f_i. Rates may change between
-rounds. Option I costs one more gradient on all samples, and works with any solver.
+(2) holds for gradient steps, with momentum or without: an adaptive solver, extrapolation or a box
+would give a c_i+ that is not a mean of gradients, and are refused with option II. Weight decay is
+a term of f_i. Option I costs one more gradient on all samples, and works with any solver. The paper
+has plain steps of one rate, for which A_i = K lr.
 
 Reference: Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled
 Averaging for Federated Learning", ICML 2020, Algorithm 1.
@@ -42,6 +44,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from fl_strategies.core.client_half import ClientHalf
 from fl_strategies.core.hyperparameters import Schedule, choice, number
 from fl_strategies.core.oracle import Oracle, Step
 from fl_strategies.core.records import Round, Upload
@@ -50,7 +53,7 @@ from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector, weighted_sum
 from fl_strategies.server.algorithm import NUM_CLIENTS, Card, Next
 from fl_strategies.server.strategy import FederatedStrategy
-from fl_strategies.solvers.own_steps import check_plain_steps
+from fl_strategies.solvers.gradient_weights import check_weights_known
 
 Option: TypeAlias = Literal["I", "II"]
 
@@ -72,28 +75,28 @@ def first_state(theta: Vector) -> State:
 def check_option(option: Option, settings: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` if (2) is asked for under local settings that it does not hold for."""
     if option == "II":
-        check_plain_steps(settings, 'SCAFFOLD with option="II" needs plain gradient steps')
+        why = 'SCAFFOLD with option="II" needs gradient steps; use option="I"'
+        check_weights_known(settings, why)
 
 
 def client_rule(
     state: State,
     theta: Vector,
-    c: Vector,
     oracle: Oracle,
     *,
-    rate: float,
+    control: Vector,
     option: Option = "II",
 ) -> Step:
     """Return the client's next state, and its uploads w - theta and c_i+ - c_i.
 
-    By (1), and by (2) with ``rate`` = lr or by (3).
+    By (1), and by (2) or (3); ``control`` is c.
     """
-    solved = oracle.solve(theta, Subproblem(slope=c - state.c))
+    solved = oracle.solve(theta, Subproblem(slope=control - state.c), rates=option == "II")
     moved = solved.w - theta
     if option == "I":
         c_new = oracle.full_gradient(theta)
     else:
-        c_new = state.c - c + (theta - solved.w) / (solved.steps * rate)
+        c_new = state.c - control + (theta - solved.w) / solved.rates
     return Step(moved, State(c_new), solved=solved, extra_vectors={CONTROL: c_new - state.c})
 
 
@@ -120,6 +123,7 @@ class SCAFFOLD(FederatedStrategy):
     """
 
     algorithm = "scaffold"
+    client_half = ClientHalf(client_rule, State, first_state)
     card = Card(
         "SCAFFOLD",
         "corrects each local step by control variates",

@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from fl_strategies.core.hyperparameters import Schedule, choice, number
+from fl_strategies.core.hyperparameters import Schedule, choice, count_of, number
 from fl_strategies.core.log import LOGGER
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.records import Mean, Round, Upload
@@ -77,6 +77,12 @@ def rounds_from(first: int, *, p: float, seed: int) -> range:
     while not communicates_after(last, p=p, seed=seed):
         last += 1
     return range(first, last + 1)
+
+
+def rounds_of(request: Mapping[str, Any]) -> range:
+    """Return the algorithm rounds that a request asks for."""
+    first = int(request["first-algorithm-round"])
+    return range(first, first + count_of(request, "algorithm-rounds"))
 
 
 class ServerState(NamedTuple):
@@ -164,6 +170,10 @@ class SkippingStrategy(FederatedStrategy):
     @property
     def needs_everyone(self) -> bool:
         return self.missing == "skip"
+
+    @classmethod
+    def most_steps(cls, config: Mapping[str, Any], local: float, samples: int) -> float:
+        return local * count_of(config, "algorithm-rounds")
 
     def proximal_rate(self, server_round: int) -> float | None:
         return at(self.eta, server_round) if self.p == 0.0 else None

@@ -9,13 +9,15 @@ import importlib.metadata
 import importlib.util
 import json
 import re
-import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from sphinx.addnodes import toctree
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -29,9 +31,8 @@ author = "the fl_strategies authors"
 copyright = f"2026, {author}. Apache-2.0"
 version = release = importlib.metadata.version("fl-strategies")
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon", "myst_nb"]
-root_doc = "README"
+root_doc = "notebooks/pages/home"
 include_patterns = [
-    "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
@@ -48,6 +49,7 @@ html_title = f"fl_strategies {release}"
 html_copy_source = False
 html_domain_indices = False  # the page of modules lists them
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).with_name("scorer.js"))
 highlight_language = "none"  # equations are no Python
 nb_execution_mode = "off"
 myst_enable_extensions = ["dollarmath"]
@@ -68,58 +70,68 @@ html_static_path = ["site.css", str(Path(_mathjax.origin).parent / "static/mathj
 CONTENTS = """
 ```{toctree}
 :hidden:
-notebooks/pages/install
-notebooks/pages/quickstart
-notebooks/pages/flower-app
-notebooks/pages/algorithms/index
-notebooks/pages/solvers
-notebooks/pages/parts
-notebooks/pages/recipes/index
+:caption: Start
+/notebooks/pages/install
+/notebooks/pages/quickstart
+/notebooks/pages/flower-app
+/notebooks/pages/app-clients
+/notebooks/pages/algorithms/index
+/notebooks/pages/solvers
+/notebooks/pages/parts
+/notebooks/pages/combinations
+/notebooks/pages/recipes/index
+/notebooks/pages/questions
+/notebooks/pages/coming-from
 ```
 
 ```{toctree}
 :hidden:
 :caption: Operation
-simulations/README
-notebooks/pages/scale
-notebooks/pages/faults
-notebooks/pages/heterogeneity
-notebooks/pages/asynchronous
-simulations/DEPLOYMENT
-SECURITY
+/simulations/README
+/notebooks/pages/scale
+/notebooks/pages/stacked
+/notebooks/pages/costs
+/notebooks/pages/faults
+/notebooks/pages/heterogeneity
+/notebooks/pages/asynchronous
+/notebooks/pages/testing
+/simulations/DEPLOYMENT
+/SECURITY
 ```
 
 ```{toctree}
 :hidden:
 :caption: Results
-notebooks/pages/board
-notebooks/pages/delta-sgd
-notebooks/pages/fedadmm-needs
+/notebooks/pages/board
+/notebooks/pages/delta-sgd
+/notebooks/pages/fedadmm-needs
 ```
 
 ```{toctree}
 :hidden:
 :caption: Tutorials
 :glob:
-notebooks/[0-9]-*
-notebooks/[0-9][0-9]-*
+/notebooks/[0-9]-*
+/notebooks/[0-9][0-9]-*
 ```
 
 ```{toctree}
 :hidden:
 :caption: Project
-CONTRIBUTING
-notebooks/pages/inside
-CHANGELOG
+/CONTRIBUTING
+/notebooks/pages/inside
+/notebooks/pages/versions
+/CHANGELOG
 ```
 
 ```{toctree}
 :hidden:
 :caption: API
-notebooks/pages/api/fl_strategies
-notebooks/pages/api/clients
-notebooks/pages/api/parts
-notebooks/api/modules
+/notebooks/pages/api/fl_strategies
+/notebooks/pages/api/clients
+/notebooks/pages/api/parts
+/notebooks/pages/api/testing
+/notebooks/api/modules
 ```
 """
 
@@ -186,10 +198,48 @@ def skip(app: Sphinx, what: str, name: str, thing: Any, skipped: bool, options: 
     return True if (thing.__doc__ or "").startswith("Alias for field number") else None
 
 
+FORWARD = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta http-equiv="refresh" content="0; url={page}">
+<title>{title}</title>
+<link rel="icon" href="data:,">
+<a href="{page}">{title}</a>
+</html>
+"""
+
+
 def index(app: Sphinx, error: Exception | None) -> None:
-    """Let the first page answer for the folder as well."""
+    """Let the folder lead to the first page, and list all pages in ``llms.txt``."""
     if error is None and app.builder.format == "html":
-        shutil.copyfile(Path(app.outdir) / f"{root_doc}.html", Path(app.outdir) / "index.html")
+        folder = Path(app.outdir)
+        (folder / "index.html").write_text(FORWARD.format(page=f"{root_doc}.html", title=project))
+        (folder / "llms.txt").write_text(for_readers_of_text(app.env))
+
+
+def for_readers_of_text(env: BuildEnvironment) -> str:
+    """Return the list of the site's pages, by section: each one's name, address and first words."""
+    lines = [f"# {project}", "", f"> {first_words(env, root_doc)}"]
+    for contents in env.tocs[root_doc].findall(toctree):
+        lines += ["", f"## {contents['caption']}", ""]
+        for name in contents["includefiles"]:
+            lines += listed(env, name)
+    return "\n".join([*lines, ""])
+
+
+def listed(env: BuildEnvironment, name: str, indent: str = "") -> list[str]:
+    """Return the lines of a page and the pages below it; of the modules the list alone."""
+    about = f"{env.titles[name].astext()}]({name}.html): {first_words(env, name)}"
+    below = [] if name == "notebooks/api/modules" else env.toctree_includes.get(name, [])
+    lines = [line for page in below for line in listed(env, page, f"{indent}  ")]
+    return [f"{indent}- [{about.removesuffix(': ')}", *lines]
+
+
+def first_words(env: BuildEnvironment, name: str) -> str:
+    """Return the first sentence of a page; "" if it has none."""
+    paragraph = next(iter(env.get_doctree(name).findall(nodes.paragraph)), None)
+    text = "" if paragraph is None else " ".join(paragraph.astext().split())
+    return re.split(r"(?<=[.:?]) (?=[A-Z])", text)[0].rstrip(",:")
 
 
 def setup(app: Sphinx) -> None:
@@ -200,11 +250,14 @@ def setup(app: Sphinx) -> None:
     app.add_directive("board", directives.Board)
     app.add_directive("combinations", directives.Combinations)
     app.add_directive("contracts", directives.Contracts)
+    app.add_directive("around-loops", directives.AroundLoops)
     app.add_directive("hyperparameters", directives.Hyperparameters)
+    app.add_directive("laws", directives.Laws)
     app.add_directive("names", public.Names)
     app.add_directive("options", directives.EveryStrategy)
     app.add_directive("paragraphs", directives.Paragraphs)
     app.add_directive("parts", directives.Parts)
+    app.add_directive("parts-hyperparameters", directives.PartsHyperparameters)
     app.connect("source-read", page)
     app.connect("autodoc-process-docstring", docstring)
     app.connect("autodoc-skip-member", skip)

@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from docutils.nodes import Node
+from flwr.app import ArrayRecord, Context, Message
 from sphinx.util.docutils import SphinxDirective
+from torch import nn
 
-from clients import CLIENTS
-from fl_strategies import STRATEGIES, FederatedStrategy, Round
+from clients import AnyAlgorithmClient, InProcessGrid, OwnTraining, client_app
+from fl_strategies import STRATEGIES, FederatedStrategy, Round, testing
 from fl_strategies.core.hyperparameters import Hyperparameter
-from fl_strategies.parts import STAGES, Part, parts_for
+from fl_strategies.parts import PARTS, STAGES, Part, parts_for
 from fl_strategies.server.options import Options
+from fl_strategies.testing.verdicts import statement
 
 PACKAGES = ("fl_strategies", "clients")
 
@@ -53,7 +57,7 @@ def module_list(names: Sequence[str]) -> str:
     """Return the page that lists all modules, by package."""
     lines = ["Modules", "=======", "", "Each module's docstring, and all its names. Of them only"]
     lines += [
-        "those on the three pages of public names stay as they are from release to release.",
+        "those on the pages of public names stay as they are from release to release.",
         "",
     ]
     packages = dict.fromkeys(name.rpartition(".")[0] for name in names)
@@ -130,9 +134,62 @@ def traffic(name: str) -> str:
     what = "the model" if vectors == 1 else f"the model and {', '.join(strategy.extra_vectors)}"
     times = "" if vectors == 1 else f"{vectors} "
     each_way = f"{what}: {times}d numbers each way, {4 * vectors}d bytes in float32"
+    if strategy.for_client is not FederatedStrategy.for_client:
+        return f"{each_way}; each client receives d numbers more"
     if strategy.catch_up is FederatedStrategy.catch_up:
         return each_way
     return f"{each_way}; a client that missed a round receives d numbers more"
+
+
+class AroundLoops(FromCode):
+    """``{around-loops}``: which algorithms run around a training loop of one's own."""
+
+    required_arguments = 0
+
+    def lines(self) -> list[str]:
+        head = ["| algorithm | around a loop of your own |", "|---|---|"]
+        misses = {name: around_a_loop(name) for name in STRATEGIES}
+        texts = {
+            name: f"no: it asks for {what}" if what else "yes" for name, what in misses.items()
+        }
+        titles = {name: STRATEGIES[name].card.title for name in texts}
+        return head + [f"| [{titles[n]}](algorithms/{n}.md) | {texts[n]} |" for n in texts]
+
+
+def around_a_loop(name: str) -> str:
+    """Return what the algorithm asks a client for that a loop does not give; "" if nothing.
+
+    It is found by a round of one client.
+    """
+
+    def loop(module: nn.Module, config: Any) -> None:
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        module(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+
+    replies: list[Message] = []
+
+    def heard(request: Message, reply: Message) -> Message:
+        replies.append(reply)
+        return reply
+
+    def client_fn(context: Context) -> AnyAlgorithmClient:
+        problem = OwnTraining(nn.Linear(1, 1), loop, 1)
+        return AnyAlgorithmClient(problem)
+
+    strategy = STRATEGIES[name](fraction_evaluate=0.0, quiet=True, min_replies=1)
+    start = ArrayRecord(nn.Linear(1, 1).state_dict())
+    strategy.start(InProcessGrid(client_app(client_fn), 1, fault=heard), start, 1)
+    reply = replies[-1]
+    if not reply.has_error():
+        return ""
+    found = re.search(
+        r"asks client 0 for (.*), which a training loop|one's own does not use (.*): what",
+        reply.error.reason,
+    )
+    if found is None:
+        raise AssertionError(f"{name}: {reply.error.reason}")
+    return found[1] or found[2]
 
 
 class Contracts(FromCode):
@@ -148,7 +205,7 @@ class Contracts(FromCode):
 def contract(name: str) -> str:
     """Return the row of an algorithm."""
     strategy = STRATEGIES[name]()
-    module = CLIENTS[name].__module__
+    module = STRATEGIES[strategy.runs or name].__module__
     cells = [
         f"[{strategy.card.title}](/notebooks/api/{module}.rst)",
         code(told(strategy)),
@@ -173,6 +230,20 @@ def told(strategy: FederatedStrategy) -> list[str]:
 def code(names: Iterable[str]) -> str:
     """Return the names as code."""
     return ", ".join(f"`{name}`" for name in names)
+
+
+class Laws(FromCode):
+    """``{laws} STRATEGY_LAWS``: each law in words."""
+
+    def lines(self) -> list[str]:
+        return laws(self.arguments[0])
+
+
+def laws(name: str) -> list[str]:
+    """Return the table of laws, as their docstrings state them, in MyST."""
+    found = getattr(testing, name)
+    rows = [f"| `{law.__name__}` | {marked(statement(law))} |" for law in found]
+    return ["| law | what it says |", "|---|---|", *rows]
 
 
 class Hyperparameters(FromCode):
@@ -212,27 +283,41 @@ class EveryStrategy(FromCode):
 
 
 class Parts(FromCode):
-    """``{parts} server_step``: those of a stage, with their hyperparameters."""
+    """``{parts} server_step``: those of a stage."""
 
     def lines(self) -> list[str]:
         return parts(self.arguments[0])
 
 
 def parts(stage: str) -> list[str]:
-    """Return the table of a stage's parts, and of each part's hyperparameters, in MyST."""
-    found = [*parts_for(stage).values()]
+    """Return the table of a stage's parts, in MyST."""
     lines = ["| part | name | what it does | paper |", "|---|---|---|---|"]
-    for part in found:
+    for part in parts_for(stage).values():
         source = f"[{part.__name__}](/notebooks/api/{part.__module__}.rst)"
         lines.append(f"| {source} | `{part.name}` | {part.about} | {part.paper} |")
-    for part in found:
-        if part.declarations:
-            lines += ["", f"`{part.__name__}`:", "", *declared(part.declarations)]
     return lines
 
 
+class PartsHyperparameters(FromCode):
+    """``{parts-hyperparameters}``: those of every part, by stage."""
+
+    required_arguments = 0
+
+    def lines(self) -> list[str]:
+        lines = []
+        for part in PARTS.values():
+            if part.declarations:
+                lines += [
+                    f"`{part.__name__}` ({part.stage}):",
+                    "",
+                    *declared(part.declarations),
+                    "",
+                ]
+        return lines
+
+
 class Combinations(FromCode):
-    """``{combinations}``: which part goes around which algorithm."""
+    """``{combinations}``: which part works with which algorithm."""
 
     required_arguments = 0
 
@@ -244,7 +329,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "fedadmm": [{}, {"eta": "fraction"}],
     "fedpd": [{}, {"p": 0.5}],
 }
-"""Hyperparameters on which depends what goes around an algorithm."""
+"""Hyperparameters on which depends what works with an algorithm."""
 UNIFORM: dict[str, Any] = {"weights": "uniform"}
 
 

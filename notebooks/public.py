@@ -1,4 +1,4 @@
-"""The public names of the packages: what the API's first pages say of each."""
+"""The public names of the packages: what the API's first pages say of each, and an example."""
 
 import importlib
 import inspect
@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from directives import FromCode, escaped, modules
+from examples import example
 from sphinx.pycode import ModuleAnalyzer
 
 from clients import FederatedClient
@@ -16,7 +17,7 @@ from fl_strategies.parts import PARTS
 
 
 class Names(FromCode):
-    """``{names} fl_strategies History Checkpoints``: signature and one line of each public name.
+    """``{names} fl_strategies History``: signature, one line and an example of each public name.
 
     A registry (``STRATEGIES``, ``CLIENTS``, ``PARTS``) stands for itself and its members.
     """
@@ -47,7 +48,23 @@ def entry(package: str, name: str) -> list[str]:
     if page := document(package, name, thing):
         line = f"{line} :doc:`More <{page}>`"
     text = "" if kind == "data" else signature(thing)
-    return [f".. py:{kind}:: {package}.{name}{text}", "", f"   {line}", ""]
+    about = [line, "", *shown_example(package, name)]
+    return [f".. py:{kind}:: {package}.{name}{text}", "", *(f"   {one}" for one in about), ""]
+
+
+def shown_example(package: str, name: str) -> list[str]:
+    """Return the example of a public name, in reStructuredText; a link leads to its program."""
+    code, document = example(package, name)
+    language = "pycon" if code.startswith(">>>") else "python"
+    elsewhere = document.rpartition("/")[2] != package.rpartition(".")[2]
+    source = [f"From :doc:`{document}`.", ""] if document and elsewhere else []
+    return [
+        f".. code-block:: {language}",
+        "",
+        *(f"   {one}" for one in code.split("\n")),
+        "",
+        *source,
+    ]
 
 
 def signature(thing: Any) -> str:

@@ -10,7 +10,6 @@ from flwr.app import Context
 from torch.nn.functional import cross_entropy
 
 from clients import (
-    CLIENTS,
     AnyAlgorithmClient,
     ContextStore,
     DirectoryStore,
@@ -22,7 +21,6 @@ from clients import (
 from clients.learning.memory import client_bytes
 from clients.stacking.choice import Setting, setting_of
 from clients.stacking.fit import MEMORY
-from clients.stacking.forms import form_of
 from simulations.config import RunConfig
 from simulations.population import hosted, worker_states
 from simulations.problems import compute_repeatably, dataset, fresh_model, parts, problem
@@ -42,15 +40,14 @@ def check_memory(config: RunConfig) -> None:
     first = Problem(model, cross_entropy, torch.as_tensor(x), torch.as_tensor(y))
     samples = max(len(rows) for rows, _ in parts(config))
     vectors, batch = client_bytes(first, min(samples, config.batch_size or samples))
-    d, size = model.vector.numel(), model.vector.element_size()
+    d, size = model.size, model.dtype.itemsize
     numbers = data_set.x.size + data_set.test_x.size
-    bytes_each = size if first.inputs.is_floating_point() else x.itemsize
+    bytes_each = size if first.tensors.inputs.is_floating_point() else x.itemsize
     needed = {"data": numbers * bytes_each, "parameters": 2 * d * size}  # with their gradients
     clients = max(1, round(config.fraction * config.clients))
     stack = 0
     if config.stack != "off":
-        further = samples * form_of(CLIENTS[config.algorithm]).bytes_of(first)
-        stack = min(clients * (vectors + batch + further), MEMORY)
+        stack = min(clients * (vectors + batch), MEMORY)
     one = {"state": vectors, "batch": batch}
     needed |= one if stack <= vectors + batch else {"stack": stack}
     total, free = sum(needed.values()), torch.cuda.mem_get_info(device)[0]

@@ -11,16 +11,15 @@ from typing import Any, TypeAlias
 
 import torch
 
-from clients import CLIENTS, LocalTraining
+from clients import LocalTraining, client_of
 from clients.base import MAX_STEPS
 from clients.stacking.choice import setting_of
-from fl_strategies import STRATEGIES, FederatedStrategy, step_decay
+from fl_strategies import STRATEGIES, FederatedStrategy
 from fl_strategies.core.hyperparameters import Hyperparameter
-from fl_strategies.core.schedules import check, one_of, shown
+from fl_strategies.core.schedules import DECAYS, check, one_of, shown
 from fl_strategies.core.settings_text import format_params, parse_params
 from fl_strategies.core.spelling import listed, unknown, unknown_of
 from fl_strategies.parts import STAGES, Compression, Part, parse_part, parts_for
-from fl_strategies.server.enough import check_population
 from fl_strategies.server.options import Options
 from fl_strategies.solvers.local import idle
 from fl_strategies.solvers.own_steps import not_for_fine_tuning
@@ -45,6 +44,18 @@ def key(default: Scalar, about: str, *, words: Sequence[str] = (), **bounds: flo
     return field(default=default, metadata={"declared": declared})
 
 
+def decayed(lr: float, text: str, rounds: int) -> dict[int, float]:
+    """Return the schedule of the key ``lr-decay``; raise ``ValueError`` for another text."""
+    kind, _, options = text.partition(" ")
+    one_of("lr-decay", kind, [name.removesuffix("_decay") for name in DECAYS])
+    ends = parse_params(options, "lr-decay")
+    if ends.keys() != (set() if kind == "step" else {"to"}):
+        raise ValueError(f"lr-decay: step has no option, others have one, to=0.001, got {text!r}")
+    if ends:
+        check("lr-decay: to", ends["to"], above=0.0)
+    return DECAYS[f"{kind}_decay"](lr, *ends.values(), rounds)
+
+
 def _names(where: str, names: Iterable[str]) -> str:
     return f"{', '.join(f'`{name}`' for name in names)}, see `{where}`"
 
@@ -66,11 +77,15 @@ def rule_name(stage: str, part: Part) -> str:
     return part.name if stage == part.stage else f"{stage}={part.name}"
 
 
-def keeps_state(algorithm: str, compression: str) -> bool:
-    """Return whether clients of the algorithm keep a state if they compress so."""
+MEASURE = ("fine-tune", "fine-tune-lr", "fine-tune-epochs")
+"""The local settings that say how models are measured."""
+
+
+def keeps_state(algorithm: str, compression: str, share: str | None) -> bool:
+    """Return whether clients of the algorithm keep a state if they compress and share so."""
     codec = parse_part(compression, "compression") if compression else None
     keeps_errors = isinstance(codec, Compression) and codec.feedback
-    return keeps_errors or CLIENTS[STRATEGIES[algorithm].runs or algorithm].state_type is not None
+    return keeps_errors or bool(share) or client_of(algorithm).state_type is not None
 
 
 @dataclass(frozen=True)
@@ -107,20 +122,34 @@ class RunConfig:
     partition_params: str = key("", "options of the partition: `alpha=0.1`")
     model: str = key("", f"{_names('simulations.models', [*MODELS, *TEXT])}; or `module:function`")
     model_params: str = key("", "options of the model: `pretrained=false`")
+    share: str = key(
+        "",
+        "patterns of the arrays that travel, with spaces between them: `!2`; the others are each"
+        " client's own; `body`: all but the last linear layer; empty: all travel",
+    )
     clients: int = key(100, "number of clients, on as many simulated SuperNodes or fewer", low=1)
     rounds: int = key(30, "number of rounds", low=1)
     fraction: float = key(-1.0, "share of the clients that train in a round", above=0, high=1)
     seed: int = key(1, "fixes the whole run", low=0, high=2**63 - 1)
-    solver: str = key("", "local solver: one of `clients.SOLVERS` or a class of torch.optim")
+    solver: str = key(
+        "", "local solver: one of `clients.SOLVERS`, a class of torch.optim, or `module:function`"
+    )
     lr: float = key(-1.0, "learning rate")
-    lr_decay: bool = key(False, "a tenth of `lr` from 50 % of the rounds on, a hundredth from 75 %")
+    lr_schedule: str = key("", "the rate within a round: `cosine warm-up=10`, `linear`, `step`")
+    lr_decay: str = key(
+        "",
+        "`lr` over the rounds: `cosine to=0.001`, `linear`, `exponential`; `step`: a tenth from"
+        " 50 % of the rounds on, a hundredth from 75 %",
+    )
     solver_params: str = key("", "further options of the solver: `gamma=2 delta=0.1`")
     momentum: float = key(-1.0, "momentum of the solver")
     nesterov: bool = key(False, "Nesterov's momentum")
     weight_decay: float = key(0.0, "weight decay of the solver")
+    max_grad_norm: float = key(0.0, "bound to which gradients are clipped; 0: none")
     extrapolation: float = key(0.0, "each step is taken at w + this * (w - previous w)")
     box: float = key(0.0, "each step ends with the projection onto [-box, box]^d; 0: none")
     sam: float = key(0.0, "radius of sharpness-aware minimisation; 0: off")
+    sam_direction: str = key("local", "direction of `sam`: `local`, `global` (FedLESAM)")
     variance_reduction: str = key("off", "variance-reduced gradients: `off`, `svrg`, `sarah`")
     epochs: int = key(-1, "local epochs")
     random_epochs: str = key("", "`true`: draw the epochs from U{1..epochs}; `false`", words=FLAG)
@@ -145,6 +174,7 @@ class RunConfig:
     )
     fine_tune: str = key("off", "also measure models after a step on `train` or `test-batch`")
     fine_tune_lr: float = key(-1.0, "learning rate of `fine-tune`'s step; -1 is `lr`")
+    fine_tune_epochs: int = key(0, "epochs of `fine-tune` on `train`; 0: one step", low=0)
     gradient_norm: str = key(
         "", "`true`: report norm(grad f)^2, f the clients' mean loss", words=FLAG
     )
@@ -253,12 +283,12 @@ class RunConfig:
             raise ValueError(f"state-dir must be an absolute path, got {shown(self.state_dir)}")
         self._check_used()
         LocalTraining().updated(self.local())
-        check_population(self.strategy(), self.clients)
+        self.strategy().check_population(self.clients)
 
     @property
     def stateful(self) -> bool:
         """Whether clients of the algorithm keep a state."""
-        return keeps_state(self.algorithm, self.compression)
+        return keeps_state(self.algorithm, self.compression, self.share)
 
     @property
     def parts(self) -> dict[str, Part]:
@@ -295,8 +325,8 @@ class RunConfig:
         if not STRATEGIES[self.algorithm].uses_local:
             return dict.fromkeys(not_for_fine_tuning(settings), "its hyperparameters set its steps")
         if self.fine_tune == "off":
-            return idle(settings) | {"fine-tune-lr": "fine-tune is off"}
-        measure = ("fine-tune", "fine-tune-lr") if self.fraction_evaluate == 0.0 else ()
+            return idle(settings) | dict.fromkeys(MEASURE[1:], "fine-tune is off")
+        measure = MEASURE if self.fraction_evaluate == 0.0 else ()
         return idle(settings) | dict.fromkeys(measure, "fraction-evaluate is 0")
 
     def _check_used(self) -> None:
@@ -339,10 +369,8 @@ class RunConfig:
             **options,
         )
         if self.lr_decay:
-            communications = strategy.communication_rounds(
-                strategy.state, self.rounds
-            )  # in which schedules are read
-            decay = step_decay(self.lr, max(communications, 1))
+            rounds = strategy.communication_rounds(strategy.state, self.rounds)  # of schedules
+            decay = decayed(self.lr, self.lr_decay, max(rounds, 1))
             strategy.local = {**strategy.local, "lr": decay}
         return strategy
 

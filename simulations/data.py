@@ -356,8 +356,9 @@ def _unknown(name: str, why: object = "") -> str:
     """Return why a data set was not found, and how to provide it."""
     root = os.environ.get("FL_DATA")
     there = "unset" if root is None else root if Path(root).is_dir() else f"{root}, no folder"
+    hint = unknown([name], [*BUILT_IN, *HUB])
     message = (
-        f"data set {unknown([name], [*BUILT_IN, *HUB])} is neither under FL_DATA ({there}),"
+        f"data set {hint} is neither under FL_DATA ({there}),"
         " nor a folder, nor found on the Hub" + (f": {why}" if why else "")
     )
     if name not in HUB:

@@ -108,6 +108,7 @@ TWO_CLASSES: dict[str, dict[str, Any]] = {
 ALGORITHMS: dict[tuple[str, str], dict[str, Any]] = {
     ("fedsgd", ""): {"solver": "gd", "epochs": 1, "random_epochs": "false"},
     ("fedsgd", "digits"): {"fraction": 1.0, "lr": 1.0},
+    ("proxskip", ""): {"epochs": 1, "random_epochs": "false", "momentum": 0.0},
     ("q-fedavg", ""): {"params": "q=0.1"},  # q = 1 takes much smaller steps
     ("fedpd", ""): {"fraction": 1.0},
     # B = 1 and gamma = 1 diverge on networks
@@ -151,10 +152,17 @@ ALGORITHMS: dict[tuple[str, str], dict[str, Any]] = {
         "lr": 0.2,
         "params": "servers=2 first=1 gamma=0.1 eta_z=1.0",
     },
+    ("fedrep", ""): {"share": "body"},
+    ("fedbabu", ""): {"share": "body", "fine_tune": "train", "fine_tune_epochs": 5},
     ("per-fedavg", ""): {"fine_tune": "train"},
     ("per-fedavg", "digits"): {"params": "inner_rate=0.1"},
     ("pfedme", ""): {"lr": 0.05},  # lr (lam + curvature) < 2 at the paper's lam of 15
     ("pfedme", "digits"): {"lr": 0.5, "params": "lam=1 eta=1"},
+    **{
+        (algorithm, dataset): {"model": "mlp", "lr": 0.1}  # a linear model has no body
+        for algorithm in ("fedrep", "fedbabu")
+        for dataset in ("digits", "synthetic", "fedpd-weak", "fedpd-strong", "fcube")
+    },
     **{
         (algorithm, dataset): found
         for dataset in ("fedpd-weak", "fedpd-strong", "fcube")

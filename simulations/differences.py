@@ -43,7 +43,7 @@ def _effective(settings: Mapping[str, Any]) -> dict[str, Any]:
     params = parse_params(effective.pop("params"))
     for name in NO_SETTINGS:
         del effective[name]
-    if not keeps_state(effective["algorithm"], effective["compression"]):
+    if not keeps_state(effective["algorithm"], effective["compression"], effective["share"]):
         del effective["state_dir"]
     effective |= hyperparameter_defaults(effective["algorithm"]) | params
     # flags and words for them are one

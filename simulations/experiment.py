@@ -16,11 +16,12 @@ from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 
 from clients import (
+    Border,
     DirectoryStore,
-    FlatModel,
     LocalTraining,
     Owner,
 )
+from clients.learning.replay import drawing_from
 from clients.node.in_process import InProcessGrid
 from clients.personalized import PERSONALIZED
 from fl_strategies import (
@@ -34,6 +35,7 @@ from fl_strategies import (
 )
 from fl_strategies.core.files import FolderLock, write_atomically
 from fl_strategies.core.log import LOGGER, quiet_log
+from fl_strategies.core.randomness import stream
 from fl_strategies.server.callbacks import Callback, Rows, model_bytes
 from simulations.config import RunConfig, Scalar
 from simulations.figures import PANELS, draw_curves
@@ -184,7 +186,8 @@ class _Run:
         ):
             return MetricRecord()
         w = self.test.model.load([array.numpy() for array in arrays.values()])
-        loss, accuracy, _ = self.test.evaluate()
+        with drawing_from(stream(self.config.seed, "test", server_round), w):
+            loss, accuracy, _ = self.test.evaluate()
         if server_round == 0:
             self.progress.arrays = arrays
         metrics = MetricRecord({"test-loss": loss, "test-accuracy": accuracy})
@@ -268,8 +271,12 @@ class _IfTested:
         if recall := getattr(self.callback, "recall", None):
             recall({number: row for number, row in rows.items() if "test-accuracy" in row})
 
+    def run_ended(self) -> None:
+        if run_ended := getattr(self.callback, "run_ended", None):
+            run_ended()
 
-def prepare(config: RunConfig, *, partition: bool = True) -> tuple[FlatModel, Path]:
+
+def prepare(config: RunConfig, *, partition: bool = True) -> tuple[Border, Path]:
     """Return the initial model and the results folder; raise for settings that cannot run.
 
     The model is on the CPU: no GPU is used here. Without ``partition`` the clients' data are not

@@ -132,7 +132,8 @@ def options_of(name: str) -> list[str]:
     mine = own(name)
     if mine is None and name not in (*MODELS, *TEXT):
         known = [*MODELS, *TEXT]
-        raise ValueError(f"unknown model {unknown([name], known)}; known: {', '.join(known)}")
+        hint = unknown([name], known)
+        raise ValueError(f"unknown model {hint}; known: {', '.join(known)}")
     takes = mine or TEXT.get(name)
     return getfullargspec(takes).kwonlyargs if takes else []
 

@@ -23,7 +23,6 @@ from flwr.serverapp import Grid
 
 from clients.node.in_process import InProcessGrid
 from fl_strategies.core.files import write_atomically
-from fl_strategies.core.reasons import root_cause
 from fl_strategies.server.nodes import Nodes
 from simulations.config import RunConfig
 
@@ -174,6 +173,6 @@ def _offers_any(node: int, grid: Grid, timeout: float) -> bool:
     query = Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY)
     for reply in grid.send_and_receive([query], timeout=timeout):
         if reply.has_error():
-            raise ValueError(f"clients' data cannot be made: {root_cause(reply.error.reason)}")
+            raise ValueError(f"clients' data cannot be made: {reply.error.reason}")
         return "any-of" in reply.content.config_records.get("client", {})
     return False

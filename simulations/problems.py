@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from clients import FlatModel, Problem
-from clients.learning.problem import laid_out
+from clients import Border, Problem
 from fl_strategies.core.settings_text import parse_params
 from fl_strategies.core.spelling import unknown_of
 from simulations import data, figures, generated, models, partitions
@@ -54,7 +53,8 @@ def kept_flags() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(strict, warn_only=warn_only)
+        if torch.are_deterministic_algorithms_enabled() != strict:  # a call imports much
+            torch.use_deterministic_algorithms(strict, warn_only=warn_only)
         cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
 
 
@@ -181,7 +181,7 @@ def draw_partition(config: RunConfig, path: Path) -> None:
     figures.draw_partition(partitions.describe(shown_parts, data_set.y), path)
 
 
-def fresh_model(config: RunConfig, device: torch.device = CPU) -> FlatModel:
+def fresh_model(config: RunConfig, device: torch.device = CPU) -> Border:
     """Return the run's initial model on ``device``."""
     data_set, name = dataset(config), config.model
     module = models.build(
@@ -194,11 +194,30 @@ def fresh_model(config: RunConfig, device: torch.device = CPU) -> FlatModel:
             config.model_params, f"model {name!r}", models.build, partial(models.options_of, name)
         ),
     )
-    return FlatModel(module, device=device, dtype=getattr(torch, config.dtype))
+    module = module.to(device=device, dtype=getattr(torch, config.dtype))
+    return Border(laid_out(module), share=_shared(module, config.share))
+
+
+def _shared(module: torch.nn.Module, share: str) -> Sequence[str] | None:
+    """Return the patterns that the key ``share`` means for the module."""
+    if share != "body":
+        return share.split() or None
+    layers = [name for name, part in module.named_modules() if type(part) is torch.nn.Linear]
+    if not layers:
+        raise ValueError("share = body needs a model with a linear layer, its head")
+    return [f"!{layers[-1]}"]
+
+
+def laid_out(of: Any) -> Any:
+    """Return images, or a module with its filters, channels-last: a CPU convolves so faster."""
+    if isinstance(of, torch.nn.Module):
+        return of.to(memory_format=torch.channels_last)
+    image = of.dim() == 4
+    return of.contiguous(memory_format=torch.channels_last if image else torch.contiguous_format)
 
 
 @functools.lru_cache(maxsize=1)
-def shared_model(config: RunConfig) -> FlatModel:
+def shared_model(config: RunConfig) -> Border:
     """Return the model that all clients of a process share: each client loads what it receives."""
     return fresh_model(config, config.torch_device)
 

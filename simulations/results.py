@@ -24,8 +24,9 @@ from fl_strategies import (
 )
 from fl_strategies.core.files import write_atomically
 from fl_strategies.core.log import log
+from fl_strategies.core.metric_names import SKIPPED
 from fl_strategies.server.callbacks import Rows, finite, model_bytes
-from fl_strategies.server.progress import round_line
+from fl_strategies.server.run import round_line
 from simulations.config import RunConfig
 from simulations.interrupts import undivided
 
@@ -127,7 +128,7 @@ class Progress:
         self.arrays = info.arrays
         self.rows.append(dict(info.metrics))
         self.ends.append(time.monotonic())
-        line = round_line(info.server_round, info.num_rounds, info.metrics)
+        line = round_line(info.server_round, info.num_rounds, info.metrics, info.seconds)
         left = seconds_left(self.ends, info.num_rounds - info.server_round)
         if _lost(info.metrics) or not self.quiet:
             print(self.label, line + (f", {left:.0f} s left" if left else ""), flush=True)
@@ -135,8 +136,8 @@ class Progress:
             self.save(finished=False)
 
     def used(self) -> bool:
-        """Return whether any round had a reply that was used."""
-        return any("weight-share-largest" in row for row in self.rows)
+        """Return whether any round was not skipped."""
+        return any(SKIPPED not in row for row in self.rows)
 
     def save(self, finished: bool) -> Summary:
         summary = self.summary(finished)

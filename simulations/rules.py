@@ -13,6 +13,7 @@ from fl_strategies.core.spelling import listed, unknown
 from fl_strategies.parts import PARTS, STAGES, parse_part
 from fl_strategies.solvers.local import default_training
 from simulations.config import RunConfig, Unused, hyperparameters_of, keeps_state
+from simulations.defaults import defaults
 
 
 def parse_rule(name: str) -> tuple[str, dict[str, str]]:
@@ -59,7 +60,8 @@ def given_to(
     for item in items:
         owner, dot, _ = item.partition("=")[0].rpartition(".")
         if dot and owner not in owned:
-            said = f"no algorithm {unknown([owner], owned)} here, which has {[*owned]}"
+            hint = unknown([owner], owned)
+            said = f"no algorithm {hint} here, which has {[*owned]}"
             if owner in PARTS:
                 stage, setting = PARTS[owner].stage.replace("_", "-"), item[len(owner) + 1 :]
                 said = f"of a part behind its name: --{stage} {shown(f'{owner} {setting}')}"
@@ -108,7 +110,12 @@ def configs_for(
     known = {rule: hyperparameters_of(algorithm) for rule, (algorithm, _) in parsed_rules.items()}
     used = {name for _, parts in parsed_rules.values() for name in parts.values()}
     values = given_to(known, items=params, read=parse_params, option="param", parts=used)
-    keeps = any(keeps_state(a, parts.get("compression", "")) for a, parts in parsed_rules.values())
+    keeps = any(
+        keeps_state(
+            a, parts.get("compression", ""), common.get("share") or defaults(a, "").get("share")
+        )
+        for a, parts in parsed_rules.values()
+    )
     if not keeps and (states := common.get("state-dir")):
         raise ValueError(f"state-dir is {shown(states)}, and no clients here keep a state")
 

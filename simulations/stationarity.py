@@ -1,7 +1,6 @@
 """How far a model is from a stationary point of f = (1/N) sum f_i, and clients from consensus.
 
 Reference: Zhang et al., "FedPD", IEEE Transactions on Signal Processing 2021, (4) and (6).
-FedADMM's and FedBCD's papers have gaps of their own: :func:`admm_gap`, :func:`cloud_gap`.
 """
 
 from __future__ import annotations
@@ -46,67 +45,12 @@ def stationarity(
     return Stationarity(_square(mean), sum(_square(x - x0) for x in own) / len(problems))
 
 
-def admm_gap(
-    problems: Sequence[Problem], theta: Tensor, own: Sequence[tuple[Tensor, Tensor]], rho: float
-) -> float:
-    """Return V of FedADMM, which is 0 only where all w_i = theta and theta is stationary.
-
-    V = ||sum_i (y_i + rho (w_i - theta))||^2
-        + sum_i (||grad f_i(w_i) + y_i + rho (w_i - theta)||^2 + ||w_i - theta||^2)
-
-    ``own`` holds each client's (w_i, y_i), both [d]. Raises ``ValueError`` if the numbers of
-    problems and of pairs differ. Reference: Gong et al., ICDE 2022, (7).
-    """
-    slope, total = torch.zeros_like(theta), 0.0
-    for problem, (w, y) in zip(problems, own, strict=True):
-        pull = y + rho * (w - theta)
-        total += _square(gradient_at(problem, w) + pull) + _square(w - theta)
-        slope += pull
-    return total + _square(slope)
-
-
-class CloudGap(NamedTuple):
-    """Theorem 1's three numbers for FedBCD, each 0 at a stationary point.
-
-    ``devices``: the mean over devices of max over the box of <grad f_i(x_i, z), x_i - x>;
-    ``pull``: ||sum_i gamma (z - x_i)||^2; ``consensus``: the largest ||z - z_n||.
-    """
-
-    devices: float
-    pull: float
-    consensus: float
-
-
-def cloud_gap(
-    problems: Sequence[Problem],
-    own: Sequence[Tensor],
-    clouds: Sequence[Tensor],
-    *,
-    gamma: float,
-    box: float,
-) -> CloudGap:
-    """Return how far FedBCD is from a stationary point, z being the mean of the z_n.
-
-    ``own`` holds the devices' models x_i [d], ``clouds`` the cloud servers' z_n [d]. f_i is the
-    device's loss plus (gamma/2) ||x_i - z||^2. Raises ``ValueError`` if the numbers of problems and
-    of devices' models differ. Reference: Wu et al., AAAI 2021, Theorem 1.
-    """
-    z = torch.stack([*clouds]).mean(0)
-    devices = []
-    for problem, x in zip(problems, own, strict=True):
-        slope = gradient_at(problem, x) + gamma * (x - z)
-        devices.append(float((slope * x + box * slope.abs()).sum()))  # the worst corner of the box
-    pull = gamma * (len(own) * z - torch.stack([*own]).sum(0))
-    apart = max(_square(z - one) ** 0.5 for one in clouds)
-    return CloudGap(sum(devices) / len(devices), _square(pull), apart)
-
-
 def gradient_at(problem: Problem, w: Tensor) -> Tensor:
     """Return the gradient [d] of the problem at ``w``, in training mode; its model keeps ``w``."""
-    problem.model.vector.copy_(w)
+    problem.model.write(w)
     problem.model.module.train()
     problem.full_gradient()
-    return problem.model.gradient.clone()
+    return problem.model.gradient
 
 
 def _square(v: Tensor) -> float:

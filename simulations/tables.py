@@ -134,7 +134,8 @@ def algorithm_row(configs: Sequence[RunConfig], summaries: Sequence[Mapping[str,
         row[f"{name}_deviation"] = stdev(values) if len(values) > 1 else None
     reduction = first.variance_reduction.replace("off", "")
     solver = " ".join(filter(None, [first.solver, first.solver_params, reduction]))
-    solver += f" sam {first.sam:g}" * (first.sam > 0)
+    direction = first.sam_direction.replace("local", "")
+    solver += f" sam {first.sam:g} {direction}".rstrip() * (first.sam > 0)
     settings = f"{first.model}, {solver} lr {first.lr:g}, momentum {first.momentum:g}"
     params = hyperparameter_defaults(first.algorithm) | parse_params(first.params)
     shown = {name: value for name, value in params.items() if value not in (None, 0)}

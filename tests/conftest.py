@@ -131,6 +131,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             test[1].update(quick)
             if not quick:
                 item.add_marker("slow")
+        if item.get_closest_marker("release"):
+            item.add_marker("slow")
         fixtures = {"datasets_folder", "real_datasets"} & set(getattr(item, "fixturenames", ()))
         if fixtures and chosen.get("datasets_folder") != "few":
             item.add_marker("data")

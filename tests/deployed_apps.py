@@ -89,19 +89,20 @@ def main(grid, context):
     config = RunConfig.parse(context.run_config)
     lives = Path(config.output).with_name("lives")
     life = len(list(lives.iterdir())) + 1
-    note, moments, fsync = lives / str(life), random.Random(life), os.fsync
+    note, moments, replace = lives / str(life), random.Random(life), os.replace
     note.touch()
 
     def die():
         note.write_text("killed")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def write(file):
-        nonlocal writes
-        writes -= 1
-        if writes == 0:
-            die()
-        fsync(file)
+    def name(temporary, path):
+        nonlocal rounds
+        if path.name.startswith("round-"):
+            rounds -= 1
+            if rounds == 0:
+                die()
+        replace(temporary, path)
 
     def push(messages):
         nonlocal pushes
@@ -115,12 +116,12 @@ def main(grid, context):
     if life <= KILLS and life % 2:
         pushes, pushed, grid.push_messages = moments.randrange(1, 4), grid.push_messages, push
     elif life <= KILLS:
-        writes, os.fsync = 2 * life + 1, write  # each file's, then its folder's
+        rounds, os.replace = 2, name  # the checkpoint of a life's first round is kept
     experiment.run(config, grid)
 """
 """This repository's ServerApp, but each of its first lives is ended by SIGKILL: at a random moment
 after its first, second or third messages to the nodes, or, every other one, in the midst of writing
-a file, each time a later one."""
+the checkpoint of its second round."""
 
 
 def app_with(folder: Path, **modules: str) -> Path:

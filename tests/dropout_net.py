@@ -11,7 +11,7 @@ from flwr.app import Array, ArrayRecord
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from clients import AnyAlgorithmClient, ContextStore, FlatModel, Problem, client_app, client_id
+from clients import AnyAlgorithmClient, Border, ContextStore, Problem, client_app, client_id
 from clients.node.in_process import InProcessGrid
 from fl_strategies import FederatedStrategy
 
@@ -57,7 +57,7 @@ def examples(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def net_problem(n: int = 7) -> Problem:
-    return Problem(FlatModel(net()), cross_entropy, *examples(n))
+    return Problem(Border(net()), cross_entropy, *examples(n))
 
 
 def arrays(module: nn.Module) -> list[np.ndarray]:
@@ -73,7 +73,7 @@ def nets(
 ) -> list[np.ndarray]:
     """Return the model after ``rounds`` of mini-batches, two of three clients in each."""
     problems = [
-        Problem(FlatModel(module()), cross_entropy, *examples(n, i)) for i, n in enumerate(sizes)
+        Problem(Border(module()), cross_entropy, *examples(n, i)) for i, n in enumerate(sizes)
     ]
 
     def client_fn(context: Any) -> AnyAlgorithmClient:

@@ -13,12 +13,10 @@ CLASSES = 3
 
 
 class Idiom(NamedTuple):
-    """What makes a network, the shape of a sample (of tokens if ``vocabulary``), and whether the
-    network can be trained as a stack."""
+    """What makes a network, and the shape of a sample (of tokens if ``vocabulary``)."""
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
-    stacks: bool = True
     vocabulary: int = 0
 
     def samples(self, n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -267,10 +265,8 @@ class MaxNorm(nn.Linear):
 
 
 IDIOMS: dict[str, Idiom] = {
-    "averaged": Idiom(Averaged, (6,), False),
-    "max-norm": Idiom(
-        lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), MaxNorm(5, CLASSES)), (6,), False
-    ),
+    "averaged": Idiom(Averaged, (6,)),
+    "max-norm": Idiom(lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), MaxNorm(5, CLASSES)), (6,)),
     "quickstart": Idiom(Quickstart, (3, 32, 32)),
     "view": Idiom(small(viewed), IMAGE),
     "reshape": Idiom(small(reshaped), IMAGE),
@@ -287,11 +283,11 @@ IDIOMS: dict[str, Idiom] = {
     "transposed": Idiom(AutoEncoder, IMAGE),
     "1-d": Idiom(convolved(24, lambda: [nn.Conv1d(2, 4, 3), nn.Tanh()]), (2, 8)),
     "3-d": Idiom(convolved(32, lambda: [nn.Conv3d(2, 4, 3), nn.Tanh()]), (2, 4, 4, 4)),
-    "lstm": Idiom(Recurrent, (5,), False, 7),
-    "attention": Idiom(Attentive, (5,), True, 7),
+    "lstm": Idiom(Recurrent, (5,), 7),
+    "attention": Idiom(Attentive, (5,), 7),
     "vision-transformer": Idiom(VisionTransformer, IMAGE),
     "batch-norm": Idiom(
-        convolved(64, lambda: [nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU()]), IMAGE, False
+        convolved(64, lambda: [nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU()]), IMAGE
     ),
     "group-norm": Idiom(
         convolved(64, lambda: [nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU()]), IMAGE

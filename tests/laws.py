@@ -18,6 +18,7 @@ from limits import (
     RATE,
     START,
     STEPS,
+    attentive,
     biased,
     contrasted,
     enveloped,
@@ -171,6 +172,13 @@ ROWS = [
     ),
     Row("fednova", biased(0.0), rounds=20),
     Row("scaffold", others={"eta_g": 0.5}, rounds=40),
+    Row(
+        "proxskip",
+        hyperparameters={"p": 0.25},
+        updates=4,  # steps, as drawn
+        local={"epochs": 1, "random-epochs": False, "steps": 0},
+        rounds=120,
+    ),
     Row("q-fedavg", fair(1.0), rounds=125),
     Row(
         "fedadmm",
@@ -180,6 +188,7 @@ ROWS = [
         needs={"newcomer": {"fraction_train": 0.5}, "num_clients": {"eta": "fraction"}},
         rounds=240,
     ),
+    Row("fedadmm-insa", hyperparameters={"rho": 0.5}, others={"convexity": 10.0}),
     Row("feddyn", hyperparameters={"alpha": 1.0}),
     Row("a-fedpd", hyperparameters={"rho": 1.0}),
     Row(
@@ -242,6 +251,22 @@ ROWS = [
         rounds=100,
     ),
     Row("ditto", biased(0.0), policies=frozenset({"lam"}), rounds=20),
+    Row("fedrep", biased(0.0), policies=frozenset({"head_epochs"}), rounds=20),
+    Row("fedbabu", biased(0.0), rounds=20),
+    Row(
+        "fedamp",
+        attentive(0.5, 0.8, 30.0),
+        {"lam": 0.5, "alpha": 0.8, "sigma": 30.0},
+        policies=frozenset({"memory"}),
+    ),
+    Row(
+        "apfl",
+        biased(0.0),
+        {"adaptive": False},
+        policies=frozenset({"alpha", "adaptive"}),
+        updates=6,
+        rounds=20,
+    ),
     Row(
         "moon",
         contrasted,
@@ -287,11 +312,16 @@ PLAIN_STEPS = _refusing(solver="adam")
 REVIEWED = {
     "fedsgd", "fedavg", "fedprox", "fednova", "scaffold", "q-fedavg", "fedadmm", "feddyn",
     "a-fedpd", "fedpd", "fedpd-vr", "fedbc", "per-fedbc", "fedbcd", "fedbcd-i", "fedbcd-async",
-    "fedbcd-i-async", "ditto", "moon", "per-fedavg", "pfedme",
+    "fedbcd-i-async", "ditto", "fedrep", "fedbabu", "apfl", "fedamp",
+    "moon", "per-fedavg", "pfedme",
 }  # fmt: skip
 """Algorithms of which tests know the answer; a new one may give either."""
 
 every_algorithm = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+one_of_each_mechanism = pytest.mark.parametrize(
+    "row", [row for row in TABLE if row.name in SAMPLE], ids=lambda row: row.name
+)
+"""For laws of what is around algorithms, in which those of one mechanism do not differ."""
 
 
 def _id(value: Any) -> str:

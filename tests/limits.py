@@ -132,6 +132,36 @@ def meta_biased(inner_rate: float, order: int) -> Callable[[list[Quadratic]], np
     return limit
 
 
+def attended(
+    problems: list[Quadratic], models: list[np.ndarray], lam: float, alpha: float, sigma: float
+) -> list[np.ndarray]:
+    """The models of all clients after a round of FedAMP, by its equations in matrices."""
+    W = np.array(models)
+    xi = alpha / sigma * np.exp(-((W[:, None] - W[None]) ** 2).sum(-1) / sigma)
+    np.fill_diagonal(xi, 0.0)
+    xi /= np.maximum(xi.sum(1), 1.0)[:, None]
+    U = (1 - xi.sum(1))[:, None] * W + xi @ W
+    made = []
+    for q, u in zip(problems, U, strict=True):
+        w = u
+        for _ in range(STEPS):
+            w = w - RATE * (q.gradient(w) + lam / alpha * (w - u))
+        made.append(w)
+    return made
+
+
+def attentive(lam: float, alpha: float, sigma: float) -> Callable[[list[Quadratic]], np.ndarray]:
+    """The mean of the clients' models where FedAMP's rounds leave them."""
+
+    def limit(problems: list[Quadratic]) -> np.ndarray:
+        models = attended(problems, [START for _ in problems], lam, alpha, sigma)
+        for _ in range(600):
+            models = attended(problems, models, lam, alpha, sigma)
+        return np.mean(models, axis=0)
+
+    return limit
+
+
 def enveloped(lam: float, eta: float, inner_steps: int) -> Callable[[list[Quadratic]], np.ndarray]:
     """pFedMe's fixed point: z is the mean of the uploads of clients whose theta_i stays."""
 

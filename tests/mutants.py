@@ -1,4 +1,4 @@
-"""Mutants of the rules: faults put into a copy of the source, for each of which a test must fail.
+"""Mutants: faults put into a copy of the source, for each of which a test must fail.
 
     python tests/mutants.py                 # all of them, two at a time
     python tests/mutants.py --only fedadmm  # those whose file, texts or tests contain this
@@ -9,8 +9,11 @@ if one of its tests fails. The exit code is 1 if less than 95 % are caught,
 or if a text is not there once: the source has changed, and the mutant must change with it.
 """
 
-from mutants_of_rules import RULES as MUTANTS
+from mutants_of_messages import MESSAGES
+from mutants_of_rules import RULES
 from trials import main
+
+MUTANTS = [*RULES, *MESSAGES]
 
 if __name__ == "__main__":
     raise SystemExit(main(MUTANTS, __doc__))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from clients import FlatModel, LocalTraining, Problem, solve
+from clients import Border, LocalTraining, Problem, solve
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.subproblem import Subproblem
 
@@ -48,7 +48,7 @@ def images(n: int = 6) -> tuple[Tensor, Tensor]:
 
 def net_problem(n: int = 6) -> Problem:
     torch.manual_seed(4)
-    return Problem(FlatModel(Net(), dtype=torch.float64), cross_entropy, *images(n))
+    return Problem(Border(Net().to(torch.float64)), cross_entropy, *images(n))
 
 
 def mean_square(outputs: Tensor, targets: Tensor) -> Tensor:

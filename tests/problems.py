@@ -21,19 +21,20 @@ from torch import Tensor, nn
 
 from clients import (
     AnyAlgorithmClient,
+    Border,
     ClientOracle,
     ContextStore,
-    FlatModel,
     LocalTraining,
     Problem,
     client_app,
 )
 from clients import client_id as id_of
-from clients.node.in_process import Fault, InProcessGrid, node_ids
+from clients.node.in_process import Fault, InProcessGrid
 from clients.node.state import Fields, Owner, peek
-from fl_strategies.core.oracle import Gradient, Solved
+from fl_strategies.core.oracle import Gradient, Idle, Part, Solved, Solver
 from fl_strategies.core.stacks import repeated
 from fl_strategies.core.subproblem import Subproblem
+from fl_strategies.messages.one_process import node_ids
 
 DIM = 5
 """Numbers in a model: `head` [2, 2] and `tail` [1], in this order."""
@@ -113,8 +114,8 @@ class Quadratic:
             value=self.value,
         )
 
-    def problem(self, model: FlatModel | None = None) -> Problem:
-        model = model or FlatModel(Linear())
+    def problem(self, model: Border | None = None) -> Problem:
+        model = model or Border(Linear())
         return Problem(model, half_mean_square, torch.tensor(self.X), torch.tensor(self.y))
 
 
@@ -148,10 +149,22 @@ class Formula:
     steps: Any = 4
     value: Callable[[Any], Any] | None = None
 
-    def solve(self, start: Any, subproblem: Subproblem, *, previous: Any = None) -> Solved:
+    counts_steps: bool = False
+
+    @property
+    def rate(self) -> float:
+        return self.lr
+
+    def solve(
+        self, start: Any, subproblem: Subproblem, *, previous: Any = None, **measured: Any
+    ) -> Solved:
         if self.minimiser is not None:
             return Solved(self.minimiser(start, subproblem), start, self.steps, 1)
-        return self._descend(start, subproblem, self.steps)
+        solved = self._descend(start, subproblem, self.steps)
+        return solved._replace(weight=self.steps, rates=self.steps * self.lr)
+
+    def only(self, part: Part, *, epochs: int = 0) -> Solver:
+        return self if part == "shared" else Idle()
 
     def solve_on_next(self, start: Any, subproblem: Subproblem, *, steps: Any) -> Solved:
         if self.minimiser is not None:
@@ -235,7 +248,7 @@ def make_client_app(
     All clients share one module, as in a worker process. Full-batch steps of lr 0.1 by default.
     """
     training = training or LocalTraining(solver="gd", lr=0.1)
-    model = FlatModel(Linear(), dtype=dtype, head="out")
+    model = Border(Linear().to(dtype), head="out")
     made = [q.problem(model) for q in problems]
 
     def client_fn(context: Context) -> NumPyClient:

@@ -14,8 +14,8 @@ from problems import NODES, make_client_app, quadratics, to_record, to_vector
 from tampering import Tamper, fresh, silence
 
 from clients.node.in_process import InProcessGrid
-from clients.node.records import become_server
 from fl_strategies import FederatedStrategy
+from fl_strategies.messages.one_process import become_server
 
 HONEST, HOSTILE = 4, 8
 """Clients 0 ... 3 answer as they should; 4 ... 11 send one malformed reply each."""

@@ -18,8 +18,8 @@ from torch.nn.functional import cross_entropy
 
 from clients import (
     AnyAlgorithmClient,
+    Border,
     ContextStore,
-    FlatModel,
     LocalTraining,
     Problem,
     client_app,
@@ -82,7 +82,7 @@ def classified(
 
     They share tensors, or have their own; ``options`` are the problems'.
     """
-    model, total = FlatModel(module), sum(sizes)
+    model, total = Border(module), sum(sizes)
     rng = np.random.default_rng(3)
     x = torch.from_numpy(rng.normal(size=(total, *shape))) if inputs is None else inputs[:total]
     y = torch.from_numpy(rng.integers(CLASSES, size=total))
@@ -118,12 +118,12 @@ def nothing_was_said() -> Iterator[None]:
 
 
 def run(row: Row, federation: InProcessGrid, problems: Sequence[Problem], **options: Any) -> Result:
-    """Return what three rounds come to."""
+    """Return what two rounds come to."""
     model = problems[0].model
     pairs = zip(model.names, start(problems), strict=True)
     arrays = ArrayRecord({name: Array(array) for name, array in pairs})
     strategy = row.strategy(seed=3, **model.layout_options, **options)
-    return strategy.start(federation, arrays, 3)
+    return strategy.start(federation, arrays, 2)
 
 
 def start(problems: Sequence[Problem]) -> list[np.ndarray]:

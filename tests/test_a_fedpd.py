@@ -34,7 +34,7 @@ from problems import (
 )
 from stacked_runs import ROWS, assert_alike, classified, smooth
 
-from clients import FlatModel
+from clients import Border
 from clients.node.in_process import InProcessGrid
 from fl_strategies import AFedPD, FedDyn, RoundInfo, a_fedpd
 from fl_strategies.core.records import CATCH_UP
@@ -283,7 +283,7 @@ def test_clients_of_a_stack_get_what_each_missed() -> None:
 
 def test_a_vector_in_bytes_is_put_into_the_models_order_array_by_array() -> None:
     """Also into that of filters that the client keeps channels-last; buffers are no part of it."""
-    model = FlatModel(models.build("cnn-bn", (2, 4, 4), 3, seed=0), dtype=torch.float64)
+    model = Border(models.build("cnn-bn", (2, 4, 4), 3, seed=0).double())
     layout, rng = model.layout, np.random.default_rng(2)
     vector = rng.normal(size=len(model.vector))
     before = model.vector.clone()
@@ -297,7 +297,7 @@ def test_bytes_of_another_size_are_refused() -> None:
     (q,) = quadratics(1)
     app = make_client_app([q])
     federation = InProcessGrid(app, 1)
-    model = FlatModel(torch.nn.Linear(2, 1))
+    model = Border(torch.nn.Linear(2, 1))
     with pytest.raises(ValueError, match="a vector of the model takes 12 bytes, got 8"):
         model.read(b"\0" * 8)
     with pytest.raises(ValueError, match=f"train_config must not set \\['{CATCH_UP}'\\]"):
@@ -315,7 +315,7 @@ def test_the_rules_on_numbers() -> None:
     np.testing.assert_allclose(found, [1.0 + 0.5 + 0.55 / 0.5])
     (q,) = quadratics(1)
     y, catch_up = np.arange(5.0), np.array([0.1, -0.2, 0.3, 0.0, 1.0])
-    step = a_fedpd.client_rule(a_fedpd.State(y), START, catch_up, q.oracle(), rho=rho)
+    step = a_fedpd.client_rule(a_fedpd.State(y), START, q.oracle(), catch_up=catch_up, rho=rho)
     w = q.argmin(y + catch_up, rho, START)
     np.testing.assert_allclose(step.upload, w - START)
     np.testing.assert_allclose(step.state.y, y + catch_up + rho * (w - START))

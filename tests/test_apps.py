@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +28,10 @@ from fl_strategies.apps.stop import stop
 from simulations.lab.superlink import flwr_run
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "notebooks/pages/flower-app.md").read_text()
-STEPS = {"flower": "", "strategy": "a", "problem": "b", "legacy": "bc"}
+PAGE = "".join(
+    (ROOT / f"notebooks/pages/{n}.md").read_text() for n in ("app-clients", "flower-app")
+)
+STEPS = {"flower": "", "attach": "a", "strategy": "b", "problem": "c", "legacy": "cd"}
 """The page's sections whose changes, one after the other, make an app of Flower's quickstart."""
 
 
@@ -95,6 +97,29 @@ def module(name: str, app: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 SHORT = {"num-server-rounds": 2, "local-epochs": 2}
 
 
+def run_in_one_process(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clients: int = 2,
+    settings: Mapping[str, Any] = SHORT,
+) -> Any:
+    """Run the app in ``folder / "app"``; return its module ``task``."""
+    monkeypatch.chdir(folder)
+    task, client, server = (
+        module(half, folder / "app", monkeypatch) for half in ("task", "client_app", "server_app")
+    )
+    project = tomllib.loads((folder / "app/pyproject.toml").read_text())
+    config = project["tool"]["flwr"]["app"]["config"] | settings
+    context = Context(
+        run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=dict(config)
+    )
+    torch.manual_seed(0)
+    grid = InProcessGrid(client.app, clients, run_config=config)
+    grid.set_run(SimpleNamespace(run_id=1))  # which a legacy server reads
+    server.app(grid, context)
+    return task
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
@@ -106,19 +131,7 @@ def test_the_changed_app_trains_in_one_process(
     apps.write("flower", tmp_path / "app")
     for section in STEPS[kind]:
         changed(tmp_path / "app", section)
-    monkeypatch.chdir(tmp_path)
-    task, client, server = (
-        module(half, tmp_path / "app", monkeypatch) for half in ("task", "client_app", "server_app")
-    )
-    project = tomllib.loads((tmp_path / "app/pyproject.toml").read_text())
-    config = project["tool"]["flwr"]["app"]["config"] | SHORT
-    context = Context(
-        run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=dict(config)
-    )
-    torch.manual_seed(0)
-    grid = InProcessGrid(client.app, 2, run_config=config)
-    grid.set_run(SimpleNamespace(run_id=1))  # which a legacy server reads
-    server.app(grid, context)
+    task = run_in_one_process(tmp_path, monkeypatch)
     assert "left out" not in caplog.text
     if kind == "legacy":
         assert "[ROUND 2]" in caplog.text
@@ -136,7 +149,14 @@ def accuracy(task: Any, state: Any) -> float:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("engine")
-@pytest.mark.parametrize("kind", ["legacy", "strategy"])  # of `problem` the quickstart runs all
+@pytest.mark.parametrize(  # of `problem` the quickstart runs all
+    "kind",
+    [
+        "attach",
+        pytest.param("legacy", marks=pytest.mark.release),
+        pytest.param("strategy", marks=pytest.mark.release),
+    ],
+)
 def test_flwr_run_starts_the_app_and_the_clients_train(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,18 +175,18 @@ def test_flwr_run_starts_the_app_and_the_clients_train(
     assert accuracy(task, torch.load("final_model.pt")) > 0.3, log
 
 
-def test_the_app_with_another_strategy_differs_from_flowers_in_two_statements() -> None:
-    before, after = (
-        (apps.HERE / kind / "my_app/server_app.py").read_text().splitlines()
-        for kind in ("flower", "strategy")
-    )
-    new = [line for line in after if line not in before]
+def test_the_app_with_another_strategy_differs_from_flowers_in_two_statements(
+    tmp_path: Path,
+) -> None:
+    for kind in ("flower", "strategy"):
+        apps.write(kind, tmp_path / kind)
+    before, after = (files(tmp_path / kind) for kind in ("flower", "strategy"))
+    assert [name for name in before if before[name] != after[name]] == ["my_app/server_app.py"]
+    lines = before["my_app/server_app.py"].splitlines()
+    new = [line for line in after["my_app/server_app.py"].splitlines() if line not in lines]
     assert len(new) == 2
     for line, words in zip(new, ("import FedAvg", "clipping_norm"), strict=True):
         assert words in line
-    assert (apps.HERE / "flower/my_app/client_app.py").read_text() == (
-        apps.HERE / "strategy/my_app/client_app.py"
-    ).read_text()
 
 
 @pytest.mark.slow
@@ -247,6 +267,8 @@ CHILD = (
 def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         apps.write("problem", tmp_path)
-    with pytest.raises(ValueError, match="must be one of flower, strategy, problem, legacy"):
+    with pytest.raises(
+        ValueError, match="must be one of flower, attach, strategy, problem, legacy"
+    ):
         apps.write("other", tmp_path / "new")
     assert not list(tmp_path.iterdir())

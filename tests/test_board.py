@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import pytest
-from flwr.serverapp.strategy import FedAvg
 
-from clients import FederatedClient
 from fl_strategies.core.files import FolderLock
 from fl_strategies.core.settings_text import parse_params
 from simulations import defaults
 from simulations.config import RunConfig
 from simulations.figures import read_history
-from simulations.lab import board, board_page, flower_server, measured
-from simulations.lab.published import BOARD
+from simulations.lab import board, board_page, measured, studies
 from simulations.lab.reproduce import main
-from simulations.lab.runs import finished, run_one
-from simulations.lab.settings import Rule, Setting
+from simulations.lab.studies import STUDIES, Rule, Setting, load
 from simulations.lab.tuning import with_values
 from simulations.models import TEXT
 
+BOARD = {study: load(study) for study in STUDIES}
 SETTINGS = [setting for settings in BOARD.values() for setting in settings]
 
 
@@ -58,7 +56,8 @@ def test_a_figure_of_clients_needs_clients_that_evaluate(tmp_path: Path) -> None
 SMALL = {"dataset": "digits", "clients": 4, "rounds": 2, "fraction": 1.0, "epochs": 1}
 TUNES = Setting(
     "tunes", "One", "final_accuracy", "new",
-    {"new": Rule("fedavg", config={"lr": 0.3}, tune={}), "old": Rule("fedprox")},
+    {"new": Rule({"algorithm": "fedavg", "lr": 0.3}, tune={}),
+     "old": Rule({"algorithm": "fedprox"})},
     {}, SMALL, tune={"lr": (0.01, 0.5)}, seeds=(1, 2),
 )  # fmt: skip
 TUNED = TUNES._replace(name="tuned", where="Two", config=SMALL | {"epochs": 2}, tuned_by=TUNES)
@@ -83,7 +82,10 @@ def test_settings_share_a_choice_of_learning_rates_and_pay_for_it_once(tmp_path:
 def test_a_rate_with_which_all_clients_diverge_is_not_chosen_and_stops_nothing(
     tmp_path: Path,
 ) -> None:
-    rules = {"new": Rule("fedavg"), "old": Rule("fedprox", tune={"lr": (1e38,)})}
+    rules = {
+        "new": Rule({"algorithm": "fedavg"}),
+        "old": Rule({"algorithm": "fedprox"}, tune={"lr": (1e38,)}),
+    }
     setting = TUNES._replace(rules=rules, config=SMALL | {"rounds": 4}, tune={"lr": (0.1, 1e38)})
     board.run([setting], tmp_path, quiet=True)
     found = board.judged(setting, tmp_path)
@@ -100,10 +102,10 @@ def test_a_run_that_fails_is_told_at_the_end_and_stops_no_other_setting(
 ) -> None:
     plain = board.run_one
 
-    def run_one(config: RunConfig, server: str = "", **others: Any) -> None:
+    def run_one(config: RunConfig, **others: Any) -> None:
         if "tunes" in config.output and config.algorithm == "fedprox":
             raise OSError("the disk is full")
-        plain(config, server=server, **others)
+        plain(config, **others)
 
     monkeypatch.setattr(board, "run_one", run_one)
     other = TUNES._replace(name="other")
@@ -119,7 +121,7 @@ def test_a_run_that_fails_is_told_at_the_end_and_stops_no_other_setting(
 def test_settings_that_share_runs_read_other_figures_of_them(tmp_path: Path) -> None:
     own = SMALL | {"local-test": 0.3, "fraction-evaluate": 1.0}
     accuracy = TUNES._replace(config=own, tune={}, runs_in=TUNES)
-    more = {**TUNES.rules, "more": Rule("fedavg", {"weights": "uniform"})}
+    more = {**TUNES.rules, "more": Rule({"algorithm": "fedavg", "params": "weights=uniform"})}
     variance = accuracy._replace(name="variance", figure="variance", rules=more)
     board.run([accuracy, variance], tmp_path, quiet=True)
     assert [path.name for path in tmp_path.iterdir()] == ["tunes"]
@@ -134,72 +136,101 @@ def test_settings_that_share_runs_read_other_figures_of_them(tmp_path: Path) -> 
         assert row.values == pytest.approx(means, rel=1e-9)
 
 
-def test_flowers_server_of_fedavg_gives_the_model_of_our_fedavg(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(flower_server, "SERVERS", {"flowers-fedavg": FedAvg})
-    settings = SMALL | {"algorithm": "fedavg", "rounds": 3, "partition": "dirichlet", "seed": 4}
-    made = {}
-    for name, server in (("ours", ""), ("flowers", "flowers-fedavg"), ("again", "flowers-fedavg")):
-        config = RunConfig.parse(settings | {"evaluate-every": 2, "output": str(tmp_path / name)})
-        run_one(config, server=server, quiet=True)
-        assert finished(config)
-        made[name] = (measured.summary(config), read_history(tmp_path / name / "history.jsonl"))
-    (_, history), (flowers, flowers_history), (again, _) = made.values()
-    assert flowers["model_sha256"] == again["model_sha256"]
-    assert [row["round"] for row in flowers_history] == [1, 2, 3]
-    for expected, row in zip(history, flowers_history, strict=True):
-        assert ("test-loss" in row) == ("test-loss" in expected)
-        if "test-loss" in row:  # sums of four float32 models are rounded differently
-            assert row["test-loss"] == pytest.approx(expected["test-loss"], rel=1e-5)
+def test_every_study_has_settings_of_as_many_rounds_and_names_of_their_own() -> None:
+    """That each of their rules has a run-config is checked when they are read."""
+    assert all(BOARD.values())
+    assert not any("rounds" in rule.config for one in SETTINGS for rule in one.rules.values())
+    assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
 
 
-def test_flowers_server_takes_fedavgs_clients_alone(tmp_path: Path) -> None:
-    config = RunConfig.parse(SMALL | {"algorithm": "fedprox", "output": str(tmp_path)})
-    with pytest.raises(ValueError, match="fedadam takes the clients of fedavg, got fedprox"):
-        run_one(config, server="fedadam")
+STUDY = """
+figure = "final_accuracy"
+ours = "new"
+tune = { lr = [0.1, 1.0] }
+
+[config]
+rounds = 5
+clients = 10
+
+[rules]
+new = { algorithm = "fedadmm", params = "rho=0.1" }
+old = { algorithm = "fedavg", reference = true, tune = {} }
+
+[[settings]]
+name = "one"
+where = "One"
+tuned-by = "short"
+published = { new = 0.9 }
+
+[[settings]]
+name = "two"
+like = "one"
+runs-in = "one"
+config = { clients = 20 }
+rules.old = { lr = 0.3 }
+only = ["old", "new"]
+
+[[choices]]
+name = "short"
+like = "one"
+config = { rounds = 2 }
+"""
+
+
+@pytest.fixture
+def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(studies, "FOLDER", tmp_path)
+    (tmp_path / "mine.toml").write_text(STUDY)
+    return tmp_path / "mine.toml"
+
+
+def test_a_setting_has_what_its_file_and_the_setting_that_it_is_like_have(study: Path) -> None:
+    one, two = load("mine")
+    assert (two.where, two.published, two.tune) == ("One", {"new": 0.9}, {"lr": (0.1, 1.0)})
+    assert [*one.rules, *two.rules] == ["new", "old", "old", "new"]
+    assert one.rules["old"] == Rule({"algorithm": "fedavg"}, reference=True, tune={})
+    assert two.rules["old"].config == {"algorithm": "fedavg", "lr": 0.3}
+    assert (one.config, two.config["clients"]) == ({"rounds": 5, "clients": 10}, 20)
+    assert (two.runs_in, two.tuned_by) == (one, None)
+    assert one.tuned_by == one._replace(
+        name="short", config=one.config | {"rounds": 2}, tuned_by=None
+    )
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("right", "wrong", "said"),
     [
-        ("params", "weights=uniform", "params, got"),
-        ("stop-at-target", True, "stop-at-target, got True"),
-        ("checkpoint-every", 2, "checkpoint-every, got 2"),
+        ("figure =", "figur =", "unknown keys 'figur' (did you mean 'figure'?)"),
+        ('"final_accuracy"', '"accuracy"', "figure must be one of ["),
+        ("lr = [0.1, 1.0]", "lr = 0.1", "rules.new: tune.lr must be a list, got 0.1"),
+        ("lr = [0.1, 1.0]", "rh = [0.1]", "rules.new: tune: unknown 'rh' (did you mean 'rho'?)"),
+        ("rounds = 5", "round = 5", "unknown run-config keys 'round' (did you mean 'rounds'?)"),
+        ("rounds = 5", "", "one: config: missing keys ['rounds']"),
+        ("rho=0.1", "rho=-1", "rules.new: rho must be > 0, got -1"),
+        ("clients = 20", 'clients = "20"', "two: rules.old: clients must be of type int, got '20'"),
+        ("reference = true", "reference = 1", "rules.old: reference must be bool, got 1"),
+        ('name = "one"', "", "setting 1: missing keys ['name']"),
+        ('where = "One"', "", "one: missing keys ['where']"),
+        ('where = "One"', "where = 1", "one: where must be of type str, got 1"),
+        ("{ new = 0.9", "{ nev = 0.9", "published: unknown 'nev'"),
+        ('ours = "new"', 'ours = "mine"', "ours: unknown 'mine'"),
+        ('only = ["old"', 'only = ["odd"', "two: only: unknown 'odd'"),
+        ('tuned-by = "short"', 'tuned-by = "sort"', "one: tuned-by: unknown 'sort'"),
+        ('runs-in = "one"', 'runs-in = "two"', "two: runs-in: unknown 'two'"),
+        ('like = "one"\nruns', 'like = "on"\nruns', "two: like: unknown 'on'"),
+        ('name = "two"', 'name = "one"', "one: a second setting of this name"),
+        ("rules.old = { lr = 0.3 }", "rules.old = 3", "two: rules.old must be a table, got 3"),
+        ("[rules]", "[rules", "Expected ']'"),
     ],
-)
-def test_what_flowers_server_would_not_follow_is_refused(
-    key: str, value: Any, said: str, tmp_path: Path
+)  # fmt: skip
+def test_a_mistake_in_a_study_is_told_with_its_file_and_key(
+    right: str, wrong: str, said: str, study: Path
 ) -> None:
-    settings = SMALL | {"algorithm": "fedavg", key: value, "output": str(tmp_path)}
-    with pytest.raises(ValueError, match=f"fedadam does not follow {said}"):
-        run_one(RunConfig.parse(settings), server="fedadam")
-
-
-def test_a_client_that_fails_under_flowers_server_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Flower's own strategies leave such a reply out and say nothing in their metrics."""
-
-    def broken(*args: Any) -> None:
-        raise ValueError("the disk is full")
-
-    monkeypatch.setattr(FederatedClient, "steps_made", broken)
-    config = RunConfig.parse(SMALL | {"algorithm": "fedavg", "output": str(tmp_path)})
-    with pytest.raises(RuntimeError, match=r"a client failed: .*the disk is full"):
-        run_one(config, server="fedadam")
-    assert not finished(config)
-
-
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
-def test_every_setting_is_one_that_runs(setting: Setting, tmp_path: Path) -> None:
-    assert setting.published.keys() <= setting.rules.keys()
-    assert setting.ours in ("", *(setting.published or setting.rules))
-    for rule in setting.rules:
-        config = board.placed(setting, tmp_path, rule, rule)
-        assert config.rounds == setting.horizon
-    names = [one.name for one in SETTINGS]
-    assert len(set(names)) == len(names)
+    assert right in STUDY
+    study.write_text(STUDY.replace(right, wrong, 1))
+    with pytest.raises(ValueError, match=re.escape(f"{study}: ")) as error:
+        load("mine")
+    assert said in str(error.value)
 
 
 def test_studies_leave_nothing_to_the_defaults_of_an_algorithm(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +20,19 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import FedProx as FlowerFedProx
 from problems import NODES, grid, make_client_app, quadratics, to_record, to_vector
 
-from clients import CLIENTS, FedAvgClient, LocalTraining, client_app, client_id
+from clients import (
+    CLIENTS,
+    AnyAlgorithmClient,
+    ContextStore,
+    DirectoryStore,
+    FedADMMClient,
+    FedAvgClient,
+    LocalTraining,
+    client_app,
+    client_id,
+)
 from clients.node.in_process import InProcessGrid
-from fl_strategies import FedAvg, FedProx
+from fl_strategies import FedADMM, FedAvg, FedProx
 
 PROBLEMS = quadratics(3)
 START = np.array([2.0, -1.0, 0.5, 3.0, -4.0])
@@ -113,6 +124,52 @@ def test_without_a_partition_the_node_is_the_client() -> None:
         run_id=1, node_id=2**63 + 9, node_config={}, state=RecordDict(), run_config={}
     )
     assert client_id(context) == 2**63 + 9
+
+
+@pytest.mark.parametrize("kind", [AnyAlgorithmClient, FedADMMClient])
+@pytest.mark.parametrize("hosts", [0, 3])
+def test_a_client_has_the_contexts_id_and_store(kind: Any, hosts: int) -> None:
+    """Draws and states are those of clients that are given both: also one object for all."""
+    problem = PROBLEMS[0].problem()
+    training = LocalTraining(epochs=5, random_epochs=True, batch_size=2)
+    one = kind(problem, training=training)
+
+    def explicit(context: Context) -> NumPyClient:
+        me, store = client_id(context), ContextStore(context)
+        client: NumPyClient = kind(problem, client_id=me, store=store, training=training)
+        return client
+
+    reached = []
+    for made in (lambda context: one, explicit):
+        engine = InProcessGrid(client_app(made, hosts=hosts or None), 3, hosts=hosts and 2)
+        strategy = FedADMM(fraction_evaluate=0.0, fraction_train=0.7, shared_population=hosts)
+        reached.append(to_vector(strategy.start(engine, to_record(START), num_rounds=4).arrays))
+    np.testing.assert_array_equal(*reached)
+
+
+@pytest.mark.parametrize("kind", [AnyAlgorithmClient, FedADMMClient])
+def test_what_a_client_is_given_goes_before_the_context(kind: Any, tmp_path: Path) -> None:
+    def made(context: Context) -> NumPyClient:
+        me = client_id(context)
+        client: NumPyClient = kind(PROBLEMS[me].problem(), store=DirectoryStore(tmp_path, 5 * me))
+        return client
+
+    app = client_app(made)
+    config = {"algorithm": "fedadmm", "rho": 1.0, "run_id": "a", "server_round": 1}
+    config |= {"local_start": "client", "tracking": "client"}
+    assert not ask(app, "train", request(**config)).has_error()
+    assert [path.name for path in tmp_path.glob("*/*")] == ["1.safetensors"]
+    reply = ask(app, "train", request(**config), client=1)
+    assert "store is of client 5, client_id is 1" in reply.error.reason
+
+
+@pytest.mark.parametrize("kind", [AnyAlgorithmClient, FedAvgClient])
+def test_a_client_that_no_context_tells_its_id_needs_one(kind: Any) -> None:
+    problem = PROBLEMS[0].problem()
+    client = kind(problem, test=problem)
+    for call in (client.fit, client.evaluate, lambda _, config: client.get_properties(config)):
+        with pytest.raises(ValueError, match="client_id must be given, as in client_id=0"):
+            call(client.get_parameters({}), {})
 
 
 def test_words_travel_in_a_config_record_and_numbers_in_metrics() -> None:

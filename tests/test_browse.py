@@ -27,6 +27,14 @@ FAULTS = {
         'too wide in a window of 390 pixels: table "wide'
     ),
     f'<pre style="overflow: auto">{"x = 1; " * 90}</pre>': 'of 1280 pixels: pre "x = 1; ',
+    '<table style="table-layout: fixed; width: 9em; overflow-wrap: anywhere">'
+    "<td>a</td><td><code>per_fedavg_of_a_name</code></td></table>": (
+        "broken in a window of 390 pixels: per_fedavg_of_a_name"
+    ),
+    '<table style="table-layout: fixed; width: 5em">'
+    "<td><code>fedbcd-i-async</code></td><td>a</td></table>": (
+        "broken in a window of 1280 pixels: fedbcd-i-async"
+    ),
 }
 
 
@@ -44,16 +52,31 @@ def browse() -> Any:
 
 
 @pytest.mark.slow
-def test_each_fault_of_a_page_is_named(browse: Any, tmp_path: Path, capsys: Any) -> None:
+def test_each_fault_of_a_page_is_named(
+    browse: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched = {"FedADMM": "fedadmm", "mixed precision": "pages/questions"}
+    monkeypatch.setattr(browse, "SEARCHED", searched)
     head = '<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'
-    found = '<ul id="search-results"><li><a id="it" href="search.html#it">FedADMM</a></li></ul>'
-    (tmp_path / "search.html").write_text(head + found)
-    assert browse.main(tmp_path) == 0
-    assert capsys.readouterr().out == "1 pages opened, 0 faults\n"
+    links = "".join(f'<li><a href="{page}.html">it</a></li>' for page in searched.values())
+    for page in searched.values():
+        (tmp_path / page).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{page}.html").write_text(head)
+    (tmp_path / "search.html").write_text(f'{head}<ul id="search-results">{links}</ul>')
+    (tmp_path / "llms.txt").write_text("- [it](search.html)")
+    (tmp_path / "index.html").write_text("<script>nothing()</script>")  # it only leads elsewhere
+    assert browse.main(tmp_path, "all") == 0
+    assert capsys.readouterr().out == "3 pages opened, 0 faults\n"
     for number, fault in enumerate(FAULTS):
         (tmp_path / f"{number}.html").write_text(head + fault)
-    assert browse.main(tmp_path) == 1
+    (tmp_path / "llms.txt").write_text("- [it](away.html)")
+    links = '<li><a href="search.html">it</a></li>'
+    (tmp_path / "search.html").write_text(f'{head}<ul id="search-results">{links}</ul>')
+    assert browse.main(tmp_path, "all") == 1
     said = capsys.readouterr().out.splitlines()
     for number, words in enumerate(FAULTS.values()):
         assert any(line.startswith(f"{number}.html: ") and words in line for line in said), words
-    assert not any(line.startswith("search.html") for line in said)
+    assert "llms.txt: dead link: away.html" in said
+    assert any(line.startswith("search.html: ") for line in said)
+    assert browse.main(tmp_path, "6") == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("6 pages opened, ")

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationW
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
-LEFT_OUT = ("fl_strategies/apps/", "fl_strategies/py.typed", "clients/py.typed")
+TYPES = ("fl_strategies/py.typed", "clients/py.typed", "clients/algorithms.pyi")
+LEFT_OUT = ("fl_strategies/apps/", *TYPES)
 """Templates for a beginner, who has the wheel, and what only type checkers look for."""
 
 

@@ -30,7 +30,7 @@ from simulations.lab.deployment import Federation
 KILLS = 4
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.xdist_group("deployment")  # one at a time
 def test_a_deployment_under_kills_ends_with_the_undisturbed_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -43,13 +43,20 @@ def test_a_deployment_under_kills_ends_with_the_undisturbed_model(
     assert results == f"results: {tmp_path}"
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "rounds"),
+    [
+        pytest.param(1, 8, marks=pytest.mark.release),
+        pytest.param(KILLS, 3, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.xdist_group("deployment")
-def test_fedadmm_whose_server_is_killed_four_times_ends_with_the_in_process_model(
-    federation: Federation, tmp_path: Path
+def test_fedadmm_whose_server_is_killed_ends_with_the_in_process_model(
+    first: int, rounds: int, federation: Federation, tmp_path: Path
 ) -> None:
     """A run whose ServerApp is dead is stopped by `flwr stop` and started again; after the last
-    kill nobody stops it, and the SuperLink takes note by itself within a minute."""
+    kill nobody stops it, and the SuperLink takes note by itself within a minute. All of the four
+    kills, or the last alone."""
     for i in range(2):
         federation.register(f"node-{i}")
         federation.supernode(f"node-{i}", i, 2)
@@ -57,7 +64,7 @@ def test_fedadmm_whose_server_is_killed_four_times_ends_with_the_in_process_mode
         {
             "params": "eta=fraction",
             "clients": 2,
-            "rounds": 8,
+            "rounds": rounds,
             "fraction": 0.5,
             "node-wait": 900.0,
             "epochs": 1,
@@ -69,6 +76,8 @@ def test_fedadmm_whose_server_is_killed_four_times_ends_with_the_in_process_mode
     )
     app = app_with(tmp_path / "app", server_app=MORTAL.replace("KILLS", str(KILLS)))
     (tmp_path / "lives").mkdir()
+    for life in range(1, first):
+        (tmp_path / f"lives/{life}").touch()
 
     def stop(run_id: str, life: int) -> None:
         note = tmp_path / f"lives/{life}"
@@ -79,7 +88,7 @@ def test_fedadmm_whose_server_is_killed_four_times_ends_with_the_in_process_mode
         if started := re.search(r"started run (\d+)", line):
             pool.submit(stop, started[1], life)
 
-    for life in range(1, KILLS + 1):
+    for life in range(first, KILLS + 1):
         with ThreadPoolExecutor() as pool:
             watched = partial(stop_the_dead, pool, life)
             on_line, end = (watched, "stopped") if life < KILLS else (print, "failed")
@@ -95,7 +104,7 @@ def test_fedadmm_whose_server_is_killed_four_times_ends_with_the_in_process_mode
     assert summary["model_sha256"] == experiment.run_in_process(again).model_sha256
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.xdist_group("deployment")
 def test_async_fedbcd_by_arrival_goes_on_without_a_late_device_and_loses_nothing(
     federation: Federation, tmp_path: Path
@@ -135,7 +144,7 @@ def test_async_fedbcd_by_arrival_goes_on_without_a_late_device_and_loses_nothing
     assert times == sorted(times)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.xdist_group("deployment")
 def test_killed_restarted_and_replaced_clients_are_named_and_leave_the_state_as_the_rule_says(
     federation: Federation, tmp_path: Path

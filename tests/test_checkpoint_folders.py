@@ -194,8 +194,8 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(
 
 TEXTS = ["", "{", "3", "{}", "[" * 100_000, '{"names": ["a"]}', '{"names": [], "state": {}}',
          '{"names": [], "state": {"map": []}, "run": {}}',
-         '{"version": 5, "names": [], "states": {"map": []}, "ledger": {"map": []}, "run": {}}',
-         '{"version": 5, "names": [], "states": {"array": "b"}, "ledger": {"map": []}, "run": 3}',
+         '{"version": 7, "names": [], "states": {"map": []}, "ledger": {"map": []}, "run": {}}',
+         '{"version": 7, "names": [], "states": {"array": "b"}, "ledger": {"map": []}, "run": 3}',
          '{"names": [], "state": {"array": "b"}, "run": 3}']  # fmt: skip
 
 
@@ -218,13 +218,13 @@ def test_a_checkpoint_of_another_record_is_refused(tmp_path: Path) -> None:
         run(strategy(FEDADMM, tmp_path), tmp_path, 6)
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 4, "5"])
+@pytest.mark.parametrize("version", [1, 2, 3, 4, 5, 6, "7"])
 def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path, version: object) -> None:
     run(strategy(FEDADMM, tmp_path), tmp_path, 4)
     path = Checkpoints(tmp_path / "checkpoints").path(4)
     arrays, text = files.load_arrays(path)
     files.save_arrays(path, arrays, json.dumps({**json.loads(text), "version": version}))
-    with pytest.raises(ValueError, match=r"has version '?[1-5]'? of the format, and this version"):
+    with pytest.raises(ValueError, match=r"has version '?[1-7]'? of the format, and this version"):
         run(strategy(FEDADMM, tmp_path), tmp_path, 6)
 
 

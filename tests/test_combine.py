@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import functools
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,11 @@ from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordD
 from flwr.clientapp import ClientApp
 from flwr.server.workflow import SecAggPlusWorkflow
 from flwr.serverapp import strategy as flower
-from hosted import federation
-from laws import START, Row, every_algorithm, local, train
+from laws import START, TABLE, local, train
 from problems import CLIENT_OF, grid, quadratics, to_record
 
 from clients.node.in_process import InProcessGrid
-from fl_strategies import FedAvg, as_legacy
+from fl_strategies import FedAvg, Round, as_legacy
 from fl_strategies.core.vectors import BLOCK, Pieces, weighted_mean
 from fl_strategies.parts import (
     Combine,
@@ -30,9 +29,11 @@ from fl_strategies.parts import (
     TrimmedMean,
     parts_for,
 )
+from fl_strategies.parts.combine import ByCoordinate
 from fl_strategies.parts.krum import scores
 
 N, F, D = 11, 3, 7
+ROW = {row.name: row for row in TABLE}
 PARTS: list[Combine] = [
     Median(),
     TrimmedMean(share=0.3),
@@ -176,20 +177,12 @@ def test_fedavg_with_a_part_is_flowers_strategy_of_its_own(theirs: Any, part: Co
     same_as_flowers(theirs, ours, 7, 6, steps=1, rate=0.3, samples=5)
 
 
-@every_algorithm
-def test_a_rule_takes_a_part_if_it_averages_models_and_is_refused_else(row: Row) -> None:
-    part = TrimmedMean(share=0.0)
-    strategy = row.strategy(local=local())
-    if strategy.averages != "models":
-        text = rf"^combine={re.escape(repr(part))} does not go with \w+: \w+ needs sums .* FedAvg"
-        with pytest.raises(ValueError, match=text):
-            row.strategy(local=local(), combine=part)
-        return
-    found = train(row.strategy(local=local(), combine=part), grid(quadratics(3)), 3)
-    uniform = {"weights": "uniform"} if "weights" in strategy.hyperparameters() else {}
-    if row.name != "fedsgd":  # which has no uniform weights
-        expected = train(row.strategy(local=local(), **uniform), grid(quadratics(3)), 3)
-        np.testing.assert_allclose(found, expected, rtol=1e-12)
+@pytest.mark.parametrize("name", ["fedavg", "moon", "pfedme"])
+def test_without_a_trim_a_rule_is_itself_with_uniform_weights(name: str) -> None:
+    strategy: Any = functools.partial(ROW[name].strategy, local=local())
+    found = train(strategy(combine=TrimmedMean(share=0.0)), grid(quadratics(3)), 3)
+    expected = train(strategy(weights="uniform"), grid(quadratics(3)), 3)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
 def test_a_median_and_momentum_go_together() -> None:
@@ -205,22 +198,23 @@ def test_a_median_and_momentum_go_together() -> None:
 
 
 @every_part
-def test_buffers_are_combined_by_the_same_rule(part: Combine) -> None:
+def test_buffers_are_combined_number_by_number(part: Combine) -> None:
     vectors = uploads()
     counts = np.arange(N) ** 2
     buffers = [
         {"running_mean": v[:3].astype(np.float32), "num_batches_tracked": np.array(c)}
         for v, c in zip(vectors, counts, strict=True)
     ]
-    found = part.buffers(vectors, buffers)
+    found = part.buffers(buffers)
     assert found["running_mean"].dtype == np.float32
     assert found["num_batches_tracked"].dtype == counts.dtype
     assert found["num_batches_tracked"].shape == ()
-    expected = combined(part, vectors)[:3]  # the same numbers, coordinate by coordinate
+    by_number = part if isinstance(part, ByCoordinate) else Median()
+    expected = combined(by_number, vectors)[:3]  # the same numbers
     np.testing.assert_allclose(found["running_mean"], expected, rtol=1e-5)
 
 
-def test_buffers_of_a_run_are_those_of_the_chosen_upload() -> None:
+def test_buffers_of_a_run_are_medians_whichever_upload_is_chosen() -> None:
     app = ClientApp()
 
     @app.train()
@@ -236,16 +230,7 @@ def test_buffers_of_a_run_are_those_of_the_chosen_upload() -> None:
     strategy = FedAvg(fraction_evaluate=0.0, combine=Krum(attackers=1))
     found = strategy.start(InProcessGrid(app, 5), start, 1).arrays
     assert found["w"].numpy()[0] == 2.0
-    assert found["running_mean"].numpy().tolist() == [2.0, 2.0]
-
-
-def test_hosts_send_every_upload_and_are_refused_to_fold() -> None:
-    options: dict[str, Any] = {"local": local(), "combine": Median()}
-    alone = train(FedAvg(**options), federation("nodes of one"), 3)
-    hosted = train(FedAvg(fold_memory=0, **options), federation("2 hosts"), 3)
-    np.testing.assert_array_equal(hosted, alone)
-    with pytest.raises(ValueError, match=r"for FedAvg with combine=Median\(\), which needs each"):
-        FedAvg(combine=Median(), fold="on")
+    assert found["running_mean"].numpy().tolist() == [5.0, 5.0]
 
 
 def test_a_round_with_too_few_uploads_for_krum_is_skipped() -> None:
@@ -256,7 +241,7 @@ def test_a_round_with_too_few_uploads_for_krum_is_skipped() -> None:
 
     few = [node for node, client in CLIENT_OF.items() if client < 2]
     strategy = FedAvg(local=local(), combine=Krum(attackers=2))
-    assert strategy.min_replies == 7
+    assert strategy.replies_needed(Round()) == 7
     train(strategy, grid(quadratics(8), fault=lost_in_round_2), 3)
     assert strategy.result.skipped == [2]
     with pytest.raises(ValueError, match=r"Krum\(attackers=2\) needs 7 uploads, and the number"):

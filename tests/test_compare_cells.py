@@ -20,10 +20,10 @@ from trials import ROOT
 
 from simulations.config import RunConfig
 from simulations.experiment import run_in_process
-from simulations.lab import published, reproduce, runs
+from simulations.lab import reproduce, runs
 from simulations.lab.compare import main
 from simulations.lab.runs import finished, run_all
-from simulations.lab.settings import Rule, Setting
+from simulations.lab.studies import Rule, Setting
 
 
 @pytest.fixture
@@ -237,10 +237,10 @@ def test_a_study_continues_from_its_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = {"dataset": "digits", "clients": 5, "rounds": 2, "epochs": 1, "fraction": 1.0}
-    rules = {f"lr{lr}": Rule("fedavg", config={"lr": lr}) for lr in (0.1, 0.2)}
+    rules = {f"lr{lr}": Rule({"algorithm": "fedavg", "lr": lr}) for lr in (0.1, 0.2)}
     setting = Setting("one", "One", "final_accuracy", "lr0.1", rules, {}, config, seeds=(1, 2))
     other = setting._replace(name="two", where="Two", config={**config, "rounds": 1})
-    monkeypatch.setitem(published.BOARD, "fedpd-fig2", [setting, other])
+    monkeypatch.setattr(reproduce, "load", lambda study: [setting, other])
     output = ["fedpd-fig2", "--output", str(tmp_path)]
     command = [*output, "--only", "one"]
     reproduce.main([*command, "--rules", "lr0.1"])
@@ -286,7 +286,7 @@ def test_a_study_continues_from_its_folders(
         ("--tune weights=uniform,none", "weights must be one of "),
         ("--tune rho=0.1,1", "tune: no algorithm here has the hyperparameter 'rho'"),
         ("--tune momentun=0,0.5", "'momentun' (did you mean 'momentum'?)"),
-        ("--tune fedavgg.lr=0.1,1", "no algorithm 'fedavgg' (did you mean 'fedavg'?)"),
+        ("--tune fedavgg.lr=0.1,1", "no algorithm 'fedavgg' (did you mean 'fedavg'?) here"),
         ("--tune lr", "an option is given as name=value, got 'lr='"),
         ("--param weights=uniform --tune weights=uniform,samples", "either a value of weights or"),
         ("--workers 2 --jobs 2", "either --jobs, which does several runs at a time, or --workers"),
@@ -343,5 +343,5 @@ def test_compare_refuses_bad_input_with_one_line_and_exit_code_2(tmp_path: Path)
         [*command, "--output", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert "unknown algorithms 'fedsvrg' (did you mean 'fedsgd'?); known: ['a-fedpd'" in done.stderr
+    assert "unknown algorithms 'fedsvrg'; known: ['a-fedpd'" in done.stderr
     assert "Traceback" not in done.stderr

@@ -40,7 +40,7 @@ def words(name: str, replaced: dict[str, str]) -> list[str]:
     return text.replace("$$", "$").split("\0")
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_commands_run_two_supernodes_and_a_run_to_its_end(tmp_path: Path) -> None:
     page = (FOLDER / "DEPLOYMENT.md").read_text()
     keys = [b for b in re.findall(r"```\n(.*?)```", page, re.DOTALL) if b.startswith("openssl")]

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from federations import Troubled, serve
+from federations import Troubled
 from flwr.app import ArrayRecord, Message
-from hosted import SHAPES, federation, shared
-from laws import START, TABLE, Row, every_algorithm, local, train
+from laws import START, TABLE, Row, local, one_of_each_mechanism, train
 from problems import CLIENT_OF, DIM, grid, quadratics, to_record
-from resumed import interrupted, outcome, run
 
 import clients.base
 from clients.compressing import compressed
-from fl_strategies import SCAFFOLD, Checkpoints, FedADMM, FedAvg, FederatedStrategy, as_legacy
+from fl_strategies import SCAFFOLD, FedADMM, FedAvg, FederatedStrategy
 from fl_strategies.messages.encoding import encoded
 from fl_strategies.parts import QSGD, BFloat16, Compression, TopK, parts_for
 from simulations.experiment import metrics_of
@@ -219,10 +216,9 @@ def goes(row: Row) -> bool:
     return not TopK().refusal(row.strategy(local=local()), row.name)
 
 
-@pytest.mark.sampled
-@every_algorithm
+@one_of_each_mechanism
 def test_any_algorithm_trains_with_codes_or_says_why_not(row: Row) -> None:
-    """With levels so fine that the limit is the algorithm's own; hosts send the same codes."""
+    """With levels so fine that the limit is the algorithm's own."""
     fine = QSGD(levels=2**15 - 1)
     if not goes(row):
         with pytest.raises(ValueError, match=r"does not go with .* whole model"):
@@ -231,39 +227,15 @@ def test_any_algorithm_trains_with_codes_or_says_why_not(row: Row) -> None:
     plain, coded = (train(made(row, codec), grid(quadratics(6)), 4) for codec in (None, fine))
     np.testing.assert_allclose(coded, plain, rtol=1e-2, atol=1e-2)
     assert not np.array_equal(coded, plain)
-    found = train(made(row, fine, node_wait=0.01), federation("2 hosts"), 4)
-    np.testing.assert_array_equal(found, coded)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
 @every_codec
-@pytest.mark.sampled("2 hosts, crossed and reversed")
-def test_hosts_send_codes_too(codec: Compression, shape: str) -> None:
-    alone = train(made(ROW["scaffold"], codec), grid(quadratics(6)), 4)
-    strategy = made(ROW["scaffold"], codec, node_wait=0.01, **shared(shape))
-    np.testing.assert_array_equal(train(strategy, federation(shape), 4), alone)
+def test_a_round_counts_the_bytes_of_codes(codec: Compression) -> None:
+    strategy = made(ROW["scaffold"], codec)
+    train(strategy, grid(quadratics(6)), 4)
     up = strategy.result.train_metrics_clientapp[4]["bytes-up"]
     codes = 6 * 2 * codec.encode(np.zeros(DIM), np.random.default_rng(0)).nbytes
     assert codes < up <= codes + 6 * 4 * 128  # headers of four arrays a client, at most
-
-
-@every_codec
-def test_a_killed_run_resumes_to_the_bit(codec: Compression, tmp_path: Path) -> None:
-    def strategy(folder: Path) -> FederatedStrategy:
-        checkpoints = Checkpoints(folder / "checkpoints", every=2)
-        options: dict[str, Any] = {"fraction_train": 0.6, "seed": 3, "checkpoints": checkpoints}
-        return made(ROW["fedavg"], codec, **options)
-
-    whole = run(strategy(tmp_path / "whole"), tmp_path / "whole", 6)
-    interrupted(strategy(tmp_path / "cut"), tmp_path / "cut", 3, rounds=6)
-    assert outcome(run(strategy(tmp_path / "cut"), tmp_path / "cut", 6)) == outcome(whole)
-
-
-def test_a_legacy_server_decodes_as_start_does() -> None:
-    whole = train(made(ROW["fedavg"], CODECS[0]), grid(quadratics(3)), 4)
-    strategy = made(ROW["fedavg"], CODECS[0], min_available_nodes=3)
-    found, _ = serve(as_legacy(strategy, to_record(START)), grid(quadratics(3)), 4)
-    np.testing.assert_array_equal(found, whole)
 
 
 # ---- hostile and foreign replies ----------------------------------------------------------------

@@ -15,7 +15,7 @@ from idioms import IDIOMS, Idiom
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from clients import AnyAlgorithmClient, ContextStore, FlatModel, Problem, client_app, client_id
+from clients import AnyAlgorithmClient, Border, ContextStore, Problem, client_app, client_id
 from clients.node.in_process import InProcessGrid
 from fl_strategies import STRATEGIES, FedAvg, as_legacy
 from fl_strategies.core.layout import conventional_buffers
@@ -38,31 +38,30 @@ def undescribed(request: Message, reply: Message) -> Message | None:
 
 def federation(idiom: Idiom, clients: int = 2, **grid: Any) -> InProcessGrid:
     def client_fn(context: Context) -> AnyAlgorithmClient:
-        me, model = client_id(context), FlatModel(module_of(idiom))
+        me, model = client_id(context), Border(module_of(idiom))
         problem = Problem(model, cross_entropy, *idiom.samples(9 + me, me))
         return AnyAlgorithmClient(problem, client_id=me, store=ContextStore(context))
 
     return InProcessGrid(client_app(client_fn), clients, **grid)
 
 
-@pytest.mark.parametrize("algorithm", ["fedavg", "fedadmm", "scaffold"])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "algorithm"),
     [
-        "quickstart",
-        "grouped",
-        "transposed",
-        "vision-transformer",
-        "batch-norm",
-        "tied",
-        "frozen",
+        ("quickstart", "fedavg"),
+        ("grouped", "fedadmm"),
+        ("transposed", "scaffold"),
+        ("vision-transformer", "fedadmm"),
+        ("batch-norm", "fedadmm"),
+        ("batch-norm", "scaffold"),
+        ("tied", "fedadmm"),
+        ("frozen", "fedadmm"),
     ],
 )
-@pytest.mark.sampled("fedadmm")
 def test_a_network_trains_without_a_word_about_its_arrays(name: str, algorithm: str) -> None:
     """To the bit as if everything were declared; what is not trained stays as it was."""
     idiom = IDIOMS[name]
-    model = FlatModel(module_of(idiom))
+    model = Border(module_of(idiom))
     initial = ArrayRecord(module_of(idiom).state_dict())
     strategy = STRATEGIES[algorithm](**QUIET)
     result = strategy.start(federation(idiom), initial, 2)
@@ -82,7 +81,8 @@ def test_a_network_trains_without_a_word_about_its_arrays(name: str, algorithm: 
 @pytest.mark.slow
 def test_torchvisions_resnet_trains_by_fedavg_without_a_word_about_its_arrays() -> None:
     models = pytest.importorskip("torchvision.models")
-    idiom = Idiom(lambda: models.resnet18(num_classes=3), (3, 32, 32))
+    # of a smaller image one value is left per channel, which BatchNorm refuses in a batch of one
+    idiom = Idiom(lambda: models.resnet18(num_classes=3), (3, 64, 64))
     result = FedAvg(**QUIET).start(federation(idiom), ArrayRecord(module_of(idiom).state_dict()), 1)
     assert result.train_metrics_clientapp[1]["clients-used"] == 2
 

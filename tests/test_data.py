@@ -18,12 +18,12 @@ from scipy.optimize import linprog
 from sklearn.datasets import load_digits
 from tiny_data import cifar100, encoded
 
-from clients.learning.problem import laid_out
 from fl_strategies.core.schedules import shown
 from simulations import data, generated
 from simulations.config import RunConfig
 from simulations.experiment import prepare
 from simulations.generated import BUILT_IN
+from simulations.problems import laid_out
 
 RNG = np.random.default_rng(7)
 GREY = RNG.integers(0, 256, (12, 6, 5), dtype=np.uint8)
@@ -392,7 +392,7 @@ def test_every_option_of_a_built_in_set_is_checked(name: str, option: str) -> No
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("nist", {}, "data set 'nist' .* is neither .* known: digits, synthetic, fedpd-weak, "),
+        ("nist", {}, r"data set 'nist' \(did you mean 'mnist'\?\) is neither .* known: digits, "),
         ("nist", {}, "known: .* cifar100, femnist, shakespeare, ag_news, dbpedia, any folder"),
         ("someone/nist", {}, "data set 'someone/nist' .*: the Hub was asked"),
         ("mnist", {}, "data set 'mnist' .*: the Hub was asked"),

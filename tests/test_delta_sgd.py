@@ -323,12 +323,6 @@ def test_running_statistics_are_updated_once_a_step_by_the_present_point() -> No
     assert int(steps_with_dropout()[0].norm.num_batches_tracked) == 5  # unknown module
 
 
-def test_a_closure_is_needed() -> None:
-    optimizer = DeltaSGD([nn.Parameter(torch.ones(1))])
-    with pytest.raises(ValueError, match=r"DeltaSGD\.step needs a closure"):
-        optimizer.step()
-
-
 BAD = [
     ({"lr": 0.0}, r"lr must be > 0, got 0\.0"),
     ({"gamma": 0.0}, r"gamma must be > 0, got 0\.0"),

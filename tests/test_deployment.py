@@ -15,14 +15,13 @@ from processes import groups
 from fl_strategies.core.files import read_lines
 from simulations import experiment
 from simulations.config import RunConfig
-from simulations.lab import benchmark
 from simulations.lab.deployment import Federation, main, write_certificates, write_node_key
 from simulations.lab.superlink import ROOT, running, with_home
 
 pytestmark = pytest.mark.xdist_group("deployment")  # one at a time
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_fedadmm_deployed_gives_the_in_process_model_to_the_bit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -36,7 +35,7 @@ def test_fedadmm_deployed_gives_the_in_process_model_to_the_bit(
     assert {path.parent.name for path in states} == {"0", "1"}
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_supernodes_that_host_clients_and_parts_give_the_in_process_model_to_the_bit(
     federation: Federation, tmp_path: Path
 ) -> None:
@@ -62,18 +61,7 @@ def test_supernodes_that_host_clients_and_parts_give_the_in_process_model_to_the
     )  # d = 650; by message
 
 
-@pytest.mark.slow
-def test_many_clients_in_one_process_do_the_work_of_as_many_supernodes(tmp_path: Path) -> None:
-    _, *rows = benchmark.load(tmp_path, clients=3, rounds=2)
-    assert [row[:2] for row in rows] == [["1", "3 of 3"], ["2", "3 of 3"]]
-    assert all(float(number) > 0 for row in rows for number in row[2:])
-    settings = json.loads((tmp_path / "run/config.json").read_text())
-    usual = {"output": str(tmp_path / "in-process"), "state_dir": ""}
-    model = experiment.run_in_process(RunConfig(**settings | usual)).model_sha256
-    assert json.loads((tmp_path / "run/summary.json").read_text())["model_sha256"] == model
-
-
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_deployment_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
     """The ServerApp runs in a process group of its own."""
     config = RunConfig.parse({"clients": 1, "rounds": 3, "fraction": 1.0, "output": str(tmp_path)})

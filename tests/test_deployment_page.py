@@ -8,7 +8,9 @@ import subprocess
 import sysconfig
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from cryptography import x509
 
@@ -68,6 +70,24 @@ def test_the_pages_certificates_and_keys_are_made_as_shown(made: Path) -> None:
     names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == ["server.example"]
     assert (made / "node-0.pub").read_text().startswith("ecdsa-sha2-nistp384 ")
+
+
+def test_data_are_decoded_once_a_node(tmp_path: Path) -> None:
+    page = (ROOT / "simulations/DEPLOYMENT.md").read_text()
+    names: dict[str, Any] = {}
+    exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), names)
+    calls = []
+
+    def decode() -> Any:
+        calls.append(1)
+        return np.arange(6.0).reshape(2, 3)
+
+    found = [names["decoded"](tmp_path, decode) for _ in range(2)]
+    for array in found:
+        np.testing.assert_array_equal(array, np.arange(6.0).reshape(2, 3))
+    found[0][:] = 0.0  # a process's changes are its own
+    np.testing.assert_array_equal(names["decoded"](tmp_path, decode), found[1])
+    assert calls == [1]
 
 
 @pytest.mark.slow

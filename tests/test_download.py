@@ -10,13 +10,12 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from hosted import SHAPES, federation, shared
-from laws import START, TABLE, Row, every_algorithm, local, train
+from hosted import federation
+from laws import START, TABLE, Row, local, one_of_each_mechanism, train
 from problems import NODES, grid, kept, quadratics, to_record, to_vector
-from resumed import interrupted, outcome, run
 
 from clients.node.in_process import InProcessGrid
-from fl_strategies import Checkpoints, FedADMM, FedAvg, FederatedStrategy, as_legacy, fedadmm
+from fl_strategies import FedADMM, FedAvg, FederatedStrategy, as_legacy, fedadmm
 from fl_strategies.core.layout import Layout
 from fl_strategies.parts import BFloat16, Gaussian, TopK
 from fl_strategies.server.model import Model
@@ -24,8 +23,6 @@ from simulations.config import RunConfig
 from simulations.rules import configs_for
 
 ROW = {row.name: row for row in TABLE}
-SOME = ("fedavg", "fednova", "pfedme", "scaffold", "fedadmm", "fedbc", "fedpd")
-some_algorithms = pytest.mark.parametrize("row", [ROW[name] for name in SOME], ids=SOME)
 HEADER = 128
 UNEVEN = START * 1.01
 """A model of numbers that are no bfloat16."""
@@ -41,7 +38,7 @@ def rounded(w: np.ndarray) -> np.ndarray:
     return torch.from_numpy(w).float().bfloat16().double().numpy()
 
 
-@every_algorithm
+@one_of_each_mechanism
 def test_a_model_of_bfloat16_numbers_travels_as_it_is(row: Row) -> None:
     """One round equals the round without, and its trained arrays have two bytes a number."""
     np.testing.assert_array_equal(rounded(START), START)
@@ -54,8 +51,7 @@ def test_a_model_of_bfloat16_numbers_travels_as_it_is(row: Row) -> None:
     assert plain.run.faults == short.run.faults == {}
 
 
-@every_algorithm
-@pytest.mark.sampled
+@one_of_each_mechanism
 def test_any_algorithm_stays_near_its_run_without(row: Row) -> None:
     plain, short = (train(made(row, short=s), grid(quadratics(4)), 10) for s in (False, True))
     assert not np.array_equal(short, plain)
@@ -95,33 +91,12 @@ def test_newcomers_of_fedadmm_count_from_the_model_that_they_received(share: flo
     np.testing.assert_allclose(theta, np.mean(u, axis=0), atol=1e-12)
 
 
-@some_algorithms
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "nodes of one"])
-@pytest.mark.sampled("fedadmm")
-def test_hosts_receive_it_too(row: Row, shape: str) -> None:
-    alone = train(made(row), grid(quadratics(6)), 3)
-    found = train(made(row, node_wait=0.01, **shared(shape)), federation(shape), 3)
-    np.testing.assert_array_equal(found, alone)
-
-
 @pytest.mark.parametrize("name", ["fedavg", "fednova", "q-fedavg", "scaffold"])
 def test_hosts_fold_what_moved_from_the_received_model(name: str) -> None:
     plain = train(made(ROW[name], node_wait=0.01), federation("2 hosts"), 3)
     options: dict[str, Any] = {"fold": "on", "node_wait": 0.01, "clipping_norm": 1e3}
     folded = train(made(ROW[name], **options), federation("2 hosts"), 3)
     np.testing.assert_allclose(folded, plain, atol=1e-12)
-
-
-@some_algorithms
-@pytest.mark.sampled
-def test_a_killed_run_resumes_to_the_bit(row: Row, tmp_path: Path) -> None:
-    def strategy(folder: Path) -> FederatedStrategy:
-        checkpoints = Checkpoints(folder / "checkpoints", every=2)
-        return made(row, seed=3, checkpoints=checkpoints)
-
-    whole = run(strategy(tmp_path / "whole"), tmp_path / "whole", 4)
-    interrupted(strategy(tmp_path / "cut"), tmp_path / "cut", 3, rounds=4)
-    assert outcome(run(strategy(tmp_path / "cut"), tmp_path / "cut", 4)) == outcome(whole)
 
 
 def test_clients_evaluate_what_they_receive_and_the_server_the_exact_model() -> None:

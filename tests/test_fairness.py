@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Message
 
-from clients.node.in_process import InProcessGrid
-from simulations.client_app import app
 from simulations.config import RunConfig
-from simulations.experiment import run as run_on
 from simulations.experiment import run_in_process
-from simulations.lab.compare import main
-from simulations.lab.fairness import fairness
+from simulations.figures import read_history
 from simulations.problems import dataset, parts, problem
 
 SYNTHETIC: dict[str, Any] = {
@@ -37,11 +31,6 @@ def run(tmp_path: Path, **others: Any) -> tuple[RunConfig, list[dict[str, Any]]]
     return config, [json.loads(line) for line in lines]
 
 
-def read(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def test_a_naturally_partitioned_clients_own_test_rows_make_up_the_whole_test_set(
     tmp_path: Path,
 ) -> None:
@@ -56,26 +45,19 @@ def test_a_naturally_partitioned_clients_own_test_rows_make_up_the_whole_test_se
     assert json.loads(history[-1])["test-accuracy"] == pytest.approx(pooled)
 
 
-@pytest.mark.slow
-def test_the_tables_are_those_of_the_runs_and_the_figure_is_drawn(tmp_path: Path) -> None:
+def test_a_history_has_the_spread_and_the_weights_of_its_clients(tmp_path: Path) -> None:
     _, rows = run(tmp_path, algorithm="fedbc")
-    (tmp_path / "out").mkdir()
-    fairness({"mine": tmp_path / "run"}, tmp_path / "out")
-    table = read(tmp_path / "out/fairness.csv")
-    assert [row["round"] for row in table] == ["1", "2", "3"]
-    for line, server_round in zip(table, (1, 2, 3), strict=True):
-        mine = [row for row in rows if row["round"] == server_round]
+    history = read_history(tmp_path / "run/history.jsonl")
+    for line in history:
+        mine = [row for row in rows if row["round"] == line["round"]]
         spread = np.var([row["eval-accuracy"] for row in mine])
-        assert float(line["accuracy-variance"]) == pytest.approx(spread)
+        assert line["eval-accuracy-variance"] == pytest.approx(spread)
         trained = sorted((r for r in mine if "samples" in r), key=lambda row: row["samples"])
         assert sum(row["weight-share"] for row in trained) == pytest.approx(1.0)
         total = sum(row["lambda"] for row in trained)
-        assert float(line["weight-smallest"]) == pytest.approx(trained[0]["lambda"] / total)
-        assert float(line["data-largest"]) == pytest.approx(trained[-1]["data-share"])
-    clients = read(tmp_path / "out/clients.csv")
-    newest = {row["client"]: row["weight-share"] for row in rows if "weight-share" in row}
-    assert {int(r["client"]): float(r["weight-share"]) for r in clients} == pytest.approx(newest)
-    assert (tmp_path / "out/fairness.png").stat().st_size > 0
+        assert line["weight-share-smallest"] == pytest.approx(trained[0]["lambda"] / total)
+        assert line["data-share-largest"] == pytest.approx(trained[-1]["data-share"])
+    assert [line["round"] for line in history] == [1, 2, 3]
 
 
 def test_fedavg_weighs_by_examples_or_alike(tmp_path: Path) -> None:
@@ -83,56 +65,6 @@ def test_fedavg_weighs_by_examples_or_alike(tmp_path: Path) -> None:
     assert all(r["weight-share"] == r["data-share"] for r in rows if "weight-share" in r)
     _, rows = run(tmp_path, algorithm="fedavg", params="weights=uniform")
     assert {r["weight-share"] for r in rows if "weight-share" in r} == {1 / 3}
-
-
-@pytest.mark.slow
-def test_a_comparison_in_which_clients_evaluate_has_the_tables(tmp_path: Path) -> None:
-    main(
-        ["--dataset", "digits", "--clients", "10", "--rounds", "2", "--fraction", "0.3",
-         "--fraction-evaluate", "1", "--local-test", "0.2", "--fine-tune", "train",
-         "--algorithms", "fedavg,per-fedbc", "--output", str(tmp_path)]
-    )  # fmt: skip
-    assert {row["run"] for row in read(tmp_path / "fairness.csv")} == {"fedavg", "per-fedbc"}
-    last = json.loads((tmp_path / "per-fedbc/history.jsonl").read_text().splitlines()[-1])
-    assert {"own-accuracy", "tuned-accuracy", "own-tuned-accuracy"} <= last.keys()
-
-
-def test_a_run_without_evaluating_clients_has_no_fairness(tmp_path: Path) -> None:
-    run(tmp_path, algorithm="fedavg", **{"fraction-evaluate": 0.0})
-    with pytest.raises(ValueError, match=r"no client evaluated in .*: set fraction-evaluate"):
-        fairness({"mine": tmp_path / "run"}, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("lost", "said"),
-    [
-        (["train"], "all 3 rounds of .* were skipped: nothing to measure"),
-        (["train", "evaluate"], "no evaluation of a client could be used in .*: see its log"),
-    ],
-)
-def test_a_run_whose_rounds_were_all_void_has_no_fairness(
-    lost: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fault(request: Message, reply: Message) -> Message | None:
-        return None if request.metadata.message_type in lost else reply
-
-    config = RunConfig.parse(SYNTHETIC | {"output": str(tmp_path / "run"), "lost-rounds": 0})
-    federation = InProcessGrid(app, 6, run_config=config.to_run_config(), fault=fault)
-    with pytest.raises(RuntimeError, match="every round was skipped"):
-        run_on(config, federation)
-    with pytest.raises(ValueError, match=said):
-        fairness({"mine": tmp_path / "run"}, tmp_path)
-    assert not (tmp_path / "fairness.csv").exists()
-
-
-def test_a_damaged_history_is_named_with_its_line(tmp_path: Path) -> None:
-    run(tmp_path, algorithm="fedavg")
-    history = tmp_path / "run/history.jsonl"
-    history.write_text(history.read_text().replace('"round": 2', '"rovnd": 2'))
-    with pytest.raises(
-        ValueError, match=r"history\.jsonl is damaged in line 2: it is not an object"
-    ):
-        fairness({"mine": tmp_path / "run"}, tmp_path)
 
 
 def test_pooled_data_are_split_client_by_client_and_tested_on_all_that_is_held_out() -> None:
@@ -148,7 +80,7 @@ def test_pooled_data_are_split_client_by_client_and_tested_on_all_that_is_held_o
     assert len(held_out) == pytest.approx(0.2 * 1797, abs=10)
     test = problem(config, "test")
     assert len(test) == len(held_out)
-    ((_, targets),) = test.batches(np.random.default_rng(), 0)
+    ((_, targets, _),) = test.data.batches(np.random.default_rng(), 0)
     np.testing.assert_array_equal(targets, found.y[held_out])
 
 

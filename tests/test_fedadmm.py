@@ -29,6 +29,7 @@ from clients import LocalTraining
 from clients.node.in_process import InProcessGrid
 from fl_strategies import FedADMM, FedAvg, FedProx, fedadmm, fedavg, fedprox
 from fl_strategies.core.randomness import stream
+from fl_strategies.parts import L1
 
 strategy = partial(quiet, FedADMM, rho=0.5)
 
@@ -293,3 +294,33 @@ def test_state_in_a_directory_gives_the_same_model_as_in_the_context(tmp_path: A
         train(full_first(), InProcessGrid(app, 4, fault=drop(0.3, after=1)), 8),
         train(full_first(), grid(problems, fault=drop(0.3, after=1)), 8),
     )
+
+
+@pytest.mark.parametrize("g", [L1(weight=0.0), L1(weight=0.4)], ids=["no g", "l1"])
+def test_its_iterates_are_feddrs_and_those_of_wang_et_al(g: L1) -> None:
+    """Both in their own variables and solved exactly: all clients at first, then two of four."""
+    problems, rho, rng = quadratics(4), 0.7, np.random.default_rng(3)
+    rounds = [[0, 1, 2, 3], *(sorted(rng.choice(4, 2, replace=False)) for _ in range(9))]
+
+    y, x = [START] * 4, [START] * 4  # FedDR with alpha = 1: reflected points of prox steps
+    reflected, dr = [START] * 4, START
+    lam, hat, wang = [0.0 * START] * 4, [START] * 4, START  # Wang et al.: eta = 1/rho
+    states = [fedadmm.first_state(START, rho=rho)] * 4
+    theta, total = START, 0.0 * START
+    for chosen in rounds:
+        deltas = []
+        for i in chosen:
+            y[i] = y[i] + dr - x[i]
+            x[i] = problems[i].argmin(pull=rho, centre=y[i])
+            reflected[i] = 2 * x[i] - y[i]
+            z = problems[i].argmin(lam[i], rho, wang)
+            lam[i] = lam[i] + rho * (z - wang)
+            hat[i] = z + lam[i] / rho
+            step = fedadmm.client_rule(states[i], theta, problems[i].oracle(), rho=rho)
+            states[i], deltas = step.state, [*deltas, step.upload]
+        dr, wang = (g.prox(np.mean(of_all, axis=0), 1 / rho) for of_all in (reflected, hat))
+        theta, total = fedadmm.sum_rule(START, total, deltas, clients=4)
+        theta = g.prox(theta, 1 / rho)
+        np.testing.assert_allclose(theta, dr, rtol=1e-11, atol=1e-12)
+        np.testing.assert_allclose(theta, wang, rtol=1e-11, atol=1e-12)
+    assert np.abs(theta - START).max() > 0.5

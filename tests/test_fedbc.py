@@ -56,10 +56,10 @@ def test_lambda_stays_within_its_range_and_a_fixed_gamma_stays() -> None:
 
 
 def test_a_newcomer_has_z_and_lambda_zero_brought_into_its_range() -> None:
-    assert first_state(START, PLAIN)[1:] == (0.0, 0.0, 0.0, 0.0, 0)
-    np.testing.assert_array_equal(first_state(START, PLAIN).x, START)
+    assert first_state(START, dual=PLAIN)[1:] == (0.0, 0.0, 0.0, 0.0, 0)
+    np.testing.assert_array_equal(first_state(START, dual=PLAIN).x, START)
     fixed = Dual(0.1, 0.1, 3.0, 0.25, 0.5, 0.0)
-    assert first_state(START, fixed)[1:3] == (0.25, 3.0)
+    assert first_state(START, dual=fixed)[1:3] == (0.25, 3.0)
 
 
 @pytest.mark.parametrize("gamma", ["heuristic", 4.0])
@@ -81,7 +81,7 @@ def test_with_momentum_the_duals_are_those_of_one_sgd_over_all_clients(gamma: An
         for place, i in enumerate(order):
             x = rng.normal(size=3) * rng.uniform(0, 3)
             turn = Turn(clock + place, len(order) - 1 - place)
-            state = kept.get(i, first_state(z, dual))
+            state = kept.get(i, first_state(z, dual=dual))
             state = idle_steps(state, dual, turn.clock - state.clock)
             assert state.lam == pytest.approx(
                 lam[i].item(), rel=1e-12, abs=1e-12
@@ -178,7 +178,7 @@ def test_with_fixed_gammas_it_solves_the_constrained_problem(gammas: Gammas, alp
     problems = quadratics(3)
     duals = [Dual(alpha, 0.0, gamma, 0.0, math.inf, 0.0) for gamma in gammas]
     z = START
-    kept = [first_state(START, dual) for dual in duals]
+    kept = [first_state(START, dual=dual) for dual in duals]
     for _ in range(4000):
         kept = [
             fedbc.client_rule(state, z, q.oracle(), dual=dual).state

@@ -29,12 +29,11 @@ from problems import (
 )
 from tampering import measured, tampered
 
-from clients import DirectoryStore, FlatModel, LocalTraining, client_id
-from clients.fedbc import dual_of
+from clients import Border, DirectoryStore, LocalTraining, client_id
 from clients.node.in_process import InProcessGrid
 from fl_strategies import FedBC, PerFedBC, Round, fedbc
 from fl_strategies.core.randomness import stream
-from fl_strategies.proximity import State, Turn, first_state, server_rule
+from fl_strategies.proximity import State, Turn, dual_of, first_state, server_rule
 
 strategy = partial(quiet, FedBC, alpha=0.01)
 
@@ -162,7 +161,7 @@ def by_the_pure_rule(problems: list[Quadratic], asked: list[dict[int, Turn]], on
             problem, rng = problems[i].problem(), stream(0, "local", server_round, i)
             oracle = oracle_of(problem, training, rng)
             received = torch.tensor(z)
-            state = kept.get(i, first_state(received, dual))
+            state = kept.get(i, first_state(received, dual=dual))
             kept[i] = fedbc.client_rule(
                 state, received, oracle, dual=dual, turn=turn, local_start=one.local_start
             ).state
@@ -266,7 +265,7 @@ def test_a_round_whose_model_its_type_cannot_hold_takes_no_dual_steps() -> None:
     one = strategy(dual_momentum=0.5)
     one.aggregate = lambda state, *_: (np.full(5, 1e39), state, {})  # type: ignore[method-assign]
     app = make_client_app(quadratics(3), dtype=torch.float32)
-    model = FlatModel(Linear(), dtype=torch.float32).module.state_dict()
+    model = Border(Linear().to(torch.float32)).module.state_dict()
     one.start(InProcessGrid(app, 3), ArrayRecord(model), 1)
     assert (one.state.clock, one.ledger.acked) == (0, {})
 

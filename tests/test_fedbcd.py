@@ -222,7 +222,9 @@ def test_a_newcomer_starts_from_the_model_it_receives_and_uploads_its_own_whole(
     state = fedbcd.first_state(START)
 
     class Watched(Formula):
-        def solve(self, start: Any, subproblem: Subproblem, *, previous: Any = None) -> Solved:
+        def solve(
+            self, start: Any, subproblem: Subproblem, *, previous: Any = None, rates: bool = False
+        ) -> Solved:
             np.testing.assert_array_equal(start, START)
             np.testing.assert_array_equal(previous, START)
             return Solved(q.argmin(pull=subproblem.pull, centre=subproblem.centre), start)

@@ -17,7 +17,7 @@ from laws import START, STEPS, Shuffled, local, train
 from problems import DIM, grid, make_client_app, quadratics, to_record, to_vector
 from torch.nn.functional import cross_entropy
 
-from clients import AnyAlgorithmClient, DirectoryStore, FlatModel, Problem, client_app, client_id
+from clients import AnyAlgorithmClient, Border, DirectoryStore, Problem, client_app, client_id
 from clients.node.in_process import InProcessGrid
 from fl_strategies import Checkpoints, RoundInfo
 from simulations import models
@@ -63,33 +63,42 @@ def test_when_all_cloud_servers_mix_it_rests_where_each_reproduces_its_model() -
 
 
 @pytest.mark.parametrize("rigorous", [False, True])
-@pytest.mark.parametrize(("first", "repeats"), [(1, 1), (2, 1), (2, 3)])
+@pytest.mark.parametrize(
+    ("first", "repeats", "staleness"), [(1, 1, None), (2, 1, None), (2, 3, None), (None, 1, 2)]
+)
 def test_a_run_is_that_of_the_protocol_played_out_event_by_event(
-    first: int, repeats: int, rigorous: bool
+    first: int | None, repeats: int, staleness: int | None, rigorous: bool
 ) -> None:
-    problems, servers, eta, gamma = quadratics(6), 3, 0.4, 0.6
+    servers, eta, gamma = 3 if staleness is None else 5, 0.4, 0.6
+    devices = 2 * servers
+    problems = quadratics(devices)
     seen: list[RoundInfo] = []
     one = async_(
         servers=servers, first=first, repeats=repeats, rigorous=rigorous, eta_z=eta, gamma=gamma,
-        fraction_train=0.5, callbacks=[seen.append], seed=3,
+        staleness=staleness, fraction_train=0.5, callbacks=[seen.append], seed=3,
     )  # fmt: skip
     found = train(one, grid(problems), 8)
 
     z = [START] * servers
-    x: list[Any] = [START] * 6
-    kept: list[Any] = [None] * 6
+    x: list[Any] = [START] * devices
+    kept: list[Any] = [None] * devices
+    mixed, many = [0] * servers, first or 3
     ready_at: list[float | None] = [None] * servers
     free_at, work, times = [0.0] * servers, [{}] * servers, []
     for t in range(1, 9):
         for n in range(servers):
             if ready_at[n] is None:
-                i = min((n, n + 3), key=lambda i: one.device_clock.begins(3, t, i))
+                i = min((n, n + servers), key=lambda i: one.device_clock.begins(3, t, i))
                 start = kept[i] or (z[n], z[n])
                 work[n] = {i: aspg(problems[i], *start, STEPS, zeta=0.9, gamma=gamma, z=z[n])}
                 ready_at[n] = free_at[n] + one.device_clock.seconds(3, t, i, STEPS)
         queue = sorted(range(servers), key=lambda n: ready_at[n])
-        mixing, rest = queue[:first], queue[first:]
-        now = max(ready_at[n] for n in mixing)
+        overdue = [n for n in queue if staleness and t - mixed[n] >= staleness]
+        others = [n for n in queue if n not in overdue]
+        mixing = overdue + others[: max(many - len(overdue), 0)]
+        rest = [n for n in queue if n not in mixing]
+        now = max([*times[-1:], *(ready_at[n] for n in mixing)])
+        mixed = [t if n in mixing else last for n, last in enumerate(mixed)]
         for n in mixing + (rest if rigorous else []):
             for i, pair in work[n].items():
                 kept[i], x[i] = pair, pair[0]
@@ -100,7 +109,7 @@ def test_a_run_is_that_of_the_protocol_played_out_event_by_event(
             if rigorous:
                 w |= {n: z[n] for n in rest}
             for n, mean in w.items():
-                z[n] = mean - eta * (mean - (x[n] + x[n + 3]) / 2)
+                z[n] = mean - eta * (mean - (x[n] + x[n + servers]) / 2)
         times.append(now)
     np.testing.assert_allclose(found, np.mean(z, axis=0), rtol=1e-10)
     for model, expected in zip(one.cloud_models, z, strict=True):
@@ -257,8 +266,8 @@ def test_killed_with_work_under_way_and_running_statistics_it_ends_as_if_never(
     inputs = torch.tensor(rng.normal(size=(6, 5, 1, 4, 4)) + np.arange(6).reshape(6, 1, 1, 1, 1))
     targets = torch.tensor(rng.integers(0, 3, (6, 5)))
 
-    def model() -> FlatModel:
-        return FlatModel(models.build("cnn-bn", (1, 4, 4), 3, seed=0), dtype=torch.float64)
+    def model() -> Border:
+        return Border(models.build("cnn-bn", (1, 4, 4), 3, seed=0).double())
 
     def run(folder: Path, lives: list[int]) -> dict[str, np.ndarray]:
         def client_fn(context: Any) -> AnyAlgorithmClient:

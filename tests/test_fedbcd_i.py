@@ -34,7 +34,7 @@ class Watched(FedBCDI):
 def test_pulling_k_times_shrinks_the_distance_to_z_by_one_minus_gamma_to_the_k() -> None:
     z = START + np.array([1.0, -2.0, 0.5, 0.0, 3.0])
     for times in (1, 2, 5):
-        state = fedbcd_i.pull(fedbcd_i.State(START, 0 * z), z, gamma=0.3, times=times, box=None)
+        state = fedbcd_i.pull(fedbcd_i.State(START, 0 * z), z, gamma=0.3, times=times, box=0.0)
         np.testing.assert_allclose(state.x, z + 0.7**times * (START - z), rtol=1e-12)
         np.testing.assert_allclose(state.previous, z + 0.7 ** (times - 1) * (START - z), rtol=1e-12)
 

@@ -125,10 +125,10 @@ def test_void_rounds_leave_states_equal_to_those_of_an_uninterrupted_run(
 def test_a_void_round_reports_no_progress_and_no_savings() -> None:
     one = strategy(p=0.5)
     result = one.start(grid(quadratics(2), fault=lose((2, 1))), to_record(START), 12)
-    before, void = (result.train_metrics_clientapp[r] for r in (1, 2))
-    assert void["algorithm-round"] == before["algorithm-round"]
-    assert void["communication-rounds"] == before["communication-rounds"]
-    assert void["bytes-saved"] == 0
+    before, skipped = (result.train_metrics_clientapp[r] for r in (1, 2))
+    assert skipped["algorithm-round"] == before["algorithm-round"]
+    assert skipped["communication-rounds"] == before["communication-rounds"]
+    assert skipped["bytes-saved"] == 0
 
 
 @both

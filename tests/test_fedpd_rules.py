@@ -11,7 +11,7 @@ from laws import RATE, START
 from problems import DIM, Formula, Linear, Quadratic, half_mean_square, optimum, quadratics
 from torch import nn
 
-from clients import ClientOracle, FedPDVRClient, FlatModel, Objective, Problem, Received, Step
+from clients import Border, ClientOracle, FedPDVRClient, Problem, Received, Step
 from fl_strategies import FedPDVR, fedpd, fedpd_vr, skipping
 from fl_strategies.core.subproblem import Subproblem
 from simulations import data, problems
@@ -24,7 +24,9 @@ ETA = 0.12
 """Below the theory's bound (sqrt5 - 1)/(4 L) = 0.1236 for L = 2.5."""
 
 
-FULL: dict[str, Any] = {"gamma": 0.3, "steps": 4, "samples": 0, "refresh": False}
+FULL: dict[str, Any] = {
+    "gamma": 0.3, "inner_steps": 4, "inner_batch": 0, "full_every": 2, "round": 1
+}  # fmt: skip
 """FedPDVR with all samples in every step."""
 
 
@@ -102,7 +104,7 @@ def test_fedpd_vr_with_one_sample_a_step_reaches_the_optimum_exactly() -> None:
         made = [
             fedpd_vr.client_rule(
                 state, x0, Formula(q.gradient, change=lambda new, old, q=q: change(new, old, q)),
-                eta=0.05, gamma=0.05, steps=2, samples=1, refresh=r % 2 == 0,
+                eta=0.05, gamma=0.05, inner_steps=2, inner_batch=1, full_every=2, round=r,
             )
             for state, q in zip(kept, problems, strict=True)
         ]  # fmt: skip
@@ -170,7 +172,7 @@ def stepped(client: FedPDVRClient, state: fedpd_vr.State, x0: torch.Tensor) -> S
 def test_both_gradients_of_a_difference_see_the_same_dropout_masks() -> None:
     """Where the model does not move, g must not either: x = x0 and lam = -g make x' = x."""
     (q,) = quadratics(1)
-    model = FlatModel(nn.Sequential(nn.Dropout(0.5), Linear()))
+    model = Border(nn.Sequential(nn.Dropout(0.5), Linear()))
     problem = Problem(model, half_mean_square, torch.tensor(q.X), torch.tensor(q.y))
     client = FedPDVRClient(problem, client_id=0)
     x, g = torch.tensor(START), torch.tensor(START**2)
@@ -184,7 +186,7 @@ def test_fedpd_vr_updates_running_statistics_once_a_step() -> None:
     norm = nn.BatchNorm1d(2, dtype=torch.float64)
     inputs = torch.tensor(np.random.default_rng(0).normal(size=(6, 2)))
     module = nn.Sequential(norm, nn.Linear(2, 2, dtype=torch.float64))
-    problem = Problem(FlatModel(module), nn.functional.cross_entropy, inputs, torch.arange(6) % 2)
+    problem = Problem(Border(module), nn.functional.cross_entropy, inputs, torch.arange(6) % 2)
     x = problem.model.vector.clone()
     step = stepped(FedPDVRClient(problem, client_id=0), fedpd_vr.first_state(x), x)
     assert norm.num_batches_tracked == 4
@@ -193,18 +195,13 @@ def test_fedpd_vr_updates_running_statistics_once_a_step() -> None:
 
 
 def test_fedpd_vr_is_refused_without_access_to_full_gradients() -> None:
-    class Stream(Problem):
-        """Examples come and go: f_i is an expectation."""
-
-        whole = Objective.whole
-
+    """Examples come and go: f_i is an expectation."""
     (q,) = quadratics(1)
-    model = FlatModel(Linear())
-    problem = Stream(model, half_mean_square, torch.tensor(q.X), torch.tensor(q.y))
+    problem = Problem(Border(Linear()), half_mean_square, [*zip(q.X, q.y, strict=True)])
     client = FedPDVRClient(problem, client_id=4)
-    message = "fedpd-vr asks client 4 for a full gradient: a Stream has no fixed samples"
+    message = "fedpd-vr asks client 4 for a full gradient: a Dataset or DataLoader gives no fixed"
     with pytest.raises(ValueError, match=message):
-        stepped(client, fedpd_vr.first_state(model.vector), model.vector)
+        stepped(client, fedpd_vr.first_state(problem.model.vector), problem.model.vector)
 
 
 # ---- hyperparameters ---------------------------------------------------------------------------
@@ -260,7 +257,7 @@ def test_the_problem_of_fig_2_is_the_penalised_logistic_loss() -> None:
     a, b = found.x[400:800].astype(float), 2 * found.y[400:800] - 1
     np.testing.assert_array_equal(found.owner[rows], 1)  # type: ignore[index]
     w = np.random.default_rng(0).normal(size=20)
-    made.model.vector.copy_(torch.tensor(w))
+    made.model.write(torch.tensor(w))
     loss, accuracy, _ = made.evaluate()
     z = b * (a @ w)
     expected = np.log1p(np.exp(-z)).mean() + 0.1 * (w**2 / (1 + w**2)).sum()

@@ -11,7 +11,7 @@ from laws import RATE, START, train
 from problems import DIM, grid, quadratics, to_record, to_vector
 from torch.nn.functional import cross_entropy
 
-from clients import AnyAlgorithmClient, FlatModel, LocalTraining, Problem, client_app, client_id
+from clients import AnyAlgorithmClient, Border, LocalTraining, Problem, client_app, client_id
 from clients.node.in_process import InProcessGrid
 from fl_strategies import FedAvg, FedSGD
 from simulations import models
@@ -36,8 +36,8 @@ def test_a_network_steps_as_if_one_machine_held_all_examples() -> None:
     x, y = torch.tensor(rng.normal(size=(23, 1, 4, 4))), torch.tensor(rng.integers(0, 3, 23))
     parts = [slice(0, 4), slice(4, 15), slice(15, 23)]
 
-    def network() -> FlatModel:
-        return FlatModel(models.build("mlp", (1, 4, 4), 3, seed=0), dtype=torch.float64)
+    def network() -> Border:
+        return Border(models.build("mlp", (1, 4, 4), 3, seed=0).double())
 
     def client_fn(context: Any) -> AnyAlgorithmClient:
         i = client_id(context)
@@ -97,15 +97,15 @@ def test_the_rate_follows_its_schedule_and_weight_decay_is_a_term_of_the_loss() 
 @pytest.mark.parametrize(
     ("setting", "allowed"),
     [
-        ({"solver": "sgd"}, r"solver must be one of \['gd'\], got 'sgd'"),
-        ({"epochs": 5}, r"epochs must be one of \[1\], got 5"),
-        ({"epochs": {1: 1, 9: 2}}, r"epochs must be one of \[1\], got {1: 1, 9: 2}"),
+        ({"solver": "sgd"}, r"solver must be 'gd', got 'sgd'"),
+        ({"epochs": 5}, r"epochs must be 1, got 5"),
+        ({"epochs": {1: 1, 9: 2}}, r"epochs must be 1, got {1: 1, 9: 2}"),
         ({"steps": 2}, r"steps must be one of \[0, 1\], got 2"),
-        ({"momentum": 0.9}, r"momentum must be one of \[0.0\], got 0.9"),
-        ({"nesterov": True}, "nesterov must be one of"),
-        ({"extrapolation": 0.5}, "extrapolation must be one of"),
-        ({"box": 1.0}, "box must be one of"),
-        ({"solver-params": "maximize=true"}, "solver-params must be one of"),
+        ({"momentum": 0.9}, r"momentum must be 0.0, got 0.9"),
+        ({"nesterov": True}, "nesterov must be False"),
+        ({"extrapolation": 0.5}, "extrapolation must be 0.0"),
+        ({"box": 1.0}, "box must be 0.0"),
+        ({"solver-params": "maximize=true"}, "solver-params must be ''"),
     ],
 )
 def test_settings_that_make_it_something_else_are_refused(

@@ -17,10 +17,9 @@ from clients import AnyAlgorithmClient, InProcessGrid
 from clients.node.in_process import Fault
 from fl_strategies import FedADMM, FedAvg, FederatedStrategy, QFedAvg, RoundInfo, q_fedavg
 from fl_strategies.core.layout import Layout
-from fl_strategies.core.records import Reply, Round, Upload
+from fl_strategies.core.records import Round, Upload
 from fl_strategies.server.asked import Asked
-from fl_strategies.server.composition import Caller
-from fl_strategies.server.reading import Phase
+from fl_strategies.server.reading import check_fold
 
 CLIENTS = 7
 FOLDABLE = [row for row in TABLE if row.strategy(local=local()).folds]
@@ -55,6 +54,7 @@ def told(strategy: FederatedStrategy, on: InProcessGrid, rounds: int) -> tuple[A
 
 def test_the_rules_that_need_sums_alone_are_those() -> None:
     assert REVIEWED - {row.name for row in FOLDABLE} == {
+        "fedamp",
         "fedbcd",
         "fedbcd-i",
         "fedbcd-async",
@@ -206,21 +206,18 @@ def test_distances_that_are_true_pass_wherever_the_mean_lies(far: float) -> None
     for _ in range(50):
         w, p = target + 1e-9 * far * rng.normal(size=(5, 50)), rng.uniform(0.1, 1.0, 5)
         told_of = [
-            (
-                Reply(i, 1, 1.0, {}, {}),
-                Upload(
-                    i,
-                    p @ w / p.sum(),
-                    1.0,
-                    {"global-loss": p[i], "lr": 1.0},
-                    distance2=float(np.sum((w[i] - theta) ** 2)),
-                ),
+            Upload(
+                i,
+                p @ w / p.sum(),
+                1.0,
+                {"global-loss": p[i], "lr": 1.0},
+                distance2=float(np.sum((w[i] - theta) ** 2)),
             )
             for i in range(5)
         ]
         layout = Layout.of({"w": theta})
-        asked = Asked(Round(theta=theta, layout=layout), wire=layout)
-        Phase(one.reader, None, asked, Caller()).check_fold(told_of)
+        round = Round(theta=theta, layout=layout)
+        check_fold(Asked(round, one.policy(None, round, {})), told_of)
 
 
 # ---- what a host checks -------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from flwr.app import Error, Message
-from laws import START, TABLE, Row, local, quiet
+from laws import START, Row, local, quiet
 from problems import CLIENT_OF, grid, make_client_app, quadratics, to_record
 from tampering import Tamper, numbers, words
 
@@ -123,7 +123,7 @@ FORGED: dict[str, Tamper] = {
 }
 
 
-@pytest.mark.parametrize("row", [row for row in TABLE if row.partial], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [Row("fedavg"), Row("scaffold"), Row("fedadmm")], ids=str)
 @pytest.mark.parametrize("forge", [*FORGED.values(), None], ids=[*FORGED, "an error"])
 def test_no_client_that_is_asked_alone_ends_a_run(row: Row, forge: Tamper | None) -> None:
     """In the first rounds, before anything was acknowledged."""

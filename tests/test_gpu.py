@@ -17,11 +17,12 @@ from unittest import mock
 
 import pytest
 import torch
+from conftest import SAMPLE
 from emulated_gpu import EmulatedGPU, on_a_client, on_gpu
 from laws import PLAIN_STEPS
 from torch import Tensor
 
-from clients import FlatModel, keeping
+from clients import Batch, Border, keeping
 from clients.learning.problem import Problem
 from fl_strategies import STRATEGIES
 from simulations import client_app, experiment, problems, results
@@ -88,6 +89,8 @@ def settings(algorithm: str, folder: Path, **others: Any) -> dict[str, Any]:
     keys = SMALL | {"algorithm": algorithm, "output": str(folder)}
     if algorithm == "fedsgd":
         keys |= {"batch-size": 0, "steps": 1}
+    if algorithm == "proxskip":
+        keys |= {"steps": 0}
     if not STRATEGIES[algorithm].uses_local:
         keys |= OWN_STEPS
     if STRATEGIES[algorithm]().overlaps:
@@ -121,7 +124,7 @@ WITHOUT_WAITING: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     *(
         (name, {"steps": 2}, {"steps": 7})
         for name, strategy in STRATEGIES.items()
-        if name != "fedsgd" and strategy.uses_local
+        if name in SAMPLE | {"ditto", "moon", "q-fedavg"} and strategy.uses_local
     ),
     *(
         ("fedavg", {"solver": solver, "steps": 2}, {"solver": solver, "steps": 7})
@@ -157,9 +160,9 @@ def test_the_host_waits_for_the_gpu_as_often_whatever_the_number_of_local_steps(
 # ---- faults that no run on a CPU shows ----------------------------------------------------------
 
 
-def labels_stay(self: Problem, model: FlatModel, loss: Any, x: Tensor, y: Tensor, **k: Any) -> None:
+def labels_stay(self: Problem, model: Border, loss: Any, x: Tensor, y: Tensor, **k: Any) -> None:
     initialise(self, model, loss, x, y, **k)
-    self.targets = y.cpu()
+    self.tensors.targets = y.cpu()
 
 
 def state_stays(state_type: Any, fields: Any, like: Tensor) -> Any:
@@ -187,7 +190,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any], Callable[[], AbstractContextManager
         "fedavg",
         {"rounds": 3},  # after as many without a usable reply the run ends with the cause
         lambda: mock.patch(
-            "clients.learning.model.to_host", lambda found: [t.numpy() for t in found]
+            "clients.learning.border.to_host", lambda found: [t.numpy() for t in found]
         ),
     ),
     "masks are drawn on the CPU": (
@@ -367,9 +370,9 @@ def test_what_a_seed_fixes_is_computed_by_deterministic_algorithms_on_a_gpu(
 
     gradient, before = Problem.gradient, flags()
 
-    def noted(self: Problem, x: Tensor, y: Tensor) -> Any:
+    def noted(self: Problem, batch: Batch) -> Any:
         seen.append(flags())
-        return gradient(self, x, y)
+        return gradient(self, batch)
 
     with mock.patch.object(Problem, "gradient", noted):
         run("fedavg", tmp_path, EmulatedGPU())

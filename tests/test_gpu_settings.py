@@ -16,10 +16,10 @@ import pytest
 import torch
 from emulated_gpu import EmulatedGPU, on_a_client
 from flwr.app import ArrayRecord
-from laws import TABLE, Row
+from laws import Row, one_of_each_mechanism
 from torch import Tensor, nn
 
-from clients import CLIENTS, AnyAlgorithmClient, ContextStore, FlatModel, Problem, client_app
+from clients import CLIENTS, AnyAlgorithmClient, Border, ContextStore, Problem, client_app
 from clients import client_id as id_of
 from clients.keeping import to_fields
 from clients.learning.replay import Generators, kept_generators, seed_generators
@@ -120,9 +120,9 @@ def test_compare_refuses_a_device_that_its_machine_lacks(engine: str, tmp_path: 
 
 def test_describing_a_model_reads_nothing_from_its_device() -> None:
     with EmulatedGPU() as gpu:
-        model = FlatModel(nn.Linear(2, 3), device="cuda")
+        model = Border(nn.Linear(2, 3).to("cuda"))
         assert (gpu.to_host, gpu.reads) == (0, 0)
-        assert model.layout.signature == FlatModel(nn.Linear(2, 3)).layout.signature
+        assert model.layout.signature == Border(nn.Linear(2, 3)).layout.signature
 
 
 # ---- several machines -------------------------------------------------------------------------
@@ -170,14 +170,14 @@ def small() -> nn.Module:
 
 
 def test_a_bfloat16_model_travels_as_float32_and_comes_back_to_the_bit() -> None:
-    model = FlatModel(small(), dtype=torch.bfloat16)
+    model = Border(small().to(torch.bfloat16))
     arrays = model.arrays(model.vector)
-    assert model.layout == FlatModel(small()).layout
+    assert model.layout == Border(small()).layout
     for name, array in zip(model.names, arrays, strict=True):
         assert array.dtype == model.layout.dtypes[name] != np.dtype(object)
         kept = model.module.state_dict()[name]
         assert torch.equal(torch.from_numpy(array).to(kept.dtype), kept)
-    again = FlatModel(small(), dtype=torch.bfloat16)
+    again = Border(small().to(torch.bfloat16))
     nn.init.zeros_(again.vector)
     assert torch.equal(again.load(arrays), model.vector)
     assert again.vector.dtype == torch.bfloat16
@@ -185,7 +185,7 @@ def test_a_bfloat16_model_travels_as_float32_and_comes_back_to_the_bit() -> None
 
 def test_the_initial_model_is_the_modules_state_dict_with_numpys_types() -> None:
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-        model = FlatModel(small(), dtype=dtype)
+        model = Border(small().to(dtype))
         record = ArrayRecord(model.state_dict())
         assert list(record) == model.names
         assert {n: a.numpy().dtype for n, a in record.items()} == model.layout.dtypes
@@ -206,8 +206,7 @@ def test_what_clients_keep_of_a_bfloat16_model_comes_back_to_the_bit() -> None:
     assert all(torch.equal(torch.from_numpy(f).to(vector), vector) for f in fields.values())
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+@one_of_each_mechanism
 def test_every_algorithm_trains_a_bfloat16_model_beside_float32_ones(row: Row) -> None:
     """Client 0 computes in bfloat16, the others and the server in float32."""
     rng = np.random.default_rng(0)
@@ -218,13 +217,13 @@ def test_every_algorithm_trains_a_bfloat16_model_beside_float32_ones(row: Row) -
 
     def client_fn(context: Any) -> AnyAlgorithmClient:
         i = id_of(context)
-        model = FlatModel(small(), dtype=torch.float32 if i else torch.bfloat16)
+        model = Border(small().to(torch.float32 if i else torch.bfloat16))
         types.add(model.vector.dtype)
         x, y = torch.tensor(inputs[i], dtype=torch.float32), torch.tensor(labels[i])
         problem = Problem(model, nn.functional.cross_entropy, x, y)
         return AnyAlgorithmClient(problem, client_id=i, store=ContextStore(context), test=problem)
 
-    model = FlatModel(small(), dtype=torch.bfloat16)
+    model = Border(small().to(torch.bfloat16))
     settings = {"epochs": 2, "lr": 0.05, "batch-size": 0}
     strategy = row.strategy(local=settings, fraction_evaluate=1.0)
     federation = InProcessGrid(client_app(client_fn), 4)
@@ -271,14 +270,14 @@ def test_second_derivatives_leave_cudnns_flags_as_the_user_set_them(operators: s
         torch.nn.LSTM(3, 4, batch_first=True), Last(), torch.nn.Linear(4, 2)
     )
     problem = Problem(
-        FlatModel(module),
+        Border(module),
         torch.nn.functional.cross_entropy,
         torch.randn(5, 6, 3),
         torch.tensor([0, 1, 0, 1, 1]),
     )
     problem.model.module.train()
     v = torch.ones_like(problem.model.vector)
-    plain = problem.hessian_product(problem.inputs, problem.targets, v)
+    plain = problem.hessian_product(problem.data.whole, v)
     before = getattr(cudnn, operators).fp32_precision, cudnn.deterministic, cudnn.enabled
     try:
         getattr(cudnn, operators).fp32_precision = "ieee"
@@ -290,7 +289,7 @@ def test_second_derivatives_leave_cudnns_flags_as_the_user_set_them(operators: s
             return forward(self, x, y)
 
         with mock.patch.object(Problem, "forward", noted):
-            product = problem.hessian_product(problem.inputs, problem.targets, v)
+            product = problem.hessian_product(problem.data.whole, v)
         assert enabled == [(False, True)]
         after = getattr(cudnn, operators).fp32_precision, cudnn.deterministic, cudnn.enabled
         assert after == ("ieee", True, before[2])

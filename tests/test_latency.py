@@ -106,7 +106,10 @@ def test_the_clock_goes_by_seed_round_and_client_alone() -> None:
         (lambda: latency_gain(exponential_quantile, 4, 3), "k must be >= 1 and <= 3, got 4"),
         (lambda: large_latency_gain(exponential_quantile, 1.0, 9), "share must be > 0 and < 1"),
         (lambda: large_latency_gain(exponential_quantile, 0.5, 1), "servers must be >= 2, got 1"),
-        (lambda: Exponential(mean_arrival=-1.0), "mean_arrival must be >= 0, got -1.0"),
+        (
+            lambda: Exponential(mean_arrival=-1.0),
+            r"mean_arrival must be >= 0 and <= 1e\+09, got -1.0",
+        ),
     ],
 )
 def test_bad_arguments_are_refused_with_bound_and_value(call: Any, message: str) -> None:

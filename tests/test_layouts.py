@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Context, Message
-from laws import START, Row, every_algorithm, local
+from laws import START, Row, local, one_of_each_mechanism
 from problems import CLIENT_OF, Linear, half_mean_square, quadratics
 from torch import Tensor, nn
 
-from clients import AnyAlgorithmClient, ContextStore, FlatModel, Problem, client_app, client_id
+from clients import AnyAlgorithmClient, Border, ContextStore, Problem, client_app, client_id
 from clients.node.in_process import InProcessGrid
 from fl_strategies import STRATEGIES, FedAvg, NothingUsable
 from fl_strategies.core.layout import Layout
@@ -47,26 +47,25 @@ class Doubled(Linear):
         return summed
 
 
-def federation_of(module: type[nn.Module], clients: int = 3) -> tuple[InProcessGrid, FlatModel]:
+def federation_of(module: type[nn.Module], clients: int = 3) -> tuple[InProcessGrid, Border]:
     problems = quadratics(clients)
 
     def client_fn(context: Context) -> AnyAlgorithmClient:
         me = client_id(context)
-        q, model = problems[me], FlatModel(module(), head="out")
+        q, model = problems[me], Border(module(), head="out")
         problem = Problem(model, half_mean_square, torch.tensor(q.X), torch.tensor(q.y))
         return AnyAlgorithmClient(problem, client_id=me, store=ContextStore(context))
 
-    return InProcessGrid(client_app(client_fn), clients), FlatModel(module(), head="out")
+    return InProcessGrid(client_app(client_fn), clients), Border(module(), head="out")
 
 
-def record_of(model: FlatModel) -> ArrayRecord:
+def record_of(model: Border) -> ArrayRecord:
     with torch.no_grad():
-        model.vector.copy_(torch.tensor(START)[: len(model.vector)])
+        model.write(torch.tensor(START)[: len(model.vector)])
     return ArrayRecord({n: Array(t.numpy()) for n, t in model.module.state_dict().items()})
 
 
-@every_algorithm
-@pytest.mark.sampled
+@one_of_each_mechanism
 def test_a_tied_weight_is_one_parameter_under_however_many_names_it_travels(row: Row) -> None:
     found = []
     for module in (Tied, Doubled):
@@ -93,8 +92,7 @@ def test_a_bound_on_the_norm_counts_a_tied_weight_once(name: str) -> None:
     assert found[0][1]["clients-used"] == found[1][1]["clients-used"]
 
 
-@pytest.mark.sampled
-@every_algorithm
+@one_of_each_mechanism
 @pytest.mark.parametrize("module", [Frozen, Tied])
 def test_a_layout_that_nobody_declares_is_learned_to_the_bit(
     row: Row, module: type[nn.Module]
@@ -140,7 +138,7 @@ def test_copies_of_a_tied_weight_that_differ_are_refused_on_both_sides() -> None
 
     def torn(request: Message, reply: Message) -> Message:
         if CLIENT_OF[request.metadata.dst_node_id] == 1 and reply.content.array_records:
-            reply.content["arrays"]["again"] = Array(np.ones((2, 2)))
+            reply.content.array_records["arrays"]["again"] = Array(np.ones((2, 2)))
         return reply
 
     federation.fault = torn

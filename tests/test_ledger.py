@@ -1,6 +1,6 @@
 """The ledger: what a request tells, what a used reply changes, what a checkpoint holds.
 
-Runs that lose replies are in test_failures, test_checkpoints and each algorithm's invariant; here
+Runs that lose replies are in test_faults, test_checkpoints and each algorithm's invariant; here
 is the one page that all of these stand on. Mistakes these laws are written against: an upload
 recorded by the present round and not by its request's, a nonce recorded for a rejected reply, a
 newcomer told by its nonce, a record that the run goes on writing to.

@@ -19,7 +19,7 @@ from flwr.server import SimpleClientManager
 from laws import START, TABLE, Row, local
 from problems import DIM, NODES, Linear, grid, make_client_app, quadratics, to_record, to_vector
 
-from clients import FlatModel
+from clients import Border
 from clients.node.in_process import InProcessGrid
 from fl_strategies import STRATEGIES, EarlyStop, FedADMM, FedAvg, RoundInfo, as_legacy
 from fl_strategies.core.reasons import brief
@@ -103,7 +103,7 @@ def test_without_an_initial_model_a_client_gives_its_own() -> None:
     strategy = FedAvg(min_available_nodes=CLIENTS, fraction_evaluate=0.0, local=local())
     on = grid(quadratics(CLIENTS))
     model, _ = serve(as_legacy(strategy), on, 2)
-    zeros = FlatModel(Linear()).module.state_dict()  # the model as the problems make it
+    zeros = Border(Linear()).module.state_dict()  # the model as the problems make it
     usual = FedAvg(fraction_evaluate=0.0, local=local()).start(
         grid(quadratics(CLIENTS)), ArrayRecord(zeros), 2
     )

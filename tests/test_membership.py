@@ -34,12 +34,12 @@ def test_theta_is_the_mean_of_u_in_every_round_whoever_joins_leaves_or_loses_rep
         away=lambda t, c: not joins[c] <= t < joins[c] + stays[c],
         lost=lambda t, c: bool(lost[t, c]),
     )
-    grew, void, used = set(), [], []
+    grew, skipped, used = set(), [], []
 
     def check(info: RoundInfo) -> None:
         known = sorted(one.nodes.known)
         grew.add(len(known))
-        (used if info.metrics["clients-used"] else void).append(info.server_round)
+        (used if info.metrics["clients-used"] else skipped).append(info.server_round)
         if info.metrics["clients-used"]:
             found = federation.u(one)
             u = [found.get(i, START) for i in known] + [START] * max(told - len(known), 0)
@@ -215,6 +215,7 @@ def test_newcomers_begin_at_the_origin_where_theorem_1_has_them() -> None:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_lost_state_is_warned_of_wherever_changes_accumulate(name: str) -> None:
     expected = {"fedadmm", "feddyn", "a-fedpd", "scaffold", "fedbcd", "fedbcd-async"}
+    expected |= {"fedadmm-insa", "proxskip"}
     one = STRATEGIES[name]()
     assert one.accumulates_changes is (name in expected)
     assert one.lost_state == ("warn" if name in expected else "reset")

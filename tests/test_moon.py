@@ -27,8 +27,7 @@ from problems import (
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, cross_entropy
 
-from clients import DirectoryStore, FlatModel, LocalTraining, Problem, client_id, solve
-from clients.learning import problem as problem_module
+from clients import Batch, Border, DirectoryStore, LocalTraining, Problem, client_id, solve
 from clients.moon import Contrast, frozen_features
 from clients.node.in_process import InProcessGrid
 from fl_strategies import MOON, FedAvg, moon
@@ -53,7 +52,7 @@ def test_loss_and_gradient_are_those_of_the_published_form() -> None:
     problem = net_problem()
     for module in (live, problem.model.module):
         module.drop.p = 0.0
-    x, y = problem.inputs, problem.targets
+    x, y = problem.tensors.inputs, problem.tensors.targets
     with torch.no_grad():
         z_global, z_previous = (module.eval().seen(x) for module in (received, previous))
     expected = cross_entropy(live(x), y) + MU * published(live.seen(x), z_global, z_previous, TAU)
@@ -62,7 +61,7 @@ def test_loss_and_gradient_are_those_of_the_published_form() -> None:
     contrast = Contrast(problem, moon.direction(z_global, z_previous, tau=TAU), mu=MU)
     problem.model.load(arrays(net(1)))
     problem.model.module.train()
-    loss, _ = contrast.gradient(contrast.inputs, contrast.targets)
+    loss, _ = contrast.gradient(contrast.data.whole)
     assert float(loss) == pytest.approx(expected.item(), rel=1e-12)
     for ours, theirs in zip(problem.model.module.parameters(), live.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)
@@ -70,13 +69,13 @@ def test_loss_and_gradient_are_those_of_the_published_form() -> None:
 
 def test_the_gradient_is_the_slope_of_the_loss() -> None:
     (q,) = quadratics(1)
-    problem = q.problem(FlatModel(Linear(), head="out"))
+    problem = q.problem(Border(Linear(), head="out"))
     w, theta, previous = START, START + 1.3, np.array([1.0, 2.0, -3.0, 0.5, 1.5])
     towards = moon.direction(*(torch.tensor(q.X * v) for v in (theta, previous)), tau=TAU)
     contrast = Contrast(problem, towards, mu=MU)
 
     def value(v: np.ndarray) -> float:
-        problem.model.vector.copy_(torch.tensor(v))
+        problem.model.write(torch.tensor(v))
         return contrast.evaluate().loss
 
     step = 1e-5
@@ -132,7 +131,7 @@ def test_the_rule_runs_on_a_stack_of_clients_and_writes_to_nothing() -> None:
 @pytest.mark.sampled("adam")
 def test_every_solver_goes_to_where_the_gradient_of_the_whole_vanishes(solver: str) -> None:
     (q,) = quadratics(1)
-    problem = q.problem(FlatModel(Linear(), head="out"))
+    problem = q.problem(Border(Linear(), head="out"))
     theta, previous = START, np.array([1.0, 2.0, -3.0, 0.5, 1.5])
     towards = moon.direction(*(torch.tensor(q.X * v) for v in (theta, previous)), tau=TAU)
     contrast = Contrast(problem, towards, mu=MU)
@@ -149,32 +148,32 @@ def test_every_solver_goes_to_where_the_gradient_of_the_whole_vanishes(solver: s
     assert info.steps == 600
 
 
-def test_pieces_of_a_large_batch_find_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gradient() -> tuple[Tensor, Tensor]:
+def test_pieces_of_a_batch_find_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gradient(micro_batch: int) -> tuple[Tensor, Tensor]:
         problem = net_problem(11)
         problem.model.module.eval()
         q = moon.direction(frozen_features(problem), torch.tensor(np.eye(11, 6)), tau=TAU)
+        problem.micro_batch = micro_batch
         contrast = Contrast(problem, q, mu=MU)
-        loss, _ = contrast.gradient(contrast.inputs, contrast.targets)
+        loss, _ = contrast.gradient(contrast.data.whole)
         return loss, problem.model.gradient
 
-    whole = gradient()
-    monkeypatch.setattr(problem_module, "TESTED", 4)
-    monkeypatch.setattr("clients.learning.passes.CHUNK", 4)
-    for ours, theirs in zip(gradient(), whole, strict=True):
+    whole = gradient(0)
+    monkeypatch.setattr("clients.learning.data.TESTED", 4)
+    for ours, theirs in zip(gradient(4), whole, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-14)
 
 
 def test_a_gradient_that_would_stay_unused_is_refused() -> None:
     class Clipped(Problem):
-        def gradient(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-            found = super().gradient(inputs, targets)
-            self.model.gradient.clamp_(-1e-3, 1e-3)
+        def gradient(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+            found = super().gradient(batch)
+            torch.nn.utils.clip_grad_value_(self.model.trained, 1e-3)
             return found
 
     with pytest.raises(ValueError, match="got Clipped with a gradient of f of its own"):
         Contrast(
-            Clipped(FlatModel(net()), cross_entropy, *examples(7)),
+            Clipped(Border(net()), cross_entropy, *examples(7)),
             torch.zeros(7, 6, dtype=torch.float64),
             mu=MU,
         )
@@ -184,25 +183,27 @@ def test_accuracy_is_by_labels() -> None:
     problem = net_problem()
     contrast = Contrast(problem, torch.zeros(7, 6, dtype=torch.float64), mu=MU)
     assert contrast.evaluate().accuracy == problem.evaluate().accuracy
-    assert contrast.classifies
     (q,) = quadratics(1)
-    assert not Contrast(q.problem(), torch.zeros(q.n, DIM), mu=MU).classifies
+    of_numbers = Contrast(
+        q.problem(Border(Linear(), head="out")), torch.zeros(q.n, DIM, dtype=torch.float64), mu=MU
+    )
+    assert math.isnan(of_numbers.evaluate().accuracy)
 
 
 def test_penalty_and_precision_are_those_of_the_problem() -> None:
     """With q = 0 the term is log 2, and the gradient the problem's own to the bit."""
     module = models.build("mlp", (1, 4, 4), 3, seed=0)
     problem = Problem(
-        FlatModel(module),
+        Border(module),
         cross_entropy,
         *examples(7),
         penalty=lambda w: (w * w).sum(),
         autocast=torch.bfloat16,
     )
-    loss, _ = problem.gradient(problem.inputs, problem.targets)
+    loss, _ = problem.gradient(problem.data.whole)
     plain, z = problem.model.gradient.clone(), frozen_features(problem)
     contrast = Contrast(problem, 0.0 * z, mu=MU)
-    found, _ = contrast.gradient(contrast.inputs, contrast.targets)
+    found, _ = contrast.gradient(contrast.data.whole)
     assert torch.equal(problem.model.gradient, plain)
     assert float(found - loss) == pytest.approx(MU * math.log(2), rel=1e-5)
     assert z.dtype == torch.float32

@@ -12,9 +12,9 @@ from dropout_net import MU, TAU, arrays, examples, net, net_problem, nets, same
 from problems import oracle_of
 from torch import Tensor, nn
 
-from clients import FlatModel, LocalTraining, MOONClient, Received, solve
+from clients import Border, LocalTraining, MOONClient, Problem, Received, solve
 from clients import moon as moon_module
-from clients.moon import Contrast
+from clients.moon import Contrast, with_features
 from fl_strategies import MOON, FedAvg
 from fl_strategies.core.subproblem import Subproblem
 from simulations import models
@@ -29,7 +29,7 @@ def test_the_fixed_models_are_whole_models_in_evaluation_mode_and_leave_no_trace
     client = MOONClient(problem, client_id=0)
     kept = client.first_state(problem.model.vector.clone(), {})
     theta = problem.model.load(arrays(received))
-    problem.model.vector.neg_()  # theta is what counts, wherever the module stands
+    problem.model.write(-theta)  # theta is what counts, wherever the module stands
     problem.model.module.train()
     before = torch.get_rng_state()
     found = moon_module.contrast(problem, kept, theta, mu=MU, tau=TAU)
@@ -38,7 +38,7 @@ def test_the_fixed_models_are_whole_models_in_evaluation_mode_and_leave_no_trace
         assert torch.equal(ours, theirs)
     with torch.no_grad():
         unit = [
-            nn.functional.normalize(module.eval().seen(problem.inputs))
+            nn.functional.normalize(module.eval().seen(problem.tensors.inputs))
             for module in (previous, received)
         ]
     torch.testing.assert_close(found.q, (unit[0] - unit[1]) / TAU, rtol=1e-10, atol=1e-12)
@@ -78,8 +78,9 @@ def test_a_step_runs_the_model_once_so_that_features_and_outputs_share_their_mas
 
 
 def features(module: nn.Module, x: Tensor, **options: Any) -> Tensor:
-    model = FlatModel(module, **options)
-    return model.with_features(lambda x, y: model.module(x), x, x)[1]
+    model = Border(module, **options)
+    problem = Problem(model, lambda outputs, targets: outputs.sum(), x, torch.zeros(len(x)))
+    return with_features(problem, x, torch.zeros(len(x)))[1]
 
 
 def test_features_are_the_input_of_the_linear_layer_that_runs_last() -> None:
@@ -91,7 +92,7 @@ def test_another_head_can_be_named() -> None:
     x, module = examples(4)[0], net().eval()
     torch.testing.assert_close(features(module, x, head="norm"), module.conv(x).flatten(1))
     with pytest.raises(ValueError, match=r"head must be one of .*'middle'.*, got 'classifier'"):
-        FlatModel(net(), head="classifier")
+        Border(net(), head="classifier")
 
 
 def test_a_model_without_features_is_refused(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,8 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from laws import START, TABLE, local
+from problems import grid, quadratics, to_record
 
 from fl_strategies import STRATEGIES, FedAvg
 from fl_strategies.solvers.local import default_training
@@ -69,13 +71,35 @@ def test_a_run_config_refuses_an_odd_value_in_one_short_line_with_the_key(key: s
         ).keys()
 
 
-@pytest.mark.parametrize("algorithm", STRATEGIES)
-def test_a_strategy_refuses_an_odd_value_in_one_short_line_with_the_name(algorithm: str) -> None:
-    strategy: Any = STRATEGIES[algorithm]
-    names = strategy.declarations if algorithm == "fedavg" else strategy.hyperparameters()
-    for name in names:
-        for odd, said in refusals(lambda value, name=name: strategy(**{name: value})):
+DECLARED = {
+    (name, declared.range): strategy
+    for strategy in reversed(STRATEGIES.values())
+    for name, declared in strategy.declarations.items()
+}
+"""A strategy for each name and range that any declares."""
+
+
+def test_a_strategy_refuses_an_odd_value_in_one_short_line_with_the_name() -> None:
+    for (name, _), strategy in DECLARED.items():
+        for odd, said in refusals(
+            lambda value, name=name, strategy=strategy: strategy(**{name: value})
+        ):
             check_short(name, odd, said)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+def test_an_extreme_number_is_refused_by_its_name_or_its_rounds_are_run() -> None:
+    rows = {STRATEGIES[row.name]: row for row in TABLE}
+    for (name, _), strategy in DECLARED.items():
+        for value in (1e308, 5e-324) if strategy.declarations[name].kind is float else ():
+            options = {"local": local(), "fraction_evaluate": 0.0, name: value}
+            said = name
+            try:
+                rows[strategy].strategy(**options).start(grid(quadratics(3)), to_record(START), 2)
+            except ValueError as error:
+                said = str(error)
+            assert name in said.replace("-", "_")
 
 
 @pytest.mark.parametrize("setting", default_training().settings)

@@ -10,7 +10,7 @@ import torch
 from stacked_runs import classified, relative, smooth
 from torch import nn
 
-from clients import FedAvgClient, FlatModel, Problem
+from clients import Border, FedAvgClient, Problem
 from clients.stacking.fit import fit_all
 
 pytestmark = [
@@ -25,9 +25,12 @@ CLOSE = 1e-4
 
 def members(module: nn.Module, device: str) -> list[FedAvgClient]:
     """Return clients of ``module``, which is moved to ``device``."""
-    model = FlatModel(module, device=device)
+    model = Border(module.to(device))
     return [
-        FedAvgClient(Problem(model, p.loss, p.inputs, p.targets, rows=p.rows), client_id=number)
+        FedAvgClient(
+            Problem(model, p.loss, p.tensors.inputs, p.tensors.targets, rows=p.tensors.rows),
+            client_id=number,
+        )
         for number, p in enumerate(classified(smooth(torch.float32)))
     ]
 

@@ -172,16 +172,12 @@ def test_an_algorithm_of_its_own_name_has_clients_that_know_it() -> None:
 
 
 MODULE = """
-from clients import CLIENTS, FedAvgClient
 from fl_strategies import STRATEGIES, FedAvg
 
 class Own(FedAvg):
     algorithm = "own"
 
-class OwnClient(FedAvgClient):
-    algorithm = "own"
-
-STRATEGIES["own"], CLIENTS["own"] = Own, OwnClient
+STRATEGIES["own"] = Own
 """
 
 

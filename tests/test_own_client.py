@@ -19,8 +19,8 @@ from torch.nn.functional import mse_loss
 
 from clients import (
     AnyAlgorithmClient,
+    Border,
     ContextStore,
-    FlatModel,
     InProcessGrid,
     Problem,
     client_app,
@@ -28,7 +28,7 @@ from clients import (
 )
 from fl_strategies import Checkpoints, FedADMM
 from fl_strategies.parts import BFloat16, Clock, Deadline, TopK
-from fl_strategies.server.declared import KEYS
+from fl_strategies.server.algorithm import KEYS
 from fl_strategies.solvers.local import default_training
 
 PAGE = PAGES / "recipes/own-client.md"
@@ -36,7 +36,7 @@ PAGE = PAGES / "recipes/own-client.md"
 
 @pytest.fixture(scope="module")
 def page() -> dict[str, Any]:
-    return run(PAGE, {"__name__": "page"})
+    return run(PAGE)
 
 
 def half(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def test_numpy_clients_train_as_those_of_this_package_also_when_replies_are_lost
 ) -> None:
     def client_fn(context: Context) -> AnyAlgorithmClient:
         me = client_id(context)
-        model = FlatModel(nn.Linear(3, 1, bias=False).double())
+        model = Border(nn.Linear(3, 1, bias=False).double())
         problem = Problem(model, half, *map(torch.tensor, page["samples_of"](me)))
         return AnyAlgorithmClient(problem, client_id=me, store=ContextStore(context))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from arrivals import Slow
 from federations import CLIENTS, Troubled
 from federations import KNOBS as FAULTY
 from flwr.app import Message
-from laws import START, Row, every_algorithm, local, quiet, train
+from laws import START, Row, local, one_of_each_mechanism, quiet, train
 from limits import STEPS
 from problems import grid, quadratics, to_vector, used_states
 
@@ -21,7 +22,7 @@ from fl_strategies.bcd.latency import exponential_quantile, mean_order_statistic
 from fl_strategies.messages.internals import ObjectPushError
 from fl_strategies.parts import BySize, Clock, Deadline, Exponential, Gaussian
 from fl_strategies.parts.pace import Pace
-from fl_strategies.server import pacing
+from fl_strategies.server import phases
 
 KNOBS = FAULTY | {name: {"missing": "proceed"} for name in ("fedpd", "fedpd-vr")}
 CLOCK = Clock(step=1.0, spread=0.7, jitter=0.7)
@@ -32,8 +33,7 @@ def rounds_of(strategy: FederatedStrategy, name: str) -> list[float]:
     return [float(row[name]) for row in rounds]  # type: ignore[arg-type]
 
 
-@every_algorithm
-@pytest.mark.sampled
+@one_of_each_mechanism
 def test_a_late_reply_leaves_as_little_behind_as_a_lost_one(row: Row) -> None:
     """Nothing: neither in the model nor in sums that must add up nor in a client's state."""
     knobs = KNOBS.get(row.name, {})
@@ -186,8 +186,8 @@ def slow(monkeypatch: pytest.MonkeyPatch, no_pause: None) -> Callable[..., Slow]
 
     def made(clients: int, looks: dict[int, int]) -> Slow:
         on = Slow(clients, looks)
-        clock = SimpleNamespace(monotonic=lambda: float(on.now))
-        monkeypatch.setattr(pacing, "time", clock)
+        clock = SimpleNamespace(monotonic=lambda: float(on.now), sleep=time.sleep)
+        monkeypatch.setattr(phases, "time", clock)
         return on
 
     return made
@@ -198,8 +198,7 @@ def by_arrival(**options: Any) -> FederatedStrategy:
     return quiet(FedADMM, eta="fraction", rho=0.5, pace=pace)
 
 
-@every_algorithm
-@pytest.mark.sampled
+@one_of_each_mechanism
 def test_by_arrival_late_replies_leave_nothing_behind(row: Row, slow: Callable[..., Slow]) -> None:
     """And a client that is late is not asked again before it has answered."""
     knobs = KNOBS.get(row.name, {})

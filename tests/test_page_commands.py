@@ -37,8 +37,8 @@ def shown(program: str) -> list[str]:
 def test_a_study_of_a_page_has_the_cells_and_rules_that_are_named(
     arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_no_trials(experiment: Experiment, rules: Sequence[str] = ()) -> dict[RunConfig, str]:
-        return {}
+    def run_no_trials(experiment: Experiment, rules: Sequence[str] = ()) -> list[RunConfig]:
+        return []
 
     monkeypatch.setattr(Experiment, "waiting", run_no_trials)
     monkeypatch.setattr(experiments, "run_all", lambda work, **options: None)

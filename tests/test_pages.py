@@ -10,19 +10,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from flwr.app import Message, MessageType
+from torch import nn
 
+import clients
 import fl_strategies
-from clients import InProcessGrid
+from clients import Border, InProcessGrid, Problem
+from fl_strategies import parts
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "notebooks/pages"
-QUICKSTART = PAGES / "quickstart.md"
+BEFORE = {
+    "[Quickstart](": PAGES / "quickstart.md",
+    "[own loop](": PAGES / "recipes/own-loop.md",
+    "[Trainer's program](": PAGES / "recipes/trainer.md",
+}
+"""Pages whose programs run before that of a page with such a link."""
 ALGORITHMS = list(fl_strategies.STRATEGIES)
 NEEDS = {
+    "lightning": "lightning",
     "lora": "peft",
+    "sample-privacy": "opacus",
     "tokenizer": "transformers",
+    "trainer": "accelerate",
     "trackers": "tensorboard",
+    "accelerate": "accelerate",
     "privacy": "dp_accounting",
 }
 """Packages, by the page whose examples need them."""
@@ -32,18 +45,32 @@ def python(page: Path) -> str:
     return "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 
 
-SHOWN = [page for page in sorted(PAGES.rglob("*.md")) if python(page)]
+SHOWN = [
+    page
+    for page in sorted(PAGES.rglob("*.md"))
+    if python(page) and page.parent.name != "algorithms"
+]
 
 
-def run(page: Path, namespace: dict[str, Any]) -> dict[str, Any]:
-    """Return the names that the page's program leaves, the Quickstart's before it where it says."""
-    if "Quickstart](" in page.read_text() and page != QUICKSTART:
-        run(QUICKSTART, namespace)
-    exec(compile(python(page), str(page), "exec"), namespace)
+def programs(page: Path) -> list[Path]:
+    """Return the page after those whose programs its own goes on from."""
+    text = page.read_text()
+    before = [first for link, first in BEFORE.items() if link in text and first != page]
+    return [*(one for first in before for one in programs(first)), page]
+
+
+def run(page: Path) -> dict[str, Any]:
+    """Return the names that the page's program leaves, those of the pages before it first."""
+    namespace: dict[str, Any] = {"__name__": "page"}
+    for one in dict.fromkeys(programs(page)):
+        exec(compile(python(one), str(one), "exec"), namespace)
     return namespace
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # by peft
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec")  # by lightning
+@pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning")  # by opacus
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # by opacus
 @pytest.mark.parametrize("page", SHOWN, ids=lambda page: page.stem)
 @pytest.mark.slow
 def test_a_pages_python_runs_as_one_program(
@@ -52,11 +79,7 @@ def test_a_pages_python_runs_as_one_program(
     if page.stem in NEEDS:
         pytest.importorskip(NEEDS[page.stem])
     monkeypatch.chdir(tmp_path)
-    names = run(page, {"__name__": "page"})
-    if page.parent.name == "algorithms":
-        strategy = fl_strategies.STRATEGIES[page.stem]
-        assert isinstance(names["strategy"], strategy)
-        assert names["result"].train_metrics_clientapp[1]["train-loss"] > 0
+    run(page)
 
 
 def test_every_algorithm_has_a_page_in_the_order_of_the_registry() -> None:
@@ -67,37 +90,21 @@ def test_every_algorithm_has_a_page_in_the_order_of_the_registry() -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_page_numbers_the_equations_of_the_docstring(name: str) -> None:
-    module = importlib.import_module(fl_strategies.STRATEGIES[name].__module__)
-    numbered = re.findall(r"^ +\S.* \((\d|[a-e])\)$", module.__doc__ or "", re.MULTILINE)
-    shown = re.findall(r"\\tag\{(\w+)\}", (PAGES / f"algorithms/{name}.md").read_text())
+def test_an_algorithms_page_says_what_the_code_says(name: str) -> None:
+    """Its equations, the paragraphs that it quotes, its hyperparameters and its paper."""
+    strategy, directives = fl_strategies.STRATEGIES[name], imported_directives()
+    text = (PAGES / f"algorithms/{name}.md").read_text()
+    docstring = importlib.import_module(strategy.__module__).__doc__ or ""
+    numbered = re.findall(r"^ +\S.* \((\d|[a-e])\)$", docstring, re.MULTILINE)
+    shown = re.findall(r"\\tag\{(\w+)\}", text)
     assert set(numbered) <= set(shown), sorted(set(numbered) - set(shown))
     assert len(shown) == len(set(shown))
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_page_quotes_paragraphs_that_the_docstring_has(name: str) -> None:
-    text = (PAGES / f"algorithms/{name}.md").read_text()
-    directives = imported_directives()
     for module, words in re.findall(r"```\{paragraphs\} (\S+) (.*)", text):
         for word in directives.shlex.split(words):
-            assert directives.paragraphs(module, [word]), (name, word)
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_page_that_is_read_as_a_file_says_where_the_hyperparameters_are(name: str) -> None:
-    text = (PAGES / f"algorithms/{name}.md").read_text()
-    strategy = fl_strategies.STRATEGIES[name].__name__
-    assert f"```{{hyperparameters}} {name}\nhelp(fl_strategies.{strategy})\n```" in text
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_an_algorithms_card_links_to_its_paper(name: str) -> None:
-    strategy = fl_strategies.STRATEGIES[name]
+            assert directives.paragraphs(module, [word]), word
+    assert f"```{{hyperparameters}} {name}\nhelp(fl_strategies.{strategy.__name__})\n```" in text
     assert re.fullmatch(r"\d{4}\.\d{5}", strategy.card.arxiv)
-    assert f"https://arxiv.org/abs/{strategy.card.arxiv}" in "\n".join(
-        imported_directives().card(name)
-    )
+    assert f"https://arxiv.org/abs/{strategy.card.arxiv}" in "\n".join(directives.card(name))
 
 
 @pytest.mark.parametrize("page", sorted((PAGES / "api").glob("*.md")), ids=lambda page: page.stem)
@@ -109,7 +116,24 @@ def test_a_page_of_public_names_has_all_of_them(page: Path) -> None:
         shown += public.covered(package, names.split())
         for name in names.split():
             assert public.one_line(package, name, getattr(sys.modules[package], name))
+    for name in shown:
+        assert public.example(package, name).code
     assert set(shown) == set(sys.modules[package].__all__)
+
+
+def test_an_example_that_is_in_no_program_runs() -> None:
+    """Those of clients and parts, of which all are made alike."""
+    public = imported_directives("public")
+    problem = Problem(nn.Linear(2, 2), nn.functional.cross_entropy, torch.ones(1, 2), torch.ones(1))
+    names = {"problem": problem, **vars(fl_strategies), **vars(parts), **vars(clients)}
+    made = set()
+    for package in (parts, clients):
+        for name in package.__all__:
+            code, document = public.example(package.__name__, name)
+            if not document and not code.startswith(">>>"):
+                exec(code, namespace := dict(names))
+                made.add(type(namespace.get("client", namespace.get("strategy"))).__name__)
+    assert {"FedProxClient", "FedADMM", "FedAvg"} <= made
 
 
 def imported_directives(name: str = "directives") -> Any:
@@ -150,13 +174,41 @@ def bytes_of(message: Message) -> int:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.sampled
-def test_a_page_states_the_bytes_that_travel(name: str) -> None:
-    names = run(PAGES / f"algorithms/{name}.md", {"__name__": "page"})
+def test_an_algorithms_page_runs_and_states_the_bytes_that_travel(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run(PAGES / f"algorithms/{name}.md")
+    assert isinstance(names["strategy"], fl_strategies.STRATEGIES[name])
+    assert names["result"].train_metrics_clientapp[1]["train-loss"] > 0
     grid = Weighed(names["app"], num_clients=4)
     names["strategy"].start(grid, names["initial"], num_rounds=3)
     (stated,) = re.findall(r"(\d+)d bytes", imported_directives().traffic(name))
-    d = len(names["make_model"]().vector)
+    d = Border.of(names["make_model"]()).size
     assert grid.weights == (int(stated) * d, int(stated) * d)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "home",
+        "install",
+        "quickstart",
+        "flower-app",
+        "app-clients",
+        "algorithms/index",
+        "solvers",
+        "parts",
+        "recipes/index",
+        "questions",
+        "scale",
+        "../../README",
+    ],
+)
+def test_a_page_that_a_newcomer_reads_has_1500_words_at_most(page: str) -> None:
+    lines = (PAGES / f"{page}.md").read_text().splitlines()
+    read = [line for line in lines if "](notebooks/pages/algorithms/" not in line]  # a row each
+    assert len(" ".join(read).split()) <= 1500
 
 
 def test_links_between_pages_lead_to_files_of_the_repository() -> None:

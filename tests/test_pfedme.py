@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from problems import DIM, NODES, Quadratic, forget, grid, kept, quadratics, to_r
 from clients.node.in_process import InProcessGrid
 from fl_strategies import PFedMe, pfedme
 from fl_strategies.core.randomness import stream
-from fl_strategies.core.records import Upload
+from fl_strategies.core.records import Round, Upload
 
 LAM, ETA = 2.0, 0.2
 
@@ -39,15 +40,18 @@ def envelopes_minimiser(problems: list[Quadratic]) -> np.ndarray:
     return np.linalg.solve(sum(E), sum(e @ q.b for e, q in zip(E, problems, strict=True)))
 
 
-def mean(vectors: list[np.ndarray], w: np.ndarray, **hyperparameters: Any) -> np.ndarray:
+def mean(
+    vectors: list[np.ndarray], w: np.ndarray, weights: Any = "uniform", beta: float = 1.0
+) -> np.ndarray:
     uploads = [Upload(i, v, 1 + i, {}) for i, v in enumerate(vectors)]
-    return pfedme.server_rule(w, uploads, **{"beta": 1.0, "weights": "uniform", **hyperparameters})
+    strategy = PFedMe(weights=weights, beta=beta)
+    return strategy.aggregate(None, Round(theta=w), uploads)[0]
 
 
 def test_with_the_inner_problem_solved_a_step_is_gradient_descent_on_the_envelope() -> None:
     (q,) = quadratics(1)
     state = pfedme.State(START + 3.0)
-    theta, w = inner(q.oracle(), state, START, lam=LAM, eta=ETA, steps=3)
+    theta, w = inner(replace(q.oracle(), steps=3), state, START, lam=LAM, eta=ETA)
     expected = START
     for _ in range(3):
         before, expected = expected, expected - ETA * envelope_curvature(q) @ (expected - q.b)
@@ -70,8 +74,8 @@ def test_the_minimiser_of_the_mean_envelope_is_a_fixed_point_of_the_rules() -> N
     best = envelopes_minimiser(problems)
     for steps, eta, beta in ((1, 0.1, 1.0), (1, 0.5, 2.0), (2, 0.5, 1.0)):
         uploads = [
-            inner(q.oracle(), pfedme.first_state(best), best, lam=LAM, eta=eta, steps=steps)[1]
-            for q in problems
+            inner(oracle, pfedme.first_state(best), best, lam=LAM, eta=eta)[1]
+            for oracle in (replace(q.oracle(), steps=steps) for q in problems)
         ]
         moved = np.abs(mean(uploads, best, beta=beta) - best).max()
         assert moved < 1e-12 if steps == 1 else moved > 1e-3
@@ -92,7 +96,8 @@ def test_a_run_of_few_inner_steps_ends_at_the_minimiser_of_the_mean_envelope() -
 def test_with_a_strong_pull_it_is_gradient_descent_on_the_loss() -> None:
     (q,) = quadratics(1)
     lam = 1e7
-    _, w = inner(q.oracle(), pfedme.first_state(START), START, lam=lam, eta=0.1, steps=1)
+    oracle = replace(q.oracle(), steps=1)
+    _, w = inner(oracle, pfedme.first_state(START), START, lam=lam, eta=0.1)
     np.testing.assert_allclose(w, START - 0.1 * q.gradient(START), rtol=1e-5)
 
 

@@ -31,14 +31,18 @@ from fl_strategies.core.settings_text import format_params, parse_params
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.proximity import Dual, State
 from fl_strategies.solvers import delta_sgd
-from simulations.lab.published import BOARD
+from simulations.lab.studies import STUDIES, load
 
-PAPERS = ("fedadmm", "fedpd", "fedbc", "per-fedbc", *CLOUD_RULES)
+PAPERS = ("fedadmm", "fedpd", "fedpd-vr", "fedbc", "per-fedbc", *CLOUD_RULES)
 every_form = pytest.mark.parametrize("form", ["paper", "authors"])
 every_algorithm = pytest.mark.parametrize("name", PAPERS)
 
-NEEDED: dict[str, dict[str, Any]] = {name: {"eta_z": 0.1, "box": 4.0} for name in CLOUD_RULES}
-"""A summed step for more than two devices, and a box that holds the tests' initial model."""
+NEEDED: dict[str, dict[str, Any]] = {
+    **{name: {"eta_z": 0.1, "box": 4.0} for name in CLOUD_RULES},
+    "fedpd-vr": {"eta": 0.1, "gamma": 0.05},
+}
+"""A summed step for more than two devices, a box that holds the tests' initial model, and FedPDVR's
+rates, which its paper does not say."""
 
 
 @every_algorithm
@@ -146,9 +150,10 @@ def test_fedbcds_server_steps_as_the_paper_and_the_authors_code_do(form: str) ->
 
 def measured() -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """Yield name, algorithm and hyperparameters of all that has a table."""
-    for setting in (one for settings in BOARD.values() for one in settings):
+    for setting in (one for study in STUDIES for one in load(study)):
         for name, rule in setting.rules.items():
-            yield f"{setting.name}, {name}", rule.algorithm, rule.params
+            keys = {**setting.config, **rule.config}
+            yield f"{setting.name}, {name}", keys["algorithm"], parse_params(keys.get("params", ""))
 
 
 def test_no_study_leaves_to_a_default_what_a_paper_prints_otherwise() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
@@ -18,16 +20,16 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from laws import START, Row, every_algorithm, local
+from laws import START, Row, local, one_of_each_mechanism
 from problems import CLIENT_OF, grid, quadratics, to_record
 from torch.nn import Linear
 from torch.nn.functional import cross_entropy
 
 from clients import (
     AnyAlgorithmClient,
+    Border,
     ContextStore,
     FedAvgClient,
-    FlatModel,
     Problem,
     client_app,
     client_id,
@@ -35,7 +37,7 @@ from clients import (
 from clients.node.in_process import InProcessGrid
 from fl_strategies import FedADMM, FedAvg, FederatedStrategy, NothingUsable
 from fl_strategies.core.reasons import TRACEBACK, of_exception
-from fl_strategies.server.progress import round_line
+from fl_strategies.server.run import round_line
 
 LOGGER = logging.getLogger("fl_strategies")
 ROUND = re.compile(
@@ -77,7 +79,7 @@ def of_the_server(server_round: int, arrays: ArrayRecord) -> MetricRecord:
     return MetricRecord({"test-loss": 0.5, "test-accuracy": 0.9})
 
 
-@every_algorithm
+@one_of_each_mechanism
 def test_a_round_is_one_line_of_loss_accuracy_clients_and_seconds(
     row: Row, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -94,7 +96,7 @@ def test_a_round_is_one_line_of_loss_accuracy_clients_and_seconds(
         assert len(line) <= 160
 
 
-@every_algorithm
+@one_of_each_mechanism
 def test_the_line_of_a_round_counts_what_was_lost_failed_and_rejected(
     row: Row, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -104,6 +106,34 @@ def test_the_line_of_a_round_counts_what_was_lost_failed_and_rejected(
     assert found
     assert (found[3], found[4]) == ("2", "5")
     assert found[5] == " (1 lost, 1 failed, 1 rejected)"
+
+
+def test_a_rounds_seconds_are_what_a_person_waited(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first round has what was done before it; tests and evaluation are in each."""
+    steps, reads = [0], itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0 * steps[0] + 1e-9 * next(reads))
+
+    def tick(request: Message, reply: Message) -> Message:
+        steps[0] += request.metadata.message_type in ("query", "query.describe", "evaluate")
+        return reply
+
+    def test(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        steps[0] += 1
+        return MetricRecord({"test-loss": 0.5})
+
+    waited: list[float] = []
+    strategy = FedAvg(local=local(), callbacks=[lambda info: waited.append(info.seconds)])
+    strategy.start(grid(quadratics(2), fault=tick), to_record(START), 2, evaluate_fn=test)
+    # two introductions, two descriptions, two evaluations, the tests before and after round 1
+    assert np.round(waited, 3).tolist() == [800.0, 300.0]
+    lines = round_lines(caplog)
+    assert [line.rpartition(", ")[2] for line in lines] == ["800.0 s", "300.0 s"]
+    ending = shown(caplog)[-3:]
+    assert ending[0] == "fedavg: 2 rounds in 1100.0 s"
+    assert ending[1].startswith("  result, round 2: test-loss 0.5000")
+    assert ending[2].startswith("  best, round ")
 
 
 @pytest.mark.parametrize(
@@ -117,19 +147,19 @@ def test_a_line_has_at_most_160_characters_whatever_the_numbers(value: float, cl
     }
     long = {"x" * 200 + "-loss": value, "a\nround 9/9: loss": value}
     metrics = {**long, "evaluation-test-loss": value, "evaluation-accuracy": value, **counts}
-    line = round_line(99_999, 99_999, metrics | {"seconds": 99_999.0})
+    line = round_line(99_999, 99_999, metrics, 99_999.0)
     assert len(line) <= 160
     assert line.isprintable()
     assert line.endswith("99999.0 s")
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-@every_algorithm
+@one_of_each_mechanism
 def test_loss_and_accuracy_of_a_round_are_of_one_model(
     row: Row, fraction: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     def client_fn(context: Context) -> AnyAlgorithmClient:
-        problem = Problem(FlatModel(Linear(3, 3)), cross_entropy, torch.eye(3), torch.arange(3))
+        problem = Problem(Border(Linear(3, 3)), cross_entropy, torch.eye(3), torch.arange(3))
         me, store = client_id(context), ContextStore(context)
         return AnyAlgorithmClient(problem, client_id=me, test=problem, store=store)
 
@@ -242,7 +272,7 @@ def in_torch() -> None:
 
 
 def in_this_package() -> None:
-    Problem(FlatModel(torch.nn.Linear(2, 2)), None, torch.zeros(3, 2), torch.zeros(2))  # type: ignore[arg-type]
+    Problem(Border(torch.nn.Linear(2, 2)), None, torch.zeros(3, 2), torch.zeros(2))  # type: ignore[arg-type]
 
 
 def in_pythons_library() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, Context
-from networks import Net, Tied, mean_square, net_problem, train
+from networks import Tied, mean_square, net_problem, train
 from problems import DIM, Linear, quadratics
 from stacked_runs import one_by_one, stacked
 from torch import Tensor, nn
@@ -20,17 +20,17 @@ from torch.nn.functional import cross_entropy
 
 from clients import (
     AnyAlgorithmClient,
+    Batch,
+    Border,
     ContextStore,
-    FlatModel,
+    FedAvgClient,
     InProcessGrid,
     LocalTraining,
     Problem,
     client_id,
     solve,
 )
-from clients.stacking.stack import Stack
 from fl_strategies import FedBC
-from fl_strategies.core.log import log_once
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.subproblem import Subproblem
 
@@ -52,160 +52,33 @@ def test_full_batch_gradient_and_loss_are_the_quadratics() -> None:
     for quadratic in quadratics(3):
         problem = quadratic.problem()
         w = np.random.default_rng(2).normal(size=DIM) * 4
-        problem.model.vector.copy_(torch.tensor(w))
-        loss, outputs = problem.gradient(problem.inputs, problem.targets)
+        problem.model.write(torch.tensor(w))
+        loss, outputs = problem.gradient(problem.data.whole)
         scale = np.abs(quadratic.gradient(w)).max()
         np.testing.assert_allclose(
             problem.model.gradient, quadratic.gradient(w), rtol=0, atol=1e-13 * scale
         )
         assert float(loss) == pytest.approx(quadratic.value(w), rel=1e-13)
+        assert outputs is not None
         np.testing.assert_allclose(outputs, quadratic.X @ w, rtol=1e-12, atol=1e-12)
         assert problem.evaluate().loss == pytest.approx(quadratic.value(w), rel=1e-13)
         assert np.isnan(problem.evaluate().accuracy)
-
-
-def test_pieces_of_a_large_batch_add_up_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    quadratic = quadratics(6)[5]
-    problem = quadratic.problem()
-    problem.model.vector.copy_(torch.arange(DIM) - 2.5)
-    whole_loss, whole_outputs = problem.gradient(problem.inputs, problem.targets)
-    whole = problem.model.gradient.clone()
-    whole_evaluation = problem.evaluate().loss
-    for chunk in (1, 2, 3, 5, 16):
-        monkeypatch.setattr("clients.learning.passes.CHUNK", chunk)
-        monkeypatch.setattr("clients.learning.problem.TESTED", chunk)
-        loss, outputs = problem.gradient(problem.inputs, problem.targets)
-        assert torch.allclose(problem.model.gradient, whole, rtol=1e-13, atol=1e-13)
-        assert float(loss) == pytest.approx(float(whole_loss), rel=1e-13)
-        assert torch.allclose(outputs, whole_outputs, rtol=1e-13)
-        assert problem.evaluate().loss == pytest.approx(whole_evaluation, rel=1e-13)
-
-
-class Heads(nn.Module):
-    """Scores of classes, and a number: a tuple."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.4))
-        self.classes, self.number = nn.Linear(5, 3), nn.Linear(5, 1)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.body(x)
-        return self.classes(h), self.number(h)
-
-
-WHOLE = {
-    "class weights": nn.CrossEntropyLoss(torch.tensor([1.0, 9.0, 0.2], dtype=torch.float64)),
-    "left out labels": nn.CrossEntropyLoss(ignore_index=2),
-    "a piece of left out labels": lambda o, y: cross_entropy(o, torch.where(y == 0, -100, y)),
-    "a sum": nn.CrossEntropyLoss(reduction="sum"),
-    "a comparison": lambda o, y: torch.pdist(o).mean() + cross_entropy(o, y),
-}
-"""Losses that are not the mean of those of a batch's pieces."""
-
-
-@pytest.mark.parametrize("kind", WHOLE)
-@pytest.mark.parametrize("heads", [False, True])
-def test_a_loss_on_a_large_batch_is_that_on_all_of_it(
-    kind: str, heads: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("clients.learning.passes.CHUNK", 4)
-    monkeypatch.setattr("clients.learning.problem.TESTED", 4)
-    torch.manual_seed(3)
-    module: nn.Module = Heads().double() if heads else nn.Sequential(Heads().body, nn.Linear(5, 3))
-    module = module.double()
-    plain, y = WHOLE[kind], torch.tensor([0, 0, 0, 0, 1, 2, 1, 1, 1, 2, 0])
-    loss: Any = plain
-    if heads:
-        loss = lambda o, y: plain(o[0], y) + o[1].square().mean()  # noqa: E731
-    problem = Problem(FlatModel(module), loss, torch.randn(11, 3), y)
-    twin = copy.deepcopy(module)
-    for _ in range(2):
-        torch.manual_seed(7)
-        parts = [twin.train()(x) for x in problem.inputs.tensor_split(3)]  # the same masks
-        outputs = tuple(map(torch.cat, zip(*parts, strict=True))) if heads else torch.cat(parts)
-        expected = loss(outputs, y)
-        slopes = torch.autograd.grad(expected, [*twin.parameters()])
-        expected = expected.detach()
-        torch.manual_seed(7)
-        problem.model.module.train()
-        value, _ = problem.gradient(problem.inputs, y)
-        assert float(value) == pytest.approx(float(expected), rel=1e-12)
-        for ours, theirs in zip(problem.model.views(problem.model.gradient), slopes, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-        for ours, theirs in zip(module.buffers(), twin.buffers(), strict=True):
-            assert torch.equal(ours, theirs)
-        with torch.no_grad():
-            whole = float(loss(twin.eval()(problem.inputs), y))
-        assert problem.evaluate().loss == pytest.approx(whole, rel=1e-12)
-
-
-def test_equal_losses_of_pieces_do_not_show_that_a_loss_is_a_mean(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As those of a model that begins at 0, whose classes are equally likely."""
-    monkeypatch.setattr("clients.learning.problem.TESTED", 2)
-    model, x, y = FlatModel(nn.Linear(3, 3)), torch.eye(6, 3), torch.tensor([0, 0, 1, 1, 2, 2])
-    loss = nn.CrossEntropyLoss(torch.tensor([1.0, 9.0, 0.2]))
-    problem = Problem(model, loss, x, y)
-    for scale in (0.0, 1.0):
-        model.vector.copy_(scale * torch.linspace(-1, 2, 12))
-        assert problem.evaluate().loss == pytest.approx(
-            float(loss(model.module(x), y).detach()), rel=1e-6
-        )
-
-
-def test_no_piece_of_a_large_batch_is_a_single_example(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    torch.manual_seed(9)
-    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    problem = Problem(FlatModel(module), cross_entropy, torch.randn(7, 3), torch.arange(7) % 2)
-    monkeypatch.setattr("clients.learning.passes.CHUNK", 3)  # 3 + 3 + 1 would fail in BatchNorm
-    log_once.cache_clear()
-    with caplog.at_level("INFO"):
-        assert train(problem).isfinite().all()
-    assert "a batch of more than 3 samples passes through the model in pieces, and" in caplog.text
-    log_once.cache_clear()
-
-
-def one_value_per_channel() -> Problem:
-    """Return a problem of one image, of which BatchNorm gets one value per channel."""
-    large = net_problem(1)
-    return Problem(large.model, cross_entropy, large.inputs[:, :, :3, :3], large.targets)
-
-
-def test_one_example_meets_batchnorm_in_its_running_statistics() -> None:
-    problem = one_value_per_channel()
-    problem.model.module.norm.running_mean.fill_(0.3)
-    twin = copy.deepcopy(problem.model.module)
-    twin.train()
-    twin.norm.eval()
-    twin.zero_grad(set_to_none=True)
-    cross_entropy(twin(problem.inputs), problem.targets).backward()
-    problem.model.module.train()
-    problem.gradient(problem.inputs, problem.targets)
-    assert problem.model.module.norm.training
-    assert torch.equal(problem.model.module.norm.running_mean, twin.norm.running_mean)
-    for ours, theirs in zip(problem.model.module.parameters(), twin.parameters(), strict=True):
-        if theirs.requires_grad:
-            assert torch.allclose(ours.grad, theirs.grad, rtol=1e-11, atol=1e-14)
 
 
 def test_the_penalty_adds_its_value_and_gradient_once() -> None:
     quadratic = quadratics(1)[0]
     plain = quadratic.problem()
     bent = Problem(
-        FlatModel(Linear()),
+        Border(Linear()),
         plain.loss,
-        plain.inputs,
-        plain.targets,
+        plain.tensors.inputs,
+        plain.tensors.targets,
         penalty=lambda w: 0.3 * (w**2 / (1 + w**2)).sum(),
     )
     w = np.array([1.5, -2.0, 0.25, 3.0, -0.5])
     for problem in (plain, bent):
-        problem.model.vector.copy_(torch.tensor(w))
-    loss, _ = bent.gradient(bent.inputs, bent.targets)
+        problem.model.write(torch.tensor(w))
+    loss, _ = bent.gradient(bent.data.whole)
     penalty = 0.3 * (w**2 / (1 + w**2)).sum()
     slope = 0.3 * 2 * w / (1 + w**2) ** 2
     assert float(loss) == pytest.approx(quadratic.value(w) + penalty, rel=1e-13)
@@ -216,20 +89,7 @@ def test_the_penalty_adds_its_value_and_gradient_once() -> None:
 def idle_problem() -> Problem:
     torch.manual_seed(8)
     x, y = torch.randn(6, 3, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
-    return Problem(FlatModel(Idle().double()), mean_square, x, y)
-
-
-@pytest.mark.parametrize("make", [net_problem, idle_problem])
-def test_to_descend_is_a_step_along_the_gradient_to_the_bit(make: Callable[[], Problem]) -> None:
-    one, other = make(), make()
-    one.model.module.train()
-    other.model.module.train()
-    loss, outputs = one.gradient(one.inputs, one.targets)
-    one.model.trained.add_(one.model.trained_gradient, alpha=-0.3)
-    other_loss, other_outputs = other.descend(other.inputs, other.targets, 0.3)
-    assert torch.equal(other.model.trained, one.model.trained)
-    assert torch.equal(other_loss, loss)
-    assert torch.equal(other_outputs, outputs)
+    return Problem(Idle().double(), mean_square, x, y)
 
 
 @pytest.mark.parametrize("pull", [0.0, 0.5])
@@ -238,12 +98,17 @@ def test_a_gradient_that_a_problem_was_given_is_asked_for_at_each_step(
 ) -> None:
     problem, asked = net_problem(), list[int]()
     own = problem.gradient
-    monkeypatch.setattr(problem, "gradient", lambda x, y: asked.append(len(y)) or own(x, y))
+
+    def gradient(batch: Batch) -> tuple[Tensor, Tensor | None]:
+        asked.append(batch.samples)
+        return own(batch)
+
+    monkeypatch.setattr(problem, "gradient", gradient)
     start = problem.model.vector.clone()
     training = LocalTraining(lr=0.1, steps=3)
     solve(problem, start, Subproblem(pull=pull, centre=start), training, stream(1, "local"))
     assert len(asked) == 3
-    batch = problem.on(*problem.whole)
+    batch = problem.on(problem.data.whole)
     solve(batch, start, Subproblem(pull=pull, centre=start), training, stream(1, "local"))
     assert len(asked) == 6
 
@@ -254,12 +119,14 @@ def test_evaluation_counts_right_answers_and_changes_nothing() -> None:
     before = [array.copy() for array in model.arrays(model.vector)]
     twin = copy.deepcopy(model.module).eval()
     right = sum(
-        int(twin(problem.inputs[i : i + 1]).argmax()) == int(problem.targets[i])
+        int(twin(problem.tensors.inputs[i : i + 1]).argmax()) == int(problem.tensors.targets[i])
         for i in range(len(problem))
     )
     result = problem.evaluate()
     assert result.accuracy == right / len(problem)
-    each = cross_entropy(twin(problem.inputs), problem.targets, reduction="none").detach()
+    each = cross_entropy(
+        twin(problem.tensors.inputs), problem.tensors.targets, reduction="none"
+    ).detach()
     assert result.loss == pytest.approx(float(each.mean()), rel=1e-12)
     for ours, theirs in zip(model.arrays(model.vector), before, strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -268,7 +135,7 @@ def test_evaluation_counts_right_answers_and_changes_nothing() -> None:
 def test_the_full_gradient_leaves_statistics_and_generators_alone() -> None:
     torch.manual_seed(9)
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
-    problem = Problem(FlatModel(module), cross_entropy, torch.randn(7, 3), torch.arange(7) % 2)
+    problem = Problem(module, cross_entropy, torch.randn(7, 3), torch.arange(7) % 2)
     buffers = [buffer.clone() for buffer in module.buffers()]
     generator = torch.get_rng_state()
     problem.full_gradient()
@@ -304,10 +171,10 @@ def test_integers_are_stored_as_they_come_and_reach_the_module_as_int64() -> Non
     wide, y = torch.randint(0, 200, (7, 4)), torch.arange(7) % 4
     gradients = []
     for inputs in (wide, wide.to(torch.uint8), wide.to(torch.int16)):
-        problem = Problem(FlatModel(copy.deepcopy(module)), cross_entropy, inputs, y)
-        assert problem.inputs.dtype == inputs.dtype
-        assert all(x.dtype == inputs.dtype for x, _ in problem.batches(stream(1, "b"), 3))
-        problem.gradient(problem.inputs, problem.targets)
+        problem = Problem(copy.deepcopy(module), cross_entropy, inputs, y)
+        assert problem.tensors.inputs.dtype == inputs.dtype
+        assert all(b.inputs.dtype == torch.int64 for b in problem.data.batches(stream(1, "b"), 3))
+        problem.gradient(problem.data.whole)
         gradients.append((problem.model.gradient.clone(), problem.evaluate().loss))
     assert gradients[0][0].abs().max() > 0
     for gradient, loss in gradients[1:]:
@@ -315,83 +182,71 @@ def test_integers_are_stored_as_they_come_and_reach_the_module_as_int64() -> Non
         assert loss == gradients[0][1]
 
 
-def test_numbers_of_inputs_and_targets_must_agree() -> None:
-    model = FlatModel(Linear())
-    x = torch.zeros(3, DIM)
-    for inputs, targets, message in (
-        (x, torch.zeros(2), "got 3 and 2"),
-        (x[:0], torch.zeros(0), "got 0 and 0: of a client without test samples, test=None$"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Problem(model, mean_square, inputs, targets)
-
-
 def test_batches_part_the_examples_in_an_order_of_the_stream() -> None:
     problem = net_problem(7)
-    drawn = [list(problem.batches(stream(s, "b"), 3)) for s in (1, 1, 2)]
+    drawn = [list(problem.data.batches(stream(s, "b"), 3)) for s in (1, 1, 2)]
     for batches in drawn:
-        assert [len(y) for _, y in batches] == [3, 3, 1]
-        pairs = {(float(x[i].sum()), int(y[i])) for x, y in batches for i in range(len(y))}
-        together = zip(problem.inputs, problem.targets, strict=True)
+        assert [batch.samples for batch in batches] == [3, 3, 1]
+        pairs = {(float(x[i].sum()), int(y[i])) for x, y, n in batches for i in range(n)}
+        together = zip(problem.tensors.inputs, problem.tensors.targets, strict=True)
         assert pairs == {(float(x.sum()), int(y)) for x, y in together}
-        assert all(x.is_contiguous(memory_format=torch.channels_last) for x, _ in batches)
-    orders = [torch.cat([y for _, y in batches]).tolist() for batches in drawn]
+    orders = [torch.cat([batch.targets for batch in batches]).tolist() for batches in drawn]
     assert orders[0] == orders[1] != orders[2]
-    ((x, y),) = problem.batches(stream(1, "b"), 0)
-    assert torch.equal(x, problem.inputs)
-    assert torch.equal(y, problem.targets)
+    (whole,) = problem.data.batches(stream(1, "b"), 0)
+    assert torch.equal(whole.inputs, problem.tensors.inputs)
+    assert torch.equal(whole.targets, problem.tensors.targets)
 
 
 def test_the_hessians_product_is_the_quadratics() -> None:
     (q,) = quadratics(1)
     v = np.arange(1.0, DIM + 1)
-    product = q.problem().hessian_product(torch.tensor(q.X), torch.tensor(q.y), torch.tensor(v))
+    problem = q.problem()
+    product = problem.hessian_product(problem.data.whole, torch.tensor(v))
     np.testing.assert_allclose(product, q.A @ v, rtol=1e-12)
 
 
 def test_the_penalty_adds_its_second_derivative_once() -> None:
     (q,) = quadratics(1)
     problem = Problem(
-        FlatModel(Linear()), q.problem().loss, torch.tensor(q.X), torch.tensor(q.y),
+        Border(Linear()), q.problem().loss, torch.tensor(q.X), torch.tensor(q.y),
         penalty=lambda w: (w**4).sum(),
     )  # fmt: skip
     w, v = np.linspace(-1, 2, DIM), np.arange(1.0, DIM + 1)
-    problem.model.vector.copy_(torch.tensor(w))
-    product = problem.hessian_product(problem.inputs, problem.targets, torch.tensor(v))
+    problem.model.write(torch.tensor(w))
+    product = problem.hessian_product(problem.data.whole, torch.tensor(v))
     np.testing.assert_allclose(product, q.A @ v + 12 * w**2 * v, rtol=1e-12)
 
 
 def test_a_gradient_of_its_own_needs_a_hessian_product_of_its_own() -> None:
     class Doubled(Problem):
-        def gradient(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-            found = super().gradient(inputs, targets)
-            self.model.gradient.mul_(2.0)
+        def gradient(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+            found = super().gradient(batch)
+            for parameter in self.model.trained:
+                parameter.grad.mul_(2.0)
             return found
 
     class Complete(Doubled):
-        def hessian_product(self, inputs: Any, targets: Tensor, v: Tensor) -> Tensor:
-            return 2.0 * super().hessian_product(inputs, targets, v)
+        def hessian_product(self, batch: Batch, v: Tensor) -> Tensor:
+            return 2.0 * super().hessian_product(batch, v)
 
     (q,) = quadratics(1)
     v = torch.ones(DIM, dtype=torch.float64)
-    parts = FlatModel(Linear()), q.problem().loss, torch.tensor(q.X), torch.tensor(q.y)
-    for problem in (one := Doubled(*parts)), one.on(*one.whole):
+    parts = Linear(), q.problem().loss, torch.tensor(q.X), torch.tensor(q.y)
+    batch = Problem(*parts).data.whole
+    for problem in (one := Doubled(*parts)), one.on(batch):
         with pytest.raises(ValueError, match="Doubled has a gradient of f of its own, and needs"):
-            problem.hessian_product(*one.whole, v)
-    for problem in (two := Complete(*parts)), two.on(*two.whole):
-        product = problem.hessian_product(*two.whole, v)
+            problem.hessian_product(batch, v)
+    for problem in (two := Complete(*parts)), two.on(batch):
+        product = problem.hessian_product(batch, v)
         np.testing.assert_allclose(product, 2.0 * q.A @ v.numpy(), rtol=1e-12)
 
 
 def test_a_gradient_that_is_the_same_everywhere_has_no_second_derivative() -> None:
     x, y = torch.ones(4, 3), torch.ones(4)
     problem = Problem(
-        FlatModel(nn.Linear(3, 1)), lambda o, y: (y - o[:, 0]).mean(), x, y, penalty=torch.sum
+        Border(nn.Linear(3, 1)), lambda o, y: (y - o[:, 0]).mean(), x, y, penalty=torch.sum
     )
-    assert not problem.hessian_product(x, y, torch.ones(4)).any()
-    stack = Stack([problem, problem])
-    samples = stack.batches(np.array([[0, 1], [2, 3]]), np.array([2, 2]))
-    assert not stack.hessian_product(torch.ones(2, 4), torch.ones(2, 4), samples).any()
+    assert not problem.hessian_product(problem.data.whole, torch.ones(4)).any()
 
 
 class Sentence(nn.Module):
@@ -417,19 +272,19 @@ def test_the_hessians_product_is_the_derivative_of_the_gradient(kind: str) -> No
         problem = net_problem()
     elif kind == "sentence":
         words = torch.arange(18).view(3, 6) % 5
-        model = FlatModel(Sentence(), dtype=torch.float64)
+        model = Border(Sentence().to(torch.float64))
         problem = Problem(model, cross_entropy, words, torch.arange(3))
     else:
-        model = FlatModel(Tied(), dtype=torch.float64)
+        model = Border(Tied().to(torch.float64))
         problem = Problem(model, mean_square, torch.randn(4, 3), torch.randn(4, 3))
     model, h = problem.model, 1e-5
     model.module.train()
     w, v = model.vector.clone(), torch.randn_like(model.vector)
-    product = problem.hessian_product(problem.inputs, problem.targets, v)
+    product = problem.hessian_product(problem.data.whole, v)
 
     def gradient(at: Tensor) -> Tensor:
-        model.vector.copy_(at)
-        problem.gradient(problem.inputs, problem.targets)
+        model.write(at)
+        problem.gradient(problem.data.whole)
         return model.gradient.clone()
 
     difference = (gradient(w + h * v) - gradient(w - h * v)) / (2 * h)
@@ -437,32 +292,12 @@ def test_the_hessians_product_is_the_derivative_of_the_gradient(kind: str) -> No
     assert product.abs().max() > 1e-2
 
 
-def test_pieces_of_a_large_batch_add_up_to_its_hessian(monkeypatch: pytest.MonkeyPatch) -> None:
-    (q,) = quadratics(1)
-    problem, v = q.problem(), torch.arange(1.0, DIM + 1, dtype=torch.float64)
-    whole = problem.hessian_product(problem.inputs, problem.targets, v)
-    monkeypatch.setattr("clients.learning.passes.CHUNK", 3)  # 7 examples: 3 + 2 + 2
-    pieces = problem.hessian_product(problem.inputs, problem.targets, v)
-    torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=0.0)
-
-
-def test_one_sample_has_a_hessian_with_batchnorm() -> None:
-    problem = one_value_per_channel()
-    problem.model.module.train()
-    v = torch.ones_like(problem.model.vector)
-    assert torch.isfinite(problem.hessian_product(problem.inputs, problem.targets, v)).all()
-    module = problem.model.module
-    assert all(part.training for part in module.modules())
-    assert isinstance(module, Net)
-    assert module.norm.num_batches_tracked == 0
-
-
 def test_a_problem_on_a_batch_is_that_batchs_and_leaves_the_whole_as_it_was() -> None:
     (q,) = quadratics(1)
     problem = q.problem()
-    part = problem.on(problem.inputs[2:5], problem.targets[2:5])
+    part = problem.on(problem.tensors.at(torch.arange(2, 5)))
     w = np.linspace(-1, 2, DIM)
-    problem.model.vector.copy_(torch.tensor(w))
+    problem.model.write(torch.tensor(w))
     part.full_gradient()
     X, y = q.X[2:5], q.y[2:5]
     np.testing.assert_allclose(problem.model.gradient, X.T @ (X @ w - y) / 3, rtol=1e-12)
@@ -471,12 +306,141 @@ def test_a_problem_on_a_batch_is_that_batchs_and_leaves_the_whole_as_it_was() ->
     assert (len(part), len(problem)) == (3, 7)
 
 
+# ---- the module is the user's --------------------------------------------------------------------
+
+
+class Parts(nn.Module):
+    """A body, dropout, batch normalisation and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.drop = nn.Linear(3, 4), nn.Dropout(0.5)
+        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.drop(self.norm(self.body(x))))
+        return out
+
+
+PARTS = torch.linspace(-1, 2, 27, dtype=torch.float64).reshape(9, 3).sin(), torch.arange(9) % 2
+
+
+def parts() -> Any:
+    torch.manual_seed(5)
+    return Parts().double()
+
+
+@pytest.mark.parametrize("still", ["", "norm", "drop", "body"])
+@pytest.mark.parametrize("whole", ["train", "eval"])
+def test_parts_in_evaluation_mode_stay_so_and_a_module_that_is_as_a_whole_trains(
+    whole: str, still: str
+) -> None:
+    module, twin = parts(), parts().train()
+    module.train(whole == "train")
+    for one in (module, twin) if whole == "train" else ():
+        if still:
+            one.get_submodule(still).eval()
+    modes = [part.training for part in twin.modules()]
+    torch.manual_seed(6)
+    train(Problem(module, cross_entropy, *PARTS), solver="sgd", batch_size=0)
+    torch.manual_seed(6)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.autograd.backward(cross_entropy(twin(PARTS[0]), PARTS[1]))
+        optimizer.step()
+    for ours, theirs in zip(module.state_dict().values(), twin.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+    found = Problem(module, cross_entropy, *PARTS).evaluate().loss
+    assert [part.training for part in module.modules()] == modes
+    assert found == pytest.approx(cross_entropy(twin.eval()(PARTS[0]), PARTS[1]).item(), rel=1e-12)
+
+
+def test_one_value_per_channel_raises_pytorchs_own_error() -> None:
+    problem = Problem(parts(), cross_entropy, PARTS[0][:1], PARTS[1][:1])
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+        train(problem)
+
+
+@pytest.mark.parametrize("solver", ["sgd", "SGD", "adam", "AdamW", "lbfgs", "sps"])
+@pytest.mark.parametrize("pull", [0.0, 0.5])
+def test_parameters_that_are_frozen_later_do_not_move(solver: str, pull: float) -> None:
+    """With weight decay, and with FedProx's pull to where they are."""
+    module = parts()
+    problem = Problem(module, cross_entropy, *PARTS)
+    before = copy.deepcopy(module.state_dict())
+    module.body.requires_grad_(False)
+    decay = 0.0 if solver in ("lbfgs", "sps") else 0.3
+    training = LocalTraining(solver=solver, lr=0.1, steps=3, batch_size=0, weight_decay=decay)
+    start = problem.model.vector
+    solve(problem, start, Subproblem(0.0, pull, start), training, stream(1, "t"))
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, before[name]) == name.startswith("body")
+
+
+def test_a_module_that_is_replaced_later_is_told() -> None:
+    module = parts()
+    problem = Problem(module, cross_entropy, *PARTS)
+    arrays = problem.model.arrays(problem.model.vector)
+    module.head = nn.Linear(4, 2).double()
+    client = FedAvgClient(problem, client_id=0)
+    with pytest.raises(ValueError, match=r"\['head.weight', 'head.bias'\] of the module were repl"):
+        client.fit(arrays, {"lr": 0.1})
+
+
+def test_what_a_pass_replaces_is_what_trains_and_travels() -> None:
+    """A buffer, and the data of a parameter."""
+
+    class Replacing(nn.Linear):
+        average: Tensor
+
+        def __init__(self) -> None:
+            super().__init__(3, 2)
+            self.register_buffer("average", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.average = 0.5 * self.average + x.mean(0).detach()
+                self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.5)
+            return super().forward(x + self.average)
+
+    torch.manual_seed(5)
+    module = Replacing().double()
+    twin = copy.deepcopy(module)
+    problem = Problem(module, cross_entropy, *PARTS)
+    w = train(problem, steps=4)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        torch.autograd.backward(cross_entropy(twin(PARTS[0]), PARTS[1]))
+        optimizer.step()
+    for ours, theirs in zip(problem.model.arrays(w), twin.state_dict().values(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12)
+    average = module.average.clone()
+    problem.full_gradient()
+    assert torch.equal(module.average, average)
+
+
+def test_parameters_of_a_loss_are_not_left_untrained() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(2))
+
+        def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return cross_entropy(outputs * self.scale, targets)
+
+    with pytest.raises(ValueError, match=r"no client would train, \['scale'\]"):
+        Problem(parts(), Scaled(), *PARTS)
+    Problem(parts(), Scaled().requires_grad_(False), *PARTS)
+
+
 # ---- a user's metrics ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [3, 700])
 def test_metrics_get_all_samples_at_once(count: int) -> None:
-    model = FlatModel(nn.Linear(2, 3))
+    model = Border(nn.Linear(2, 3))
     x, y = torch.randn(count, 2), torch.arange(count) % 3
     found = []
 
@@ -496,13 +460,11 @@ def test_metrics_get_all_samples_at_once(count: int) -> None:
     [
         (0.5, "metrics must be a function that returns {name: number}, got 0.5"),
         ({"loss": 1.0}, "a metric must be a name other than loss and accuracy, got 'loss'"),
-        ({"f1": "high"}, "the metric 'f1' must be a number, got 'high'"),
-        ({"f1": torch.ones(2)}, "the metric 'f1' must be a number, got tensor"),
     ],
     ids=str,
 )
 def test_mistakes_in_metrics_are_told(returned: Any, told: str) -> None:
-    model = FlatModel(nn.Linear(2, 3))
+    model = Border(nn.Linear(2, 3))
     x, y = torch.randn(4, 2), torch.arange(4) % 3
     problem = Problem(model, cross_entropy, x, y, metrics=lambda outputs, targets: returned)
     with pytest.raises(ValueError, match=f"^{re.escape(told)}"):
@@ -513,7 +475,7 @@ def test_mistakes_in_metrics_are_told(returned: Any, told: str) -> None:
 def test_a_clients_metrics_are_those_of_the_global_and_of_its_personalized_model(
     federation: Callable[..., InProcessGrid],
 ) -> None:
-    model = FlatModel(nn.Linear(2, 3))
+    model = Border(nn.Linear(2, 3))
     initial = ArrayRecord(model.module.state_dict())
 
     def client_fn(context: Context) -> AnyAlgorithmClient:

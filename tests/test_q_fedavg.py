@@ -16,7 +16,7 @@ from problems import DIM, NODES, Quadratic, grid, quadratics, to_record, to_vect
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from clients import FlatModel, LocalTraining, Problem, QFedAvgClient
+from clients import Border, LocalTraining, Problem, QFedAvgClient
 from fl_strategies import FedAvg, QFedAvg, RoundInfo, q_fedavg
 from fl_strategies.core.schedules import at
 
@@ -132,7 +132,7 @@ def test_the_loss_is_measured_without_dropout_and_with_running_statistics() -> N
     rng = np.random.default_rng(0)
     module = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3)).double()
     x, y = torch.tensor(rng.normal(2.0, 3.0, (9, 4))), torch.tensor(rng.integers(0, 3, 9))
-    model = FlatModel(module)
+    model = Border(module)
     arrays = model.arrays(model.vector)
     client = QFedAvgClient(
         Problem(model, cross_entropy, x, y), client_id=0, training=LocalTraining(lr=0.3)

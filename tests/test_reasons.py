@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import traceback
 from collections.abc import Callable
 from itertools import permutations
 
@@ -17,10 +16,9 @@ from problems import to_record
 
 from clients import FederatedClient, client_app
 from clients.node.in_process import InProcessGrid
+from clients.node.records import log_failure
 from fl_strategies import FedAvg
-from fl_strategies.core.reasons import by_reason, of_exception, root_cause
-
-LONG = "x" * 400
+from fl_strategies.core.reasons import TRACEBACK, by_reason, of_exception
 
 
 def plain() -> None:
@@ -51,48 +49,28 @@ def deep(left: int = 30) -> None:
     raise TypeError("at the bottom")
 
 
-def raised_by(function: Callable[[], None]) -> Exception:
+def told_by(function: Callable[[], None]) -> str:
     try:
         function()
     except Exception as error:
-        return error
+        return of_exception(error)
     raise AssertionError
 
 
-def on_ray(error: Exception) -> str:
-    """Flower's reason for an exception in a ClientApp on Ray, with Ray's head and colours."""
-    head = f"\x1b[36mray::ClientAppActor.run()\x1b[39m (pid=7, actor_id={LONG}, repr=<{LONG}>)"
-    chain = "".join(traceback.format_exception(error))
-    text = chain.replace("Traceback (most recent call last):", head)
-    return (
-        f"<class 'ray.exceptions.RayTaskError(ClientAppException)'>:<'{text}\n"
-        f"The above exception was the direct cause of the following exception:\n\n{head}\n"
-        '  File "/flwr/simulation/ray_transport/ray_actor.py", line 65, in run\n'
-        "    raise ClientAppException(str(ex)) from ex\n"
-        "flwr.clientapp.client_app.ClientAppException: \n"
-        f"Exception ClientAppException occurred. Message: {error}'>"
-    )
+HERE = r" \(test_reasons\.py:\d+ in {}\)"
+CAUSES = {
+    plain: "OSError: no data" + HERE.format("plain"),
+    of_many_lines: "ValueError: sizes differ: Missing keys: a and b" + HERE.format("of_many_lines"),
+    chained: "KeyError: 'shard'" + HERE.format("chained") + "; hence OSError: no data",
+    while_handling: "KeyError: 'shard'" + HERE.format("chained")
+    + "; hence OSError: no data; hence RuntimeError: cannot train",
+    deep: "TypeError: at the bottom" + HERE.format("deep"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("function", [plain, of_many_lines, chained, while_handling, deep])
-def test_the_side_that_gets_pages_of_text_reads_what_the_side_that_raises_would_say(
-    function: Callable[[], None],
-) -> None:
-    error = raised_by(function)
-    assert root_cause(on_ray(error)) == of_exception(error)
-    assert root_cause(of_exception(error)) == of_exception(error)
-
-
-def test_where_an_engine_tells_the_last_exception_alone_its_type_and_message_are_the_reason() -> (
-    None
-):
-    assert root_cause("<class 'builtins.OSError'>:<'no data'>") == "OSError: no data"
-    assert root_cause("<class 'OSError'>:<'no data'>") == "OSError: no data"
-
-
-@pytest.mark.parametrize("reason", [None, "", "out of disk", "<class 'X'>:<", "'>", 'File "a"'])
-def test_any_other_text_stays_as_it_is(reason: str | None) -> None:
-    assert (reason or "no reason given") in root_cause(reason) or root_cause(reason) == "X: "
+@pytest.mark.parametrize("function", CAUSES)
+def test_what_began_it_comes_first_with_the_users_line(function: Callable[[], None]) -> None:
+    assert re.fullmatch(CAUSES[function], told_by(function))
 
 
 # ---- in the log ----------------------------------------------------------------------------------
@@ -122,7 +100,7 @@ def log_of_a_round(
 def test_each_distinct_reason_is_one_line_with_its_clients(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    app = failing_app(lambda client: on_ray(raised_by(chained if client < 25 else plain)))
+    app = failing_app(lambda client: told_by(chained if client < 25 else plain))
     lines, nodes = log_of_a_round(app, 50, caplog)
     found = [line for line in lines if "left out" in line]
     assert len(found) == 2
@@ -130,6 +108,19 @@ def test_each_distinct_reason_is_one_line_with_its_clients(
         (line,) = [line for line in found if f"left out: {reason} (" in line]
         assert line.startswith("replies of 25 clients left out: ")
         assert all(str(node) in caplog.text for node in mine)
+
+
+@pytest.mark.parametrize("reason", ["out of disk", "<class 'OSError'>:<'no data'>"])
+def test_another_apps_reason_is_shown_as_it_was_sent(
+    reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pages = reason + "\n  File 'a.py', line 3" * 100 + "\nValueError: the last line"
+    lines, _ = log_of_a_round(failing_app(lambda client: pages if client else reason), 2, caplog)
+    short, long = [line for line in lines if "left out" in line]
+    assert f"left out: {reason}; " in short
+    assert f"left out: {reason} File 'a.py', line 3" in long
+    assert " ... " in long
+    assert "line 3 ValueError: the last line; " in long
 
 
 @pytest.mark.parametrize("hosts", [0, 2])
@@ -148,37 +139,31 @@ def test_clients_beside_the_server_that_fail_for_one_reason_are_one_line(
     said = [record for record in caplog.records if "no data" in record.getMessage()]
     (line,) = [r.getMessage() for r in said if r.levelno >= logging.WARNING]
     assert re.match(r"replies of 6 clients \[0, 1, .*\] left out: .*OSError: no data \(", line)
-    failed = [r.levelno for r in said if " failed: " in r.getMessage()]
-    assert failed == [logging.DEBUG] * (hosts or 6)  # where a node is alone: an error
+    assert not any(" failed: " in record.getMessage() for record in said)
 
 
-def test_what_engines_beside_the_server_log_of_a_clients_exception_is_for_debugging_alone(
+def test_a_node_alone_logs_the_error_itself(caplog: pytest.LogCaptureFixture) -> None:
+    log_failure("client 3", "OSError: no data")
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert record.getMessage() == f"client 3 failed: OSError: no data{TRACEBACK}"
+
+
+def test_what_an_engine_logs_of_unanswered_queries_is_for_debugging_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Flower's simulation logs it under these names, from threads of the server's process."""
+    """Flower's simulation logs each exception of an app; those of training stay errors."""
 
-    def worker() -> None:
-        log(logging.ERROR, "pages of traceback")
+    class Engine(InProcessGrid):
+        def answer(self, message: Message) -> Message | None:
+            log(logging.ERROR, "traceback of %s", message.metadata.message_type)
+            return super().answer(message)
 
-    def process_message() -> None:
-        log(logging.ERROR, "pages of traceback")
-
-    def another() -> None:
-        log(logging.ERROR, "something else")
-
-    def engine(client: int) -> str:
-        for function, module in ((worker, "vce_api"), (process_message, "raybackend")):
-            function.__code__ = function.__code__.replace(co_filename=f"/flwr/{module}.py")
-            function()
-        another()
-        return "tired"
-
-    lines, _ = log_of_a_round(failing_app(engine), 2, caplog)
-    assert lines.count("something else") == 2
-    assert "pages of traceback" not in lines
-    assert caplog.text.count("pages of traceback") == 4
-    worker()
-    assert caplog.records[-1].levelno == logging.ERROR  # of other runs nothing is kept back
+    federation = Engine(failing_app(lambda client: "tired"), 2)
+    FedAvg(fraction_evaluate=0.0).start(federation, to_record(START), 1)
+    levels = {record.getMessage(): record.levelno for record in caplog.records}
+    assert levels["traceback of query"] == logging.DEBUG
+    assert levels["traceback of train"] == logging.ERROR
 
 
 def test_no_share_of_clients_to_evaluate_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:

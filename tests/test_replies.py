@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from laws import START, Row, every_algorithm, local
 from problems import CLIENT_OF, DIM, grid, make_client_app, quadratics, to_record, to_vector
 from tampering import Tamper, numbers, tampered, words
@@ -207,3 +208,30 @@ def test_a_request_out_of_range_is_refused_by_the_client_in_the_strategys_words(
     one.rho = -1.0  # past the constructor's check
     with pytest.raises(NothingUsable, match=r"rho must be > 0, got -1\.0"):
         one.start(grid(quadratics(3)), to_record(START), 2)
+
+
+# ---- lists --------------------------------------------------------------------------------------
+
+
+def test_lists_are_averaged_as_flower_averages_them_and_odd_ones_are_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seen: list[RecordDict] = []
+
+    def fault(request: Message, reply: Message) -> Message:
+        if request.metadata.message_type == "train":
+            client = CLIENT_OF[request.metadata.dst_node_id]
+            record = reply.content.metric_records["metrics"]
+            record["recall"] = [0.1 * client, 1.0, -2.0 * client]
+            record["uneven"] = [3.0] * (3 if client else 2)
+            kept = {name: record[name] for name in ("recall", "num-examples")}
+            seen.append(RecordDict({"metrics": MetricRecord(kept)}))
+        return reply
+
+    one = FedAvg(local=local(), fraction_evaluate=0.0)
+    result = one.start(grid(quadratics(4), fault=fault), to_record(START), 1)
+    flowers = aggregate_metricrecords(seen, "num-examples")
+    found = result.train_metrics_clientapp[1]
+    np.testing.assert_allclose(found["recall"], flowers["recall"], rtol=1e-14)  # type: ignore[arg-type]
+    assert found["uneven"] == [3.0, 3.0, 3.0]
+    assert "lists of another length than most are left out: ['uneven']" in caplog.text

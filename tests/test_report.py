@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 from dataclasses import replace
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +47,10 @@ def test_the_report_holds_tables_pictures_settings_and_the_command(report: Path)
     assert ids == ["c-a", "p-a"]
     assert all(f'href="#{name}-b"' in text and f"url(#{name}-b)" in text for name in "cp")
     assert "lr 0.1 &lt;rho=0.1&gt;" in text
-    assert "<th>params</th>" in text
-    assert "<td>rho=0.1</td>" in text
+    today = date.today().isoformat()
+    assert f"<p>{today}. Seeds 1, 2. fl-strategies {version('fl-strategies')}, flwr " in text
+    assert re.search(r"<td>fedadmm</td>\s*<td>rho=0.1 eta=1.0 ", text)
+    assert re.search(r"<td>fedavg</td>\s*<td>weights=samples</td>", text)
     assert "rounds = 3" in text
     assert "python -m simulations.lab.compare --rounds 3" in text
     assert "Hyperparameters" not in text

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from flwr.app import ArrayRecord, Message, MetricRecord
-from laws import START, TABLE
-from problems import to_record
+from laws import START, TABLE, Row
+from problems import to_record, to_vector
 from resumed import FEDADMM, federation, interrupted, loss, outcome, run, stop_at, strategy
 
 from fl_strategies import BestModel, Checkpoints, EarlyStop, History, RoundInfo
+from fl_strategies.parts import Buffered, Clock, Deadline
 from simulations.config import RunConfig
 from simulations.experiment import run_in_process
 
@@ -184,3 +185,38 @@ def test_a_run_of_the_command_line_goes_on(tmp_path: Path) -> None:
 def test_run_configs_that_could_not_resume_are_refused(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         RunConfig.parse(keys)
+
+
+PACES: list[Any] = [
+    {"clock": Clock(step=1.0, spread=0.5), "pace": Deadline(over_select=1.5)},
+    {"clock": Clock(step=1.0, spread=0.5), "pace": Buffered(size=2)},
+    {"pace": Deadline(order="arrival", seconds=60.0)},
+    {"pace": Buffered(order="arrival", size=2)},
+]
+STOPPED = [
+    *(pytest.param(row, {}, id=row.name, marks=pytest.mark.sampled) for row in TABLE),
+    *(pytest.param(FEDADMM, pace, id=str(pace["pace"])) for pace in PACES),
+]
+
+
+@pytest.mark.parametrize(("row", "pace"), STOPPED)
+def test_should_stop_makes_its_round_the_last(
+    row: Row, pace: dict[str, Any], tmp_path: Path
+) -> None:
+    """The result is that of this round in a longer run; a resumed run stays ended."""
+    models: list[list[float]] = []
+    rounds: list[tuple[int, int]] = []
+
+    def stop(number: int, result: Any) -> bool:
+        rounds.append((number, max(result.train_metrics_clientapp)))
+        return number == 3
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    note = [lambda info: models.append(to_vector(info.arrays).tolist())]
+    run(strategy(row, whole, callbacks=note, **pace), whole, 8, resume=False)
+    ended = run(strategy(row, parts, **pace), parts, 8, resume=False, should_stop=stop)
+    assert rounds == [(1, 1), (2, 2), (3, 3)]
+    assert to_vector(ended.arrays).tolist() == models[2]
+    assert str(ended).startswith("Ended by should_stop after round 3\n")
+    again = run(strategy(row, parts, **pace), parts, 8)
+    assert (outcome(again), again.ended_by) == (outcome(ended), "should_stop")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from flwr.app import ArrayRecord, Message
-from laws import START, Row, every_algorithm, local, quiet
+from laws import START, Row, local, one_of_each_mechanism, quiet
 from problems import grid, quadratics, to_record, to_vector
 from resumed import FEDADMM, run, strategy
 
@@ -37,8 +37,7 @@ def lose_in(rounds: Collection[int]) -> Fault:
     return fault
 
 
-@every_algorithm
-@pytest.mark.sampled
+@one_of_each_mechanism
 def test_log_callbacks_results_requests_and_schedules_count_alike_over_two_starts(
     row: Row, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, Context
-from laws import Row, every_algorithm, local
+from laws import Row, local, one_of_each_mechanism
 from scripted import KNOBS, ROWS
 from torch import nn
 
-from clients import AnyAlgorithmClient, ContextStore, FlatModel, Problem, client_app, client_id
+from clients import AnyAlgorithmClient, Border, ContextStore, Problem, client_app, client_id
 from clients.node.in_process import InProcessGrid
 from fl_strategies import FedAvg, FederatedStrategy
 from fl_strategies.core.layout import BufferMean
@@ -23,10 +23,10 @@ from fl_strategies.server import stages
 CLIENTS, HOSTILE, SAMPLES, ROUNDS = 4, 2, 8, 2
 
 
-def normalised() -> FlatModel:
+def normalised() -> Border:
     parts = [("norm", nn.BatchNorm1d(3)), ("in", nn.Linear(3, 4)), ("out", nn.Linear(4, 1))]
     torch.manual_seed(1)
-    return FlatModel(nn.Sequential(OrderedDict(parts)).double(), head="out")
+    return Border(nn.Sequential(OrderedDict(parts)).double(), head="out")
 
 
 class Client(AnyAlgorithmClient):
@@ -77,10 +77,10 @@ def strategy_of(row: Row, **options: Any) -> FederatedStrategy:
     return row.strategy(**{**KNOBS.get(row.name, {}), **usual, **options})
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("fold", [False, True], ids=["each upload", "one mean"])
-@pytest.mark.parametrize("bound", [None, 10.0])
-@every_algorithm
+@pytest.mark.parametrize(
+    ("bound", "fold"), [(None, False), (10.0, True)], ids=["each upload", "one mean, bounded"]
+)
+@one_of_each_mechanism
 def test_a_client_with_a_negative_variance_and_countless_samples_is_as_one_that_failed(
     row: Row, bound: float | None, fold: bool
 ) -> None:

@@ -8,12 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from laws import REVIEWED, START, Row, every_algorithm, local, train
+from conftest import SAMPLE
+from federations import lose
+from laws import REVIEWED, START, TABLE, Row, local, quiet, train
+from limits import STEPS
 from problems import Quadratic, grid, quadratics
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from clients import FlatModel, LocalTraining, Problem, solve
+from clients import Border, LocalTraining, Problem, solve
+from clients.learning.sam import climb_of, climbed
+from fl_strategies import FedAvg
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.solvers.local import WITHOUT_SAM
@@ -60,9 +65,7 @@ def test_both_passes_have_the_same_masks_and_statistics_follow_the_first() -> No
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
     x, y = torch.randn(12, 3), torch.tensor([0, 1] * 6)
-    plain, climbed = (
-        Problem(FlatModel(copy.deepcopy(module)), cross_entropy, x, y) for _ in range(2)
-    )
+    plain, climbed = (Problem(Border(copy.deepcopy(module)), cross_entropy, x, y) for _ in range(2))
     states = []
     for problem, radius in ((plain, 0.0), (climbed, 1e-6)):
         torch.manual_seed(1)
@@ -76,9 +79,13 @@ def test_both_passes_have_the_same_masks_and_statistics_follow_the_first() -> No
     assert torch.equal(mean, mean_sam)
 
 
-@every_algorithm
-def test_any_rule_runs_with_it_or_says_why_not(row: Row) -> None:
-    settings = {**local(), "sam": RADIUS}
+ROWS = [row for row in TABLE if row.name in SAMPLE | {"fedpd-vr", "moon", "per-fedavg"}]
+
+
+@pytest.mark.parametrize("direction", ["local", "global"])
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_any_rule_runs_with_it_or_says_why_not(row: Row, direction: str) -> None:
+    settings = {**local(), "sam": RADIUS, "sam-direction": direction}
     try:
         strategy = row.strategy(local=settings)
     except ValueError as error:
@@ -94,6 +101,58 @@ def test_any_rule_runs_with_it_or_says_why_not(row: Row) -> None:
     )
     assert np.isfinite(found).all()
     assert not np.array_equal(found, plain)
+
+
+def up(before: np.ndarray | None, theta: np.ndarray) -> np.ndarray:
+    """Return s d / ||d|| of (2), 0 where there is no direction."""
+    if before is None:
+        return 0.0 * theta
+    return RADIUS * (before - theta) / np.linalg.norm(before - theta)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_the_global_direction_is_from_the_model_of_the_last_round_that_was_used(
+    momentum: float,
+) -> None:
+    """FedAvg; client 0's reply of round 2 is lost, so that its direction is from round 1's."""
+    problems, theta = quadratics(3), START
+    before: list[np.ndarray | None] = [None] * 3
+    for number in range(1, 5):
+        models = {}
+        for i, q in enumerate(problems):
+            w, velocity = theta, 0.0 * theta
+            for _ in range(STEPS):
+                velocity = momentum * velocity + q.gradient(w + up(before[i], theta))
+                w = w - RATE * velocity
+            if (number, i) != (2, 0):
+                models[i], before[i] = w, theta
+        weights = {i: problems[i].n for i in models}
+        theta = sum(weights[i] * w for i, w in models.items()) / sum(weights.values())
+    settings = {"sam": RADIUS, "sam-direction": "global", "momentum": momentum}
+    one = quiet(FedAvg, local=local(**settings), min_replies=2)
+    found = train(one, grid(problems, fault=lose((2, 0))), 4)
+    np.testing.assert_allclose(found, theta, rtol=1e-11)
+
+
+def test_a_step_up_the_last_change_takes_one_gradient_and_leaves_w_to_the_bit() -> None:
+    problem, calls = quadratics(1)[0].problem(), []
+    problem.model.write(torch.tensor(START))
+    problem.model.module.register_forward_hook(lambda *_: calls.append(problem.model.vector))
+    climb = climb_of(torch.tensor(START + 1.0), torch.tensor(START), RADIUS)
+    assert climb is not None
+    climbed(problem, climb)(problem.data.whole)
+    (seen,) = calls
+    np.testing.assert_allclose(seen.numpy() - START, RADIUS / np.sqrt(5), rtol=1e-12)
+    np.testing.assert_array_equal(problem.model.vector.numpy(), START)
+    assert climb_of(None, torch.tensor(START), RADIUS) is None
+    assert climb_of(torch.tensor(START), torch.tensor(START), RADIUS) is None
+
+
+def test_a_direction_without_a_radius_is_refused() -> None:
+    with pytest.raises(ValueError, match="sam-direction = 'global' has no effect: sam is 0"):
+        FedAvg(local={"sam-direction": "global"})
+    with pytest.raises(ValueError, match="sam_direction must be one of"):
+        LocalTraining(sam=0.1, sam_direction="worldwide")
 
 
 def test_solvers_that_need_the_gradient_at_w_refuse_it() -> None:

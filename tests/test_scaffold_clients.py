@@ -16,13 +16,16 @@ from torch.nn.functional import cross_entropy
 
 from clients import (
     AnyAlgorithmClient,
+    Batch,
+    Border,
     ContextStore,
-    FlatModel,
     LocalTraining,
     Problem,
     SCAFFOLDClient,
 )
 from fl_strategies import SCAFFOLD, scaffold
+from fl_strategies.core.oracle import Solved
+from fl_strategies.solvers.gradient_weights import weight_of
 from simulations import models
 
 one = partial(quiet, SCAFFOLD)
@@ -38,9 +41,9 @@ class Recording(Problem):
         super().__init__(*args)
         self.seen: list[Tensor] = []
 
-    def gradient(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        found = super().gradient(inputs, targets)
-        self.seen.append(self.model.gradient.clone())
+    def gradient(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        found = super().gradient(batch)
+        self.seen.append(self.model.gradient)
         return found
 
     def full_gradient(self) -> Tensor:
@@ -64,7 +67,7 @@ def test_a_clients_c_is_the_mean_of_the_gradients_of_the_steps_it_took(
 ) -> None:
     """7 examples; also through the plain NumPyClient, given what the last request acknowledges."""
     (q,) = quadratics(1)
-    problem = Recording(FlatModel(Linear()), half_mean_square, torch.tensor(q.X), torch.tensor(q.y))
+    problem = Recording(Border(Linear()), half_mean_square, torch.tensor(q.X), torch.tensor(q.y))
     context = next(iter(grid([q]).contexts.values()))
     client = AnyAlgorithmClient(problem, client_id=0, store=ContextStore(context))
     rng = np.random.default_rng(1)
@@ -90,7 +93,7 @@ def test_control_variates_lie_over_the_trainable_arrays_by_name() -> None:
     """One step: c_i+ is the gradient g and w - theta = -lr (g + c), array by array, also of filters
     that the client keeps channels-last; there is none for a running statistic."""
     rng = np.random.default_rng(5)
-    model = FlatModel(models.build("cnn-bn", (2, 4, 4), 3, seed=0), dtype=torch.float64)
+    model = Border(models.build("cnn-bn", (2, 4, 4), 3, seed=0).double())
     x, y = torch.tensor(rng.normal(size=(6, 2, 4, 4))), torch.tensor(rng.integers(0, 3, 6))
     context = next(iter(grid(quadratics(1)).contexts.values()))
     client = SCAFFOLDClient(
@@ -134,8 +137,7 @@ def test_bytes_of_both_vectors_are_counted_both_ways() -> None:
 
 # ---- what is refused ----------------------------------------------------------------------------
 
-NOT_PLAIN = {
-    "momentum": 0.9,
+NO_STEPS = {
     "solver": "adam",
     "extrapolation": 0.5,
     "box": 1.0,
@@ -143,14 +145,15 @@ NOT_PLAIN = {
 }
 
 
-@pytest.mark.parametrize("name", NOT_PLAIN)
-def test_option_two_refuses_what_is_no_plain_gradient_step(name: str) -> None:
-    message = f'{name} must be one of .*got .*: SCAFFOLD with option="II" needs plain'
-    with pytest.raises(ValueError, match=message):
-        one(local=local() | {name: NOT_PLAIN[name]})
-    assert one(option="I", local=local() | {name: NOT_PLAIN[name]}).option == "I"
+@pytest.mark.parametrize("name", NO_STEPS)
+def test_option_two_refuses_what_is_no_gradient_step(name: str) -> None:
+    message = f"{name} must be .*got .*: "
+    settings = local() | {name: NO_STEPS[name]}
+    with pytest.raises(ValueError, match=f'{message}SCAFFOLD .*needs .*; use option="I"$'):
+        one(local=settings)
+    assert one(option="I", local=settings).option == "I"
     (q,) = quadratics(1)
-    mine = {name.replace("-", "_"): NOT_PLAIN[name]}
+    mine = {name.replace("-", "_"): NO_STEPS[name]}
     context = next(iter(grid([q]).contexts.values()))
     client = SCAFFOLDClient(
         q.problem(),
@@ -159,20 +162,27 @@ def test_option_two_refuses_what_is_no_plain_gradient_step(name: str) -> None:
         training=LocalTraining(**mine),
     )
     arrays = [START[:4].reshape(2, 2), START[4:]] * 2
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"{message}the algorithm needs to know what"):
         client.fit(arrays, {"option": "II"})
 
 
-def test_momentum_would_make_c_too_large() -> None:
-    """Why it is refused: 10 steps of a constant gradient g with momentum 0.9 walk 5.9 g per lr."""
-    g, w, v = np.ones(DIM), np.zeros(DIM), np.zeros(DIM)
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_with_momentum_a_clients_c_is_a_mean_of_its_gradients(nesterov: bool) -> None:
+    """Of a constant gradient g it is g; steps counted one by one would make it 4 g and more."""
+    g, w, v = np.arange(1.0, DIM + 1), np.zeros(DIM), np.zeros(DIM)
     for _ in range(10):
         v = 0.9 * v + g
-        w = w - 0.1 * v
+        w = w - 0.1 * (g + 0.9 * v if nesterov else v)
+    rates = 0.1 * weight_of(10, momentum=0.9, nesterov=nesterov)
+
+    class Walked(Formula):
+        def solve(self, start: Any, subproblem: Any, **_: Any) -> Solved:
+            return Solved(w, steps=10, rates=rates)
+
     state = scaffold.first_state(np.zeros(DIM))
-    walked = Formula(minimiser=lambda start, sub: w, steps=10)
-    new = scaffold.client_rule(state, 0.0 * w, 0.0 * w, walked, rate=0.1).state
-    assert (new.c > 4.0 * g).all()
+    new = scaffold.client_rule(state, 0.0 * w, Walked(), control=0.0 * w).state
+    np.testing.assert_allclose(new.c, g, rtol=1e-12)
+    assert (-w / (10 * 0.1) > 4.0 * g).all()
 
 
 @pytest.mark.parametrize(

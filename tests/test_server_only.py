@@ -25,7 +25,7 @@ class State(NamedTuple):
 class FedAvgM(FedAvg):
     """v <- 0.9 v + (mean - theta);  theta <- theta + v  (Hsu, Qi, Brown, 2019)."""
 
-    algorithm, runs, averages = "fedavgm", "fedavg", ""
+    algorithm, runs, averages, folds = "fedavgm", "fedavg", "", True
 
     def first_state(self, theta: Vector) -> State:
         return State(np.zeros_like(theta))

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
+import dog
 import numpy as np
+import prodigyopt
 import pytest
+import schedulefree
 import torch
 from problems import CENTRE, DIM, SLOPE, Quadratic, quadratics
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from clients import FlatModel, LocalTraining, Problem, solve
+from clients import Border, FedAvgClient, LocalTraining, Problem, solve
+from fl_strategies import FedAvg
 from fl_strategies.core.oracle import Solved
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.subproblem import Subproblem
+from fl_strategies.solvers.local import PACKAGED
 
 QUADRATIC = quadratics(4)[3]
 """13 examples: mini-batches of 4 leave one of a single example."""
@@ -42,7 +48,8 @@ def run(
 
 def slope_at(w: np.ndarray, quadratic: Quadratic = QUADRATIC) -> np.ndarray:
     """The subproblem's gradient, by its matrix form."""
-    return quadratic.A @ (w - quadratic.b) + SLOPE + PULL * (w - CENTRE)
+    slope: np.ndarray = quadratic.A @ (w - quadratic.b) + SLOPE + PULL * (w - CENTRE)
+    return slope
 
 
 def twin(make: Any, batch_size: int, epochs: int, seed: int = 1, decay: float = 0.0) -> np.ndarray:
@@ -61,7 +68,7 @@ def twin(make: Any, batch_size: int, epochs: int, seed: int = 1, decay: float = 
                 optimizer.zero_grad()
                 loss = 0.5 * ((X[chosen] @ w - y[chosen]) ** 2).mean() + slope @ w
                 loss = loss + PULL / 2 * ((w - centre) ** 2).sum() + decay / 2 * (w**2).sum()
-                loss.backward()
+                torch.autograd.backward(loss)
                 return loss.detach()
 
             optimizer.step(closure)
@@ -113,7 +120,7 @@ def test_every_solver_goes_to_the_subproblems_minimiser(
     np.testing.assert_allclose(w, QUADRATIC.argmin(SLOPE, PULL, CENTRE), rtol=0, atol=tolerance)
 
 
-SAME_AS_TORCH = {
+SAME_AS_TORCH: dict[str, Any] = {
     "gd": ({}, 0, lambda p: torch.optim.SGD(p, lr=0.05)),
     "sgd": ({}, 4, lambda p: torch.optim.SGD(p, lr=0.05)),
     "sgd-momentum": ({"momentum": 0.9}, 4, lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)),
@@ -146,7 +153,7 @@ def steps_of(
     """Return where a small network comes to; ``sgd`` is taken directly, ``SGD`` by torch."""
     torch.manual_seed(3)
     x, module = torch.randn(13, 7), nn.Sequential(nn.Linear(7, 19), nn.Tanh(), nn.Linear(19, 3))
-    problem = Problem(FlatModel(module, dtype=dtype), cross_entropy, x, (x.sum(1) > 0).long())
+    problem = Problem(Border(module.to(dtype)), cross_entropy, x, (x.sum(1) > 0).long())
     start = problem.model.vector.clone()
     subproblem = Subproblem(slope * start if slope else 0.0, pull, start)
     training = LocalTraining(solver=solver, lr=0.07, epochs=4, batch_size=5, **options)
@@ -186,6 +193,226 @@ def test_plain_steps_along_slope_and_pull_are_torchs_to_rounding(slope: float, p
     # coarse numbers would lose a small pull that is not first added to the gradient
     directly, by_torch = (steps_of(name, slope, pull, torch.bfloat16) for name in ("sgd", "SGD"))
     assert torch.equal(directly, by_torch)
+
+
+# ---- what everybody's loop has -------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    """A body of matrices and a head with a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 4, bias=False), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(torch.tanh(self.body(x)))
+        return out
+
+
+SAMPLES = torch.linspace(-3, 3, 65, dtype=torch.float64).reshape(13, 5).sin(), torch.arange(13) % 3
+
+
+def layers(matrices: bool = False) -> nn.Module:
+    torch.manual_seed(4)
+    if matrices:
+        return nn.Sequential(nn.Linear(5, 4, bias=False), nn.Linear(4, 3, bias=False)).double()
+    return Layers().double()
+
+
+def clipped_in_a_hook(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """An optimizer that clips by itself, as a user might."""
+    chosen = [*parameters]
+    optimizer = torch.optim.SGD(chosen, lr=lr, momentum=0.5)
+
+    def clip(*_: Any) -> None:
+        nn.utils.clip_grad_norm_(chosen, 0.1)
+
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
+def grouped(parameters: Any, lr: float, module: nn.Module) -> torch.optim.Optimizer:
+    """No decay of biases, and another rate for the head."""
+    named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    return torch.optim.AdamW(
+        [
+            {"params": [p for n, p in named if n.startswith("body")], "weight_decay": 0.2},
+            {"params": [p for n, p in named if n.startswith("head")], "lr": 3 * lr},
+        ],
+        lr=lr,
+        weight_decay=0.0,
+    )
+
+
+def without_rate(parameters: Any) -> None:
+    """What a request must not call."""
+    raise AssertionError
+
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], Any]] = {
+    "direct": ("sgd", {}, lambda m: torch.optim.SGD(m.parameters(), lr=0.1)),
+    "direct, momentum and decay": (
+        "sgd",
+        {"momentum": 0.9, "weight_decay": 0.2},
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.2),
+    ),
+    "adam": ("adam", {}, lambda m: torch.optim.Adam(m.parameters(), lr=0.1)),
+    "Muon": ("Muon", {}, lambda m: torch.optim.Muon(m.parameters(), lr=0.1)),
+    "Adafactor": ("Adafactor", {}, lambda m: torch.optim.Adafactor(m.parameters(), lr=0.1)),
+    "a hook": (clipped_in_a_hook, {}, lambda m: clipped_in_a_hook(m.parameters(), 0.1)),
+    "groups by name": (grouped, {}, lambda m: grouped(None, 0.1, m)),
+    "by request": ("test_solvers:grouped", {}, lambda m: grouped(None, 0.1, m)),
+    "prodigy": (
+        "prodigy",
+        {"solver_params": "d0=0.01", "weight_decay": 0.2},
+        lambda m: prodigyopt.Prodigy(m.parameters(), lr=0.1, d0=0.01, weight_decay=0.2),
+    ),
+    "dog": (
+        "dog",
+        {"solver_params": "reps_rel=0.1"},
+        lambda m: dog.DoG(m.parameters(), lr=0.1, reps_rel=0.1),
+    ),
+    "schedule-free": (
+        "schedule-free",
+        {"momentum": 0.7},
+        lambda m: schedulefree.SGDScheduleFree(m.parameters(), lr=0.1, momentum=0.7),
+    ),
+}
+SCHEDULES: dict[str, Any] = {
+    "": lambda step, steps: 1.0,
+    "cosine": lambda step, steps: (1 + np.cos(np.pi * step / steps)) / 2,
+    "linear": lambda step, steps: 1 - step / steps,
+    "step every=3 factor=0.5": lambda step, steps: 0.5 ** (step // 3),
+    "constant warm-up=4": lambda step, steps: min(1.0, (step + 1) / 4),
+    "cosine warm-up=2": lambda step, steps: (
+        (step + 1) / 2 if step < 2 else (1 + np.cos(np.pi * (step - 2) / (steps - 2))) / 2
+    ),
+}
+
+
+def plain_loop(
+    make: Any, schedule: Any, bound: float, pull: float, matrices: bool, steps: int = 8
+) -> torch.Tensor:
+    """Two epochs of a plain loop: clip f's gradient, add FedProx's, step, and step the rate.
+
+    A schedule-free optimizer has its modes, and DoG its authors' average.
+    """
+    module, rng = layers(matrices), stream(1, "t")
+    begun = copy.deepcopy(module)
+    optimizer = make(module)
+    average = dog.PolynomialDecayAverager(module) if isinstance(optimizer, dog.DoG) else None
+    if isinstance(optimizer, schedulefree.SGDScheduleFree):
+        optimizer.train()
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, steps))
+    x, y = SAMPLES
+    for _ in range(2):
+        for rows in torch.split(torch.from_numpy(rng.permutation(13)), 4):
+            optimizer.zero_grad()
+            torch.autograd.backward(cross_entropy(module(x[rows]), y[rows]))
+            if bound:
+                nn.utils.clip_grad_norm_(module.parameters(), bound)
+            for p, centre in zip(module.parameters(), begun.parameters(), strict=True):
+                assert p.grad is not None
+                p.grad += pull * (p.detach() - centre.detach())
+            optimizer.step()
+            rates.step()
+            if average is not None:
+                average.step()
+    if isinstance(optimizer, schedulefree.SGDScheduleFree):
+        optimizer.eval()
+    module = module if average is None else average.averaged_model
+    return nn.utils.parameters_to_vector(module.parameters()).detach()
+
+
+@pytest.mark.parametrize("pull", [0.0, 0.7])
+@pytest.mark.parametrize("bound", [0.0, 0.2])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_clipping_and_rates_by_step_are_those_of_a_plain_loop(
+    name: str, schedule: str, bound: float, pull: float
+) -> None:
+    """Of f's gradient alone: FedProx's term is added after clipping."""
+    solver, settings, make = OPTIMIZERS[name]
+    matrices = name == "Muon"
+    problem = Problem(layers(matrices), cross_entropy, *SAMPLES)
+    start = problem.model.vector
+    training = LocalTraining(
+        solver=solver, lr=0.1, lr_schedule=schedule, max_grad_norm=bound, batch_size=4, epochs=2,
+        **settings,
+    )  # fmt: skip
+    w = solve(problem, start, Subproblem(0.0, pull, start), training, stream(1, "t")).w
+    expected = plain_loop(make, SCHEDULES[schedule], bound, pull, matrices)
+    torch.testing.assert_close(w, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("solver", ["prodigy", "dog", "schedule-free"])
+def test_a_solver_of_a_package_names_it_if_it_is_not_installed(
+    solver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, module, _ = PACKAGED[solver]
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=f"^solver '{solver}': .*: pip install {package}$"):
+        FedAvg(local={"solver": solver})
+
+
+@pytest.mark.parametrize("solver", ["dog", "schedule-free"])
+def test_a_residual_is_that_of_the_model_which_would_be_returned(solver: str) -> None:
+    """It is measured after each epoch, and the optimizer goes on from its own iterate."""
+    options: dict[str, Any] = {"solver": solver, "lr": 0.3, "batch_size": 4, "epochs": 3}
+    w, solved = run(LocalTraining(**options, residual=0.0))
+    assert solved.residual == pytest.approx(slope_at(w) @ slope_at(w), rel=1e-9)
+    np.testing.assert_allclose(w, run(LocalTraining(**options))[0], rtol=1e-12)
+
+
+@pytest.mark.parametrize("solver", ["dog", "schedule-free"])
+def test_an_average_lies_in_the_box(solver: str) -> None:
+    options = {"dog": {"solver_params": "reps_rel=0.9"}, "schedule-free": {}}[solver]
+    w, _ = run(LocalTraining(solver=solver, box=0.3, batch_size=4, epochs=2, **options))
+    assert np.abs(w).max() == 0.3
+
+
+def test_a_function_named_by_a_request_needs_a_learning_rate() -> None:
+    problem = Problem(layers(), cross_entropy, *SAMPLES)
+    client = FedAvgClient(problem, client_id=0)
+    arrays = problem.model.arrays(problem.model.vector)
+    client.fit(arrays, {"solver": "test_solvers:grouped", "lr": 0.1})
+    with pytest.raises(ValueError, match="'test_solvers:without_rate' must be a function with an"):
+        client.fit(arrays, {"solver": "test_solvers:without_rate", "lr": 0.1})
+
+
+def test_an_optimizer_with_modes_trains_in_one_and_is_measured_in_the_other() -> None:
+    """As those that are schedule-free: the model is an average of the iterates."""
+
+    class Averaging(torch.optim.SGD):
+        def __init__(self, params: Any, lr: float) -> None:
+            super().__init__(params, lr=lr)
+            self.trains, self.sums, self.steps = False, list[torch.Tensor](), 0
+
+        def train(self) -> None:
+            self.trains = True
+
+        def step(self, closure: Any = None) -> Any:
+            assert self.trains
+            loss = super().step(closure)
+            here = [p.detach().clone() for p in self.param_groups[0]["params"]]
+            self.sums = [a + b for a, b in zip(self.sums, here, strict=True)] if self.sums else here
+            self.steps += 1
+            return loss
+
+        @torch.no_grad()
+        def eval(self) -> None:
+            self.trains = False
+            for p, total in zip(self.param_groups[0]["params"], self.sums, strict=True):
+                p.copy_(total / self.steps)
+
+    lr, steps = 0.25, 5
+    w, _ = run(LocalTraining(solver=Averaging, lr=lr, steps=steps, batch_size=0))
+    here, total = START, np.zeros(DIM)
+    for _ in range(steps):
+        here = here - lr * slope_at(here)
+        total = total + here
+    np.testing.assert_allclose(w, total / steps, rtol=1e-12)
 
 
 def test_weight_decay_is_a_ridge_on_the_loss() -> None:
@@ -267,8 +494,8 @@ def batchnorm_problem() -> Problem:
     module = nn.Sequential(
         nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.3), nn.Linear(6, 2)
     )
-    x = torch.randn(13, 3)
-    return Problem(FlatModel(module), cross_entropy, x, (x.sum(1) > 0).long())
+    x = torch.randn(14, 3)
+    return Problem(module, cross_entropy, x, (x.sum(1) > 0).long())
 
 
 def test_measuring_the_residual_does_not_change_the_training() -> None:
@@ -284,19 +511,11 @@ def test_measuring_the_residual_does_not_change_the_training() -> None:
         np.testing.assert_array_equal(plain, measured)
 
 
-def test_a_last_batch_of_one_example_trains_a_model_with_batchnorm() -> None:
-    problem = batchnorm_problem()
-    start = problem.model.vector.clone()
-    training = LocalTraining(epochs=2, batch_size=4)
-    solved = solve(problem, start, Subproblem(), training, stream(1, "local"))
-    assert solved.steps == 8
-    assert solved.w.isfinite().all()
-    assert not torch.equal(solved.w, start)
-    # three batches of each epoch have statistics of their own
-    assert int(problem.model.module[1].num_batches_tracked) == 6
-
-
-def test_loss_and_accuracy_are_those_of_the_last_epochs_batches() -> None:
+@pytest.mark.parametrize("at_once", [1, 1 << 20])
+def test_loss_and_accuracy_are_those_of_the_last_epochs_batches(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clients.learning.loop.COUNTED", at_once)
     problem = batchnorm_problem()
     module = copy.deepcopy(problem.model.module).train()
     training = LocalTraining(epochs=1, batch_size=4, lr=1e-30)  # w stays, so the twin can follow
@@ -307,13 +526,12 @@ def test_loss_and_accuracy_are_those_of_the_last_epochs_batches() -> None:
     torch.manual_seed(5)
     loss = right = 0.0
     with torch.no_grad():
-        for x, y in problem.batches(stream(1, "local"), 4):
-            module[1].train(len(x) > 1)
+        for x, y, _ in problem.data.batches(stream(1, "local"), 4):
             outputs = module(x)
             loss += float(cross_entropy(outputs, y, reduction="sum"))
             right += float((outputs.argmax(1) == y).sum())
-    assert float(solved.loss) == pytest.approx(loss / 13, rel=1e-6)
-    assert float(solved.accuracy) == right / 13
+    assert float(solved.loss) == pytest.approx(loss / 14, rel=1e-6)
+    assert float(solved.accuracy) == right / 14
 
 
 def test_the_order_of_batches_depends_on_the_stream_only() -> None:
@@ -333,21 +551,27 @@ def test_inputs_are_never_written_to(solver: Any) -> None:
     np.testing.assert_array_equal(start, START)
     np.testing.assert_array_equal(subproblem.slope, SLOPE)
     np.testing.assert_array_equal(subproblem.centre, CENTRE)
-    np.testing.assert_array_equal(problem.inputs, QUADRATIC.X)
-    np.testing.assert_array_equal(problem.targets, QUADRATIC.y)
+    np.testing.assert_array_equal(problem.tensors.inputs, QUADRATIC.X)
+    np.testing.assert_array_equal(problem.tensors.targets, QUADRATIC.y)
 
 
 def test_the_result_is_a_vector_of_its_own() -> None:
     problem = QUADRATIC.problem()
     w = solve(problem, torch.tensor(START), bent(), LocalTraining(), stream(1, "l")).w
     before = w.clone()
-    problem.model.vector.zero_()
+    problem.model.write(0.0 * w)
     assert torch.equal(w, before)
 
 
 @pytest.mark.parametrize("name", ["lr", "epochs", "momentum", "weight_decay", "batch_size"])
 def test_every_setting_changes_the_result_when_doubled(name: str) -> None:
-    base = {"lr": 0.05, "epochs": 2, "momentum": 0.4, "weight_decay": 0.1, "batch_size": 4}
+    base: dict[str, Any] = {
+        "lr": 0.05,
+        "epochs": 2,
+        "momentum": 0.4,
+        "weight_decay": 0.1,
+        "batch_size": 4,
+    }
     doubled = base | {name: base[name] * 2}
     assert not np.array_equal(run(LocalTraining(**base))[0], run(LocalTraining(**doubled))[0])
 
@@ -370,8 +594,11 @@ BAD = [
     ({"nesterov": True}, "(?i)nesterov .*momentum"),
     ({"solver": "newton"}, "unknown solver 'newton'; known: .*'gd'"),
     ({"solver": "lr_scheduler"}, "unknown solver 'lr_scheduler'"),
-    ({"solver": "Muon"}, "'Muon' takes other steps for a matrix than for a vector, and local s"),
-    ({"solver": "Adafactor"}, "'Adafactor' takes other steps for a matrix than for a vector"),
+    ({"max_grad_norm": -1.0}, r"max_grad_norm must be >= 0, got -1\.0"),
+    ({"lr_schedule": "cosin"}, "lr_schedule must be .*cosine.*got 'cosin'"),
+    ({"lr_schedule": "step every=2"}, "lr_schedule: step needs factor"),
+    ({"lr_schedule": "cosine every=2"}, "lr_schedule: cosine has no option 'every'"),
+    ({"lr_schedule": "linear", "solver": "sps"}, "lr_schedule must be empty with the solver 'sps'"),
     ({"solver": "adam", "momentum": 0.9}, "solver 'adam' has no momentum"),
     ({"solver": rprop, "weight_decay": 0.1}, "has no weight_decay"),
 ]

@@ -216,11 +216,6 @@ def test_a_saved_state_goes_on_where_it_stopped() -> None:
     np.testing.assert_array_equal(w.detach(), points[-1])
 
 
-def test_a_closure_is_needed() -> None:
-    with pytest.raises(ValueError, match=r"SPS\.step needs a closure"):
-        SPS([nn.Parameter(torch.ones(1))]).step()
-
-
 BAD = [
     ({"lr": -1.0}, r"lr must be > 0, got -1\.0"),
     ({"c": 0.0}, r"c must be > 0, got 0\.0"),

@@ -18,8 +18,9 @@ from stacked_runs import (
 from stacked_runs import nothing_was_said as nothing_was_said
 
 from clients import (
+    Border,
     FedAvgClient,
-    FlatModel,
+    Problem,
     client_app,
 )
 from clients.learning.memory import client_bytes
@@ -45,12 +46,26 @@ def test_the_memory_that_is_stated_bounds_the_vectors_of_a_stack() -> None:
     each = sum(client_bytes(problems[0], 4))
     assert each >= 12 * vector.numel() * vector.element_size()
     seen: list[int] = []
-    with mock.patch(
-        "clients.stacking.fit._stacked", lambda some, *_: seen.append(len(some)) or [0] * len(some)
-    ):
+
+    def noted(members: Any, *_: Any) -> dict[int, Any]:
+        seen.append(len(members))
+        return {member.place: None for member in members}
+
+    with mock.patch("clients.stacking.fit._stacked", noted):
         clients = [FedAvgClient(p, client_id=i) for i, p in enumerate(problems)]
         fit_all(clients, start(problems), [{}] * 40, stack=1000, memory=13 * each)
     assert seen == [13, 13, 13, 1]
+
+
+def test_problems_of_one_module_are_trained_in_one_stack() -> None:
+    """Each has a border of its own."""
+    problems = classified(smooth(), sizes=(7,) * 4)
+    module, loss = problems[0].model.module, problems[0].loss
+    own = [Problem(module, loss, p.tensors.inputs, p.tensors.targets) for p in problems]
+    clients = [FedAvgClient(problem, client_id=i) for i, problem in enumerate(own)]
+    with mock.patch("clients.stacking.fit.stacked_steps", wraps=fit.stacked_steps) as stacks:
+        fit_all(clients, start(problems), [{}] * 4, stack=9)
+    assert [len(call.args[0]) for call in stacks.call_args_list] == [4]
 
 
 def rows(*gains: tuple[str, str, int, int, float]) -> list[dict[str, Any]]:
@@ -64,7 +79,7 @@ def test_auto_stacks_where_the_table_has_a_gain_for_as_large_a_model_and_as_few_
         ("cpu", "dense", 900, 10, 0.9), ("cpu", "dense", 900, 50, 1.2),
         ("cpu", "conv", 900, 50, 9.0),
     )  # fmt: skip
-    model = FlatModel(smooth())  # 43 parameters
+    model = Border(smooth())  # 43 parameters
     with mock.patch.object(choice, "table", return_value=table):
         assert choice.measured_gain("cpu", "dense", 43, 49) == 4.0
         assert choice.measured_gain("cpu", "dense", 101, 49) == 0.9
@@ -81,7 +96,7 @@ def test_auto_stacks_where_the_table_has_a_gain_for_as_large_a_model_and_as_few_
 def test_auto_trains_those_one_by_one_that_work_much_longer_than_the_rest() -> None:
     """A step of ten or fewer takes 2.5 steps of one, one of fifty takes 8."""
     table = rows(("cpu", "dense", 100, 10, 4.0), ("cpu", "dense", 100, 50, 6.25))
-    model = FlatModel(smooth())
+    model = Border(smooth())
     choice._costs.cache_clear()
     with mock.patch.object(choice, "table", return_value=table):
         for steps in ([4] * 60, [4] * 10, [1000, 900] + [4] * 50, [30, 20, 10, 5, 4, 3, 2, 1]):
@@ -98,12 +113,14 @@ def test_who_works_much_longer_is_in_no_stack() -> None:
     clients = [FedAvgClient(p, client_id=i) for i, p in enumerate(problems)]
     table = mock.patch.object(choice, "table", return_value=rows(("cpu", "dense", 100, 5, 4.0)))
     choice._costs.cache_clear()
-    stacks = mock.patch("clients.stacking.fit._stacked", side_effect=lambda some, *_: some)
+    stacks = mock.patch(
+        "clients.stacking.fit._stacked", side_effect=lambda some, *_: {m.place: None for m in some}
+    )
     with table, stacks as stacked, mock.patch("clients.stacking.fit._alone") as alone:
         fit_all(clients, start(problems), [{}] * 13, stack="auto")
     choice._costs.cache_clear()
     assert [call.args[0].client_id for call in alone.call_args_list] == [0]
-    assert [[c.client_id for c, _ in call.args[0]] for call in stacked.call_args_list] == [
+    assert [[m.client.client_id for m in call.args[0]] for call in stacked.call_args_list] == [
         [*range(1, 13)]
     ]
 

@@ -16,31 +16,37 @@ import pytest
 import torch
 from problems import DIM
 
+from clients import CLIENTS
 from fl_strategies import (
     STRATEGIES,
     a_fedpd,
+    apfl,
     ditto,
     fedadmm,
+    fedamp,
     fedavg,
+    fedbabu,
     fedbc,
     feddyn,
     fednova,
     fedpd,
     fedpd_vr,
     fedprox,
-    moon,
+    fedrep,
     per_fedavg,
     per_fedbc,
     pfedme,
     proximity,
+    proxskip,
     q_fedavg,
     scaffold,
 )
 from fl_strategies.bcd import fedbcd, fedbcd_i
-from fl_strategies.core.oracle import Gradient, Solved, Step
+from fl_strategies.core.oracle import Gradient, Idle, Solved, Step
 from fl_strategies.core.stacks import choose, clip, for_each, repeated, square_norm
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.proximity import Dual, Turn
+from fl_strategies.solvers.gradient_weights import weight_of
 
 
 @dataclass
@@ -48,8 +54,9 @@ class Curved:
     """f(w) = c/4 sum w^4: its derivatives are entry by entry, and differ from client to client."""
 
     c: Any
-    lr: Any
+    rate: Any
     steps: Any
+    counts_steps: bool = False
 
     def slope(self, w: Any) -> Any:
         return self.c * w**3
@@ -69,11 +76,18 @@ class Curved:
     def difference(self, new: Any, old: Any, *, samples: Any) -> Gradient:
         return Gradient((self.slope(new) - self.slope(old)) / samples, self.loss(new), 0.5)
 
-    def solve(self, start: Any, subproblem: Subproblem, *, previous: Any = None) -> Solved:
-        return self._walked(start, subproblem, self.steps, previous)
+    def solve(
+        self, start: Any, subproblem: Subproblem, *, previous: Any = None, rates: bool = False
+    ) -> Solved:
+        solved = self._walked(start, subproblem, self.steps, previous)
+        weight = weight_of(self.steps, momentum=0.3, pull=self.rate * subproblem.pull)
+        return solved._replace(weight=weight, rates=self.rate * weight)
 
     def solve_aside(self, start: Any, subproblem: Subproblem) -> Solved:
         return self.solve(start, subproblem)
+
+    def only(self, part: str, *, epochs: int = 0) -> Any:
+        return self if part == "shared" else Idle()
 
     def solve_on_next(self, start: Any, subproblem: Subproblem, *, steps: Any) -> Solved:
         return self._walked(start, subproblem, steps, None)
@@ -81,7 +95,7 @@ class Curved:
     def _walked(self, start: Any, subproblem: Subproblem, steps: Any, previous: Any) -> Solved:
         def step(x: Any, before: Any) -> tuple[Any, Any]:
             e = x + 0.4 * (x - before)
-            return e - self.lr * subproblem.gradient(e, self.slope(e)), x
+            return e - self.rate * subproblem.gradient(e, self.slope(e)), x
 
         x, before = repeated(steps, step, start, start if previous is None else previous)
         left = square_norm(subproblem.gradient(x, self.slope(x)))
@@ -107,12 +121,9 @@ class Clients:
     def count(self, *of_each: float) -> Any:
         return self._number(np.array(of_each, np.float64)[:, None])
 
-    def flag(self, *of_each: bool) -> Any:
-        flags = np.array(of_each)[:, None]
-        return bool(flags[self.client, 0]) if self.client is not None else self.kind(flags)
-
-    def oracle(self) -> Curved:
-        return Curved(self.number(0.2, 0.9), self.number(0.05, 0.3), self.count(1, 4, 2))
+    def oracle(self, *, counts_steps: bool = False) -> Curved:
+        c, rate, steps = self.number(0.2, 0.9), self.number(0.05, 0.3), self.count(1, 4, 2)
+        return Curved(c, rate, steps, counts_steps)
 
     def _number(self, column: np.ndarray) -> Any:
         return self._given(column) if self.client is None else float(column[self.client, 0])
@@ -139,24 +150,24 @@ def turn(of: Clients) -> Turn:
     return Turn(of.count(2, 7, 9), of.count(5, 0, 3))
 
 
-def variance_reduced(of: Clients, refresh: Any) -> Step:
+def variance_reduced(of: Clients, round: Any) -> Step:
     return fedpd_vr.client_rule(
         fedpd_vr.State(of.vector(), of.vector(), of.vector()), of.vector(), of.oracle(),
-        eta=of.number(0.3, 0.9), gamma=of.number(0.1, 0.5), steps=of.count(3, 1, 4),
-        samples=of.count(1, 2, 5), refresh=refresh,
+        eta=of.number(0.3, 0.9), gamma=of.number(0.1, 0.5), inner_steps=of.count(3, 1, 4),
+        inner_batch=of.count(1, 2, 5), full_every=2, round=round,
     )  # fmt: skip
 
 
-def bcd_i(of: Clients, **others: Any) -> Step:
+def bcd_i(of: Clients, *, counts_steps: bool = False, **others: Any) -> Step:
     return fedbcd_i.client_rule(
-        fedbcd_i.State(of.vector(), of.vector()), of.vector(), of.oracle(),
-        gamma=of.number(0.1, 0.9), rounds=of.count(3, 1, 2), **others,
+        fedbcd_i.State(of.vector(), of.vector()), of.vector(), of.oracle(counts_steps=counts_steps),
+        gamma=of.number(0.1, 0.9), offline_rounds=of.count(3, 1, 2), **others,
     )  # fmt: skip
 
 
 def maml(of: Clients, form: Any) -> Step:
     return per_fedavg.client_rule(
-        of.vector(), of.oracle(), steps=of.count(2, 5, 1), rate=of.number(0.05, 0.2),
+        of.vector(), of.oracle(),
         inner_rate=of.number(0.05, 0.2), meta_gradient=form,
     )  # fmt: skip
 
@@ -165,14 +176,19 @@ RULES: dict[str, Callable[[Clients], Step]] = {
     "fedavg": lambda of: fedavg.client_rule(of.vector(), of.oracle()),
     "fedprox": lambda of: fedprox.client_rule(of.vector(), of.oracle(), mu=of.number(0.1, 2.0)),
     "scaffold": lambda of: scaffold.client_rule(
-        scaffold.State(of.vector()), of.vector(), of.vector(), of.oracle(), rate=of.number(0.1, 0.5)
+        scaffold.State(of.vector()), of.vector(), of.oracle(), control=of.vector()
     ),
     "scaffold, option I": lambda of: scaffold.client_rule(
-        scaffold.State(of.vector()), of.vector(), of.vector(), of.oracle(), rate=0.1, option="I"
+        scaffold.State(of.vector()), of.vector(), of.oracle(), control=of.vector(), option="I"
     ),
-    "q-fedavg": lambda of: q_fedavg.client_rule(
-        of.vector(), of.oracle(), rate=of.number(0.1, 0.5)
+    "proxskip": lambda of: proxskip.client_rule(
+        proxskip.State(of.vector(), of.vector(), of.number(0.1, 0.3)), of.vector(), of.oracle(),
+        catch_up=of.vector(), p=of.number(0.1, 0.9),
     ),
+    "proxskip, newcomers": lambda of: proxskip.client_rule(
+        proxskip.first_state(of.vector()), of.vector(), of.oracle(), catch_up=0.0, p=0.3
+    ),
+    "q-fedavg": lambda of: q_fedavg.client_rule(of.vector(), of.oracle()),
     "fedadmm": lambda of: fedadmm.client_rule(
         fedadmm.State(of.vector(), of.vector(), of.number(0.3, 0.9)),
         of.vector(), of.oracle(), rho=of.number(0.2, 0.7),
@@ -193,8 +209,8 @@ RULES: dict[str, Callable[[Clients], Step]] = {
         fedpd.State(of.vector(), of.vector()),
         of.vector(), of.oracle(), eta=of.number(0.3, 0.9), x0_rule="authors",
     ),
-    "fedpd-vr": lambda of: variance_reduced(of, of.flag(True, False, True)),
-    "fedpd-vr, without full gradients": lambda of: variance_reduced(of, refresh=False),
+    "fedpd-vr": lambda of: variance_reduced(of, of.count(2, 3, 4)),
+    "fedpd-vr, without full gradients": lambda of: variance_reduced(of, round=1),
     "fedbc": lambda of: fedbc.client_rule(
         near(of), of.vector(), of.oracle(), dual=dual(of), turn=turn(of)
     ),
@@ -203,54 +219,61 @@ RULES: dict[str, Callable[[Clients], Step]] = {
         local_start="global",
     ),
     "fedbc, newcomers": lambda of: fedbc.client_rule(
-        proximity.first_state(z := of.vector(), hyperparameters := dual(of, of.number(0.1, 2.0))),
+        proximity.first_state(
+            z := of.vector(), dual=(hyperparameters := dual(of, of.number(0.1, 2.0)))
+        ),
         z, of.oracle(), dual=hyperparameters, turn=turn(of),
     ),
     "per-fedbc": lambda of: per_fedbc.client_rule(
-        near(of), of.vector(), of.oracle(), dual=dual(of), turn=turn(of), steps=of.count(1, 3, 2),
-        rate=of.number(0.05, 0.2), inner_rate=of.number(0.05, 0.2), inner_steps=of.count(2, 1, 4),
+        near(of), of.vector(), of.oracle(), dual=dual(of), turn=turn(of),
+        inner_rate=of.number(0.05, 0.2), inner_steps=of.count(2, 1, 4),
     ),
     "fedbcd": lambda of: fedbcd.client_rule(
         fedbcd.State(of.vector(), of.vector(), of.count(1, 0, 1)),
-        of.vector(), of.oracle(), gamma=of.number(0.2, 0.9), by_steps=True,
+        of.vector(), of.oracle(counts_steps=True), gamma=of.number(0.2, 0.9),
     ),
     "fedbcd, newcomers": lambda of: fedbcd.client_rule(
         fedbcd.first_state(of.vector()), of.vector(), of.oracle(), gamma=of.number(0.2, 0.9)
     ),
     "fedbcd-i": lambda of: bcd_i(of, box=of.number(0.2, 0.8)),
-    "fedbcd-i, no box": lambda of: bcd_i(of, by_steps=True),
+    "fedbcd-i, no box": lambda of: bcd_i(of, counts_steps=True),
     "feddyn": lambda of: feddyn.client_rule(
         feddyn.State(of.vector()), of.vector(), of.oracle(), alpha=of.number(0.1, 0.9)
     ),
     "a-fedpd": lambda of: a_fedpd.client_rule(
-        a_fedpd.State(of.vector()), of.vector(), of.vector(), of.oracle(), rho=of.number(0.1, 0.9)
+        a_fedpd.State(of.vector()), of.vector(), of.oracle(), catch_up=of.vector(),
+        rho=of.number(0.1, 0.9),
     ),
     "a-fedpd, nothing missed": lambda of: a_fedpd.client_rule(
-        a_fedpd.State(of.vector()), of.vector(), 0.0, of.oracle(), rho=of.number(0.1, 0.9)
+        a_fedpd.State(of.vector()), of.vector(), of.oracle(), catch_up=0.0, rho=of.number(0.1, 0.9)
     ),
-    "fednova": lambda of: fednova.client_rule(
-        of.vector(), of.oracle(), rate=of.number(0.1, 0.5), momentum=of.number(0.3, 0.9)
-    ),
+    "fednova": lambda of: fednova.client_rule(of.vector(), of.oracle()),
     "fednova, pulled": lambda of: fednova.client_rule(
-        of.vector(), of.oracle(), rate=of.number(0.1, 0.5), mu=of.count(1, 0, 2)
-    ),
-    "fednova, Nesterov": lambda of: fednova.client_rule(
-        of.vector(), of.oracle(), rate=of.number(0.1, 0.5), momentum=of.number(0.3, 0.9),
-        nesterov=True,
+        of.vector(), of.oracle(), mu=of.count(1, 0, 2)
     ),
     "ditto": lambda of: ditto.client_rule(
         ditto.State(of.vector()), of.vector(), of.oracle(), lam=of.number(0.1, 0.9)
+    ),
+    "fedrep": lambda of: fedrep.client_rule(of.vector(), of.oracle(), head_epochs=2),
+    "fedbabu": lambda of: fedbabu.client_rule(of.vector(), of.oracle()),
+    "fedamp": lambda of: fedamp.client_rule(
+        fedamp.State(of.vector()), of.vector(), of.oracle(), for_client=of.vector(),
+        lam=of.number(0.1, 0.9), alpha=0.7,
+    ),
+    "apfl": lambda of: apfl.client_rule(
+        apfl.State(of.vector(), of.number(0.1, 0.9), of.vector()), of.vector(), of.oracle(),
+        adaptive=True,
     ),
     "moon": lambda of: fedavg.client_rule(of.vector(), of.oracle()),
     "per-fedavg": lambda of: maml(of, "exact"),
     "per-fedavg, first-order": lambda of: maml(of, "first-order"),
     "pfedme": lambda of: pfedme.client_rule(
         pfedme.State(of.vector()), of.vector(), of.oracle(), lam=of.number(1.0, 3.0),
-        eta=of.number(0.05, 0.2), steps=of.count(3, 1, 5), inner_steps=of.count(2, 4, 1),
+        eta=of.number(0.05, 0.2), inner_steps=of.count(2, 4, 1),
     ),
     "pfedme, authors": lambda of: pfedme.client_rule(
         pfedme.State(of.vector()), of.vector(), of.oracle(), lam=of.number(1.0, 3.0),
-        eta=of.number(0.05, 0.2), steps=of.count(3, 1, 5), inner_steps=of.count(2, 4, 1),
+        eta=of.number(0.05, 0.2), inner_steps=of.count(2, 4, 1),
         local_start="global",
     ),
 }  # fmt: skip
@@ -272,7 +295,8 @@ def leaves(made: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def test_every_clients_rule_is_here() -> None:
     clients = {strategy.runs or name for name, strategy in STRATEGIES.items()}
-    assert {name.partition(",")[0] for name in RULES} == clients
+    alone = {name for name in clients if not CLIENTS[name].stacks} - {"moon"}  # whose rule stacks
+    assert {name.partition(",")[0] for name in RULES} == clients - alone
 
 
 @KINDS
@@ -332,16 +356,6 @@ def test_numbers_beside_a_stack_are_columns_in_double_precision(kind: Callable[[
     assert clip(0.1, 0.2, 0.3) == 0.2
     np.testing.assert_array_equal(np.asarray(square_norm(stack)), [[4.0]] * 3)
     assert square_norm(stack[0]) == 4.0
-
-
-@KINDS
-def test_features_of_a_stack_have_their_own_temperatures(kind: Callable[[Any], Any]) -> None:
-    z, a, b = (kind(v) for v in np.random.default_rng(3).normal(size=(3, 4, 6, 5)))
-    tau = kind(np.array([[0.2], [0.5], [1.0], [3.0]]))
-    stacked = moon.excess(z, moon.direction(a, b, tau=tau))
-    for i in range(4):
-        alone = moon.excess(z[i], moon.direction(a[i], b[i], tau=float(tau[i, 0])))
-        np.testing.assert_allclose(np.asarray(stacked[i]), np.asarray(alone), rtol=1e-12)
 
 
 def test_server_rules_take_the_rows_of_stacks_and_columns() -> None:

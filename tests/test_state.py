@@ -226,7 +226,8 @@ def test_a_state_that_lacks_a_field_counts_as_a_lost_state(
     reopen: Callable[[], Store], field: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, nonce = fit(admm(reopen()), 1, -1)
-    owner = admm(None).keeper({}).owner({})
+    new = admm(None)
+    owner = new.keeper({}, new.settings({})).owner({})
     fields = dict(reopen().load(owner, 1))
     del fields[field]
     reopen().save(owner, 1, fields)
@@ -302,8 +303,7 @@ def test_a_tensor_state_on_the_way_in_is_of_the_models_type(reopen: Callable[[],
     client = admm(reopen())
     fit(client, 1, -1)
     request = {"acked-round": 1}
-    state = (
-        admm(reopen()).keeper(request).peeked(request, client.problem.model.vector.float()).state
-    )
+    keeper = admm(reopen()).keeper(request, client.settings(request))
+    state = keeper.peeked(request, client.problem.model.vector.float()).state
     assert state.w.dtype == state.y.dtype == torch.float32
     assert isinstance(state.rho, float)

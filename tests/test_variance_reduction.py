@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from laws import REVIEWED, START, Row, every_algorithm, local, train
+from conftest import SAMPLE
+from laws import REVIEWED, START, TABLE, Row, local, train
 from problems import Quadratic, grid, quadratics
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from clients import FlatModel, LocalTraining, Problem, solve
+from clients import Border, LocalTraining, Problem, solve
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.solvers.local import WITHOUT_SAM
@@ -58,7 +59,7 @@ def test_masks_are_the_same_and_statistics_follow_the_model(kind: str) -> None:
     for name in ("off", kind):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
-        problem = Problem(FlatModel(net), cross_entropy, x, y)
+        problem = Problem(Border(net), cross_entropy, x, y)
         training = LocalTraining(lr=RATE, steps=1, batch_size=12, variance_reduction=name)
         torch.manual_seed(1)
         start = problem.model.vector.clone()
@@ -68,8 +69,10 @@ def test_masks_are_the_same_and_statistics_follow_the_model(kind: str) -> None:
         torch.testing.assert_close(reduced, plain, rtol=1e-5, atol=1e-6)
 
 
-@every_algorithm
-@pytest.mark.sampled
+ROWS = [row for row in TABLE if row.name in SAMPLE | {"fedpd-vr", "moon", "per-fedavg"}]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_any_rule_runs_with_it_or_says_why_not(row: Row) -> None:
     plain = {**local(), "solver": "sgd", "batch-size": 1}
     settings = {**plain, "variance-reduction": "sarah"}

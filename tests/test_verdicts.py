@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 
 from simulations.lab import board_page
-from simulations.lab.settings import Rule, Setting
+from simulations.lab.studies import Rule, Setting
 from simulations.lab.verdicts import Interval, Row, interval, judge
 
-RULES = {"new": Rule("fedadmm"), "old": Rule("fedavg"), "all": Rule("fedavg", reference=True)}
+RULES = {
+    "new": Rule({"algorithm": "fedadmm"}),
+    "old": Rule({"algorithm": "fedavg"}),
+    "all": Rule({"algorithm": "fedavg"}, reference=True),
+}
 ACCURACY = Setting(
     "one", "A paper, Table 1", "final_accuracy", "new", RULES, {"new": 0.9, "old": 0.8},
     {"rounds": 100, "clients": 10}, seeds=(1, 2, 3),
@@ -86,7 +90,7 @@ def test_a_paper_whose_rule_is_behind_by_its_own_numbers_is_reproduced_where_it_
     assert judge(setting, behind).verdict == "reproduced"
     ahead = rows(setting, (0.79, 0.80, 0.81), (0.69, 0.70, 0.71))
     assert judge(setting, ahead).verdict == "not"
-    third = {"third": Rule("fedprox")}
+    third = {"third": Rule({"algorithm": "fedprox"})}
     setting = setting._replace(
         rules=setting.rules | third, published=setting.published | {"third": 0.7}
     )
@@ -95,7 +99,7 @@ def test_a_paper_whose_rule_is_behind_by_its_own_numbers_is_reproduced_where_it_
         assert judge(setting, between).verdict == verdict
 
 
-THREE = RULES | {"third": Rule("fedprox")}
+THREE = RULES | {"third": Rule({"algorithm": "fedprox"})}
 LEVEL, LOWER = (0.91, 0.90, 0.89), (0.80, 0.81, 0.82)
 
 
@@ -123,12 +127,29 @@ def test_a_target_that_is_not_reached_is_written_as_a_bound() -> None:
     setting = ROUNDS._replace(published={"new": 10.0, "old": float("inf")})
     found = judge(setting, rows(setting, (9.0, 10.0, 101.0), (101.0, 101.0, 101.0)))
     text = board_page.markdown([found], "command")
-    assert "| **new** | 10 | > 40 (2 of 3 reached it) | - | - |" in text
+    assert "| **new** | 10 | 9, 10, more than 100 | - | - |" in text
+    assert "| old | not reached | more than 100 | - | - |" in text
+    assert "Difference of" not in text
+    many = setting._replace(seeds=(1, 2, 3, 4, 5))
+    values = (9.0, 10.0, 11.0, 12.0, 101.0)
+    text = board_page.markdown([judge(many, rows(many, values, (101.0,) * 5))], "command")
+    assert "| **new** | 10 | > 28.6 (4 of 5 reached it) | - | - |" in text
     assert "| old | not reached | > 100 | - | - |" in text
-    assert "in pairs: " not in text
     (new, old, *_) = json.loads(json.dumps(board_page.records([found]), allow_nan=False))
     assert (new["published"], new["published not reached"]) == (10.0, False)
     assert (old["published"], old["published not reached"]) == (None, True)
+
+
+def test_rounds_to_a_target_of_few_seeds_stand_one_by_one() -> None:
+    found = judge(ROUNDS, rows(ROUNDS, (9.0, 10.0, 12.0), (20.0, 19.0, 25.0)))
+    text = board_page.markdown([found], "command")
+    assert "| 9, 10, 12 | - | - |" in text
+    assert "| 20, 19, 25 | - | -11, -9, -13 |" in text
+    assert "±" not in text
+    assert "Difference of" not in text
+    five = ROUNDS._replace(seeds=(1, 2, 3, 4, 5))
+    found = judge(five, rows(five, (9.0, 10.0, 12.0, 9.0, 11.0), (20.0, 19.0, 25.0, 22.0, 21.0)))
+    assert "Difference of" in board_page.markdown([found], "command")
 
 
 def test_the_difference_is_that_to_the_best_baseline_in_pairs() -> None:
@@ -147,7 +168,7 @@ def test_what_cannot_be_run_says_why() -> None:
 
 def test_settings_with_the_same_rules_stand_side_by_side() -> None:
     first = judge(ACCURACY, rows(ACCURACY, (0.89, 0.90, 0.91), (0.80, 0.81, 0.82)))
-    other = ACCURACY._replace(name="two", rules={"new": Rule("fedadmm")})
+    other = ACCURACY._replace(name="two", rules={"new": Rule({"algorithm": "fedadmm"})})
     groups = board_page.alike([first, judge(other, []), first])
     assert [[each.setting.name for each in group] for group in groups] == [["one", "one"], ["two"]]
     table = board_page.side_by_side([first, first])

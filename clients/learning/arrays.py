@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,15 +23,19 @@ def to_numpy(tensor: Tensor) -> npt.NDArray[Any]:
     return array
 
 
+@functools.cache
 def numpy_type(dtype: torch.dtype) -> np.dtype[Any]:
     """Return the type in which tensors of ``dtype`` travel."""
     return to_numpy(torch.empty(0, dtype=dtype)).dtype
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
-    """Return copies of ``tensors`` as :func:`to_numpy` does; the device copies once per type."""
+    """Return ``tensors`` as :func:`to_numpy` does; another device than a CPU copies once per type.
+
+    Those of a CPU share the tensors' memory.
+    """
     if all(tensor.device.type == "cpu" for tensor in tensors):
-        return [to_numpy(tensor).copy() for tensor in tensors]
+        return [to_numpy(tensor) for tensor in tensors]
     arrays: dict[int, npt.NDArray[Any]] = {}
     for places in _by_type(tensors):
         flat = to_numpy(torch.cat([tensors[place].detach().reshape(-1) for place in places]))

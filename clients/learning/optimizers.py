@@ -1,10 +1,13 @@
-"""Delta-SGD and SPS as torch optimizers; their rules are in ``fl_strategies.solvers``."""
+"""Optimizers by name, and Delta-SGD and SPS as optimizers of PyTorch.
+
+Their rules are in ``fl_strategies.solvers``. DoG gets the averaging of iterates that it needs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +15,7 @@ from torch.optim import Optimizer
 
 from clients.learning.replay import Generators, kept_buffers
 from fl_strategies.solvers import delta_sgd, sps
+from fl_strategies.solvers.local import TORCH, LocalTraining, build, named_solver
 
 PAPER, AUTHORS = delta_sgd.Options(), sps.Options()
 OF_A_STEP = ("gamma", "delta", "epsilon", "amplify_first")
@@ -58,7 +62,7 @@ class DeltaSGD(Optimizer):
     Raises
     ------
     ValueError
-        For an option outside its range, and in ``step`` without a closure.
+        For an option outside its range.
     """
 
     paper_rule, authors_rule = delta_sgd.Options.paper_rule, delta_sgd.Options.authors_rule
@@ -102,13 +106,11 @@ class DeltaSGD(Optimizer):
         super().add_param_group(param_group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
         """Take a step; return the loss at the step's start.
 
         ``closure`` computes the loss and its gradients on a mini-batch, and returns the loss.
         """
-        if closure is None:
-            raise ValueError("DeltaSGD.step needs a closure that computes loss and gradients")
         groups = [group["params"] for group in self.param_groups]
         generators = Generators.of([p for group in groups for p in group])
         with torch.enable_grad():
@@ -167,8 +169,7 @@ class SPS(Optimizer):
     Raises
     ------
     ValueError
-        For an option outside its range, several parameter groups, and in ``step`` without a
-        closure.
+        For an option outside its range, and for several parameter groups.
     """
 
     def __init__(
@@ -189,13 +190,11 @@ class SPS(Optimizer):
             raise ValueError(f"SPS takes one parameter group, got {len(self.param_groups)}")
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
         """Take a step; return the loss at the step's start.
 
         ``closure`` computes the loss and its gradients on a mini-batch, and returns the loss.
         """
-        if closure is None:
-            raise ValueError("SPS.step needs a closure that computes loss and gradients")
         with torch.enable_grad():
             loss = closure()
         (group,) = self.param_groups
@@ -229,3 +228,96 @@ def put(vector: Tensor, parameters: Sequence[Tensor]) -> None:
     pieces = torch.split(vector, [p.numel() for p in parameters])
     for p, piece in zip(parameters, pieces, strict=True):
         p.copy_(piece.view_as(p))
+
+
+class Averager:
+    """The average of an optimizer's iterates w_t, with more weight on the last ones.
+
+        mean <- mean + (gamma + 1) / (gamma + t) (w_t - mean),  t = 1, 2, ...
+
+    gamma is that of DoG's authors, 8.
+
+    Reference: Shamir, Zhang, "Stochastic Gradient Descent for Non-smooth Optimization", ICML 2013.
+    """
+
+    def __init__(self, optimizer: Optimizer, gamma: float = 8.0) -> None:
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._gamma, self._steps = gamma, 0
+        self._means: list[Tensor] = []
+        self._iterate: list[Tensor] = []
+        optimizer.register_step_post_hook(self._take)
+
+    @torch.no_grad()
+    def _take(self, *_: object) -> None:
+        self._steps += 1
+        if not self._means:
+            self._means = [p.clone() for p in self._parameters]
+        share = (self._gamma + 1) / (self._gamma + self._steps)
+        torch._foreach_lerp_(self._means, self._parameters, share)
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Put the average into the parameters."""
+        if self._means:
+            self._iterate = [p.clone() for p in self._parameters]
+            torch._foreach_copy_(self._parameters, self._means)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        """Put the last iterate back."""
+        if self._iterate:
+            torch._foreach_copy_(self._parameters, self._iterate)
+            self._iterate = []
+
+
+def dog(params: Any, lr: float = 1.0, **options: Any) -> Optimizer:
+    """Return DoG, which is evaluated at the average of its iterates, as its authors require.
+
+    Buffers (running statistics) are those of the last step.
+
+    Reference: Ivgi, Hinder, Carmon, "DoG is SGD's Best Friend", ICML 2023.
+    """
+    optimizer: Any = named_solver("dog")(params, lr=lr, **options)
+    average = Averager(optimizer)
+    optimizer.eval, optimizer.train = average.eval, average.train
+    return cast(Optimizer, optimizer)
+
+
+def packaged(name: str) -> Callable[..., Optimizer]:
+    """Return what makes the optimizer of another package; its import waits until then."""
+
+    def make(params: Any, lr: float = 1.0, **options: Any) -> Optimizer:
+        return cast(Optimizer, named_solver(name)(params, lr=lr, **options))
+
+    return make
+
+
+MakeOptimizer: TypeAlias = Callable[..., Optimizer]
+"""``make(parameters, lr=...)``: an optimizer class, or a function that builds one. If it takes
+``module`` or ``batch_share``, it gets the torch module or batch size / data set size."""
+
+SOLVERS: dict[str, MakeOptimizer] = {
+    **{name: named_solver(name) for name in TORCH},
+    "delta-sgd": DeltaSGD,
+    "sps": SPS,
+    "prodigy": packaged("prodigy"),
+    "dog": dog,
+    "schedule-free": packaged("schedule-free"),
+}
+"""Solvers by name; ``gd`` and ``lbfgs`` run on the full batch. Any other name is looked up in
+``torch.optim`` (``"RMSprop"``), or is a function of one's own, ``"module:function"``."""
+
+
+def make_optimizer(
+    training: LocalTraining, parameters: list[nn.Parameter], **offered: Any
+) -> Optimizer:
+    """Return the optimizer over ``parameters``, called with the ``offered`` arguments it takes.
+
+    An optimizer whose ``step`` has a closure without a default gets one, which computes loss and
+    gradients; any other steps along gradients that are there.
+    """
+    make = training.solver
+    if isinstance(make, str):
+        make = SOLVERS[make] if make in SOLVERS else named_solver(make)
+    optimizer: Optimizer = build(make, training, parameters, **offered)
+    return optimizer

@@ -1,211 +1,310 @@
-"""A loss over tensors as a function of the model's vector."""
+"""A loss over a client's samples, as a function of the parameters of a module."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from typing import Any
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from clients.learning.model import FlatModel
-from clients.learning.objective import Loss, Measure, Objective, Penalty
-from clients.learning.passes import TESTED, Batch
-from clients.learning.samples import (
-    all_samples,
-    as_targets,
-    as_tensor,
-    check_one_input,
-    check_targets,
+from clients.learning.border import Border
+from clients.learning.data import (
+    Batch,
+    Fetched,
+    Inputs,
+    NoFixedSamples,
+    OneBatch,
+    Tensors,
+    samples_of,
 )
+from clients.learning.evaluate import Hits, hits, joined, numbers_of, scores_of
+from clients.learning.local_problem import LocalProblem, Metrics
+from clients.learning.replay import without_trace
 from fl_strategies.core.layout import few
-from fl_strategies.core.log import log_once
-from fl_strategies.core.schedules import require
-from fl_strategies.core.spelling import hinted
+from fl_strategies.core.schedules import check
 from fl_strategies.solvers.local import LocalTraining
 
-BLOCK = 1 << 20
-"""Bytes of inputs that a CPU gathers at a time: about what its cache holds."""
-AHEAD = 1 << 16
-"""Sample numbers that are drawn at a time, if they belong to several draws."""
-
-INDICES = (torch.int64, torch.int32)
-"""The types of ``rows``."""
+Loss: TypeAlias = Callable[[Any, Any], Tensor]
+"""``loss(outputs, targets)``: the mean over the samples of a batch, a scalar tensor."""
+Penalty: TypeAlias = Callable[[Tensor], Tensor]
+Measure: TypeAlias = Callable[[Any, Any], Mapping[str, float]]
 
 
-@hinted
-class Problem(Objective):
-    """f(w) = mean loss of a model with parameters w on ``inputs`` [n, ...], ``targets`` [n, ...].
+class Problem(LocalProblem):
+    """f(w) = mean loss of a module with parameters w over a client's samples.
+
+    The module itself is trained, in place: as in a plain loop of PyTorch, one forward and backward
+    pass a mini-batch. A module in evaluation mode is put into training mode; parts of it that are
+    in evaluation mode stay so.
 
     Parameters
     ----------
-    model, loss, penalty, autocast, metrics
-        As of :class:`.Objective`.
-    inputs, targets : Tensor, or array or list of numbers
-        Moved to the model's device; floating-point numbers get the model's type. Integer inputs
-        (characters, tokens) are stored in their own type and reach the module as int64, which
-        embeddings need. Images [n, channels, height, width] are stored channels-last, which makes
-        convolutions faster. Integer targets are classes, and stored as int64. Those of several
-        heads are one tensor, [n, heads], which the loss takes apart.
+    module : torch.nn.Module or Border
+        Several problems may share one module: each client loads the parameters that it needs. A
+        :class:`.Border` says which arrays are trained and travel, where that is not all of them.
+    loss : callable
+        ``loss(outputs, targets)``, the mean over a batch, where ``outputs`` are what the module
+        returned. Over several batches it is the mean of theirs, weighted by samples. There is an
+        accuracy where outputs (or their ``logits``) are [n, classes, ...] and targets, integers,
+        [n, ...], as ``torch.nn.functional.cross_entropy`` takes them. Targets equal to
+        ``loss.ignore_index``, or -100 where the loss has none, do not count in it.
+    data : Tensor or array [n, ...], tuple or mapping of these, Dataset, DataLoader
+        - Inputs [n, ...], with ``targets`` [n, ...]; or both in a tuple, a mapping or a
+          ``TensorDataset``. They are cut by index, which is fast. Integer targets are stored as
+          int64, small integers reach the module as int64.
+        - A Dataset with a length: each epoch fetches its items in a new order, and PyTorch's
+          ``default_collate`` makes batches of them.
+        - A DataLoader is iterated as it iterates, an epoch at a time. Its batch size holds; a
+          request for another one is refused.
 
-        Without ``targets``, ``inputs`` are all data: a Dataset or DataLoader, of which one pass is
-        taken, or a tuple or mapping of arrays. The last item of a tuple is the targets. The
-        local settings' ``batch-size`` holds; a line of the log says if a DataLoader has another.
+        A batch is a tuple or list that ends with the targets: the module is called with the items
+        before it. Or it is a mapping, of which ``target`` names the targets: the module gets the
+        rest by name, and the targets too where its ``forward`` has an argument of their name; one
+        tensor that it does not take by name, by its place. Tensors are moved to the module's
+        device; floating-point ones get the type of its parameters, integers that have the shape of
+        the outputs the type of these.
+    targets : Tensor or array [n, ...], optional
     rows : Tensor or array of integers, optional
-        Indices of the client's samples; by default all. So many clients may share the data, if
-        these are tensors of the types above: each mini-batch is gathered from them.
+        Indices of the client's samples among the tensors; by default all. So many clients may share
+        the data: each mini-batch is gathered from them.
     target : str, optional
-        Key of the targets, where data are mappings; by default the only one of ``label``,
-        ``labels``, ``target``, ``targets`` and ``y`` that there is.
+        Key of the targets, where data or batches are mappings; by default the only one of
+        ``label``, ``labels``, ``target``, ``targets`` and ``y`` that there is.
+    samples : int, optional
+        The number of samples, which is the client's weight; by default those that the DataLoader's
+        sampler takes in an epoch. Needed where the data do not say it: without a length, with
+        batches of one's own (``batch_size=None``, a list of batches).
+    penalty : callable, optional
+        ``penalty(w)``, a scalar added to the loss (a regulariser of the vector w [d]).
+    micro_batch : int >= 0 (default 0: no limit)
+        The most samples of a batch that pass through the module at once. The gradient is the mean
+        over such pieces, weighted by samples: that of the batch, if the loss is a mean.
+    autocast : torch.dtype, optional
+        Runs forward pass and loss in this lower precision (``torch.autocast``); w stays as it is.
+    metrics : callable, optional
+        ``metrics(outputs, targets)`` of all samples at once, numbers by name. A client's ``test``
+        reports a number ``f1`` as ``eval-f1`` of the global and ``own-f1`` of the personalized
+        model, each the mean over clients, weighted by samples. NaN is left out.
 
     Raises
     ------
     ValueError
-        For an argument of another kind, if there is no sample, if the numbers of inputs and targets
-        differ, if ``rows`` are not indices of samples, or if data do not say which of them are
-        inputs and targets.
+        If there is no sample, if the numbers of inputs and targets differ, for data of another
+        kind, or for a loss with parameters of its own, which nobody would train.
     """
 
     def __init__(
         self,
-        model: FlatModel,
+        module: nn.Module | Border,
         loss: Loss,
-        inputs: Any,
+        data: Any,
         targets: Any = None,
         *,
         rows: Any = None,
         target: str | None = None,
+        samples: int | None = None,
         penalty: Penalty | None = None,
+        micro_batch: int = 0,
         autocast: torch.dtype | None = None,
         metrics: Measure | None = None,
     ) -> None:
-        check_made_of(model, loss)
-        self.loader_batch_size = inputs.batch_size if isinstance(inputs, DataLoader) else None
-        if targets is None:
-            inputs, targets = all_samples(inputs, target, model.module)
-        elif hasattr(targets, "__len__"):
-            check_one_input(inputs, targets)
-            check_targets(targets, inputs)
-        inputs, targets = as_tensor("inputs", inputs), as_targets(targets, loss, model.vector)
-        if rows is not None:
-            rows = _indices(rows, len(inputs))
-        if len(inputs) == 0 or len(inputs) != len(targets) or (rows is not None and not len(rows)):
-            chosen = "" if rows is None else f" with {len(rows)} rows"
-            if len(inputs) == len(targets):
-                chosen += ": of a client without test samples, test=None"
+        parameters = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+        if own := [name for name, parameter in parameters if parameter.requires_grad]:
             raise ValueError(
-                f"a problem needs as many inputs as targets and at least one,"
-                f" got {len(inputs)} and {len(targets)}{chosen}"
+                f"loss has parameters that no client would train, {few(own)}: make them part of the"
+                " module, or freeze them by loss.requires_grad_(False)"
             )
-        super().__init__(model, loss, penalty=penalty, autocast=autocast, metrics=metrics)
-        device = model.vector.device
-        dtype = model.vector.dtype if inputs.is_floating_point() else inputs.dtype
-        self.inputs = laid_out(inputs.to(device=device, dtype=dtype))
-        self.targets: Tensor = targets
-        self.rows: Tensor | None = None if rows is None else rows.to(device)
+        self.model, self.loss, self.penalty = Border.of(module), loss, penalty
+        check("micro_batch", micro_batch, low=0, integer=True)
+        self.micro_batch, self.autocast, self.metrics = micro_batch, autocast, metrics
+        self.data = samples_of(self.model, data, targets, rows=rows, samples=samples, target=target)
+        self.fetches = isinstance(self.data, Fetched)
 
     def __len__(self) -> int:
-        return len(self.inputs if self.rows is None else self.rows)
+        return len(self.data)
 
     @property
-    def classifies(self) -> bool:
-        return not self.targets.is_floating_point()
-
-    @property
-    def whole(self) -> Batch:
-        if self.rows is None:
-            return self.inputs, self.targets
-        return self._gathered(self.rows)
-
-    def batches(self, rng: np.random.Generator, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        if batch_size == 0 or batch_size >= len(self):
-            yield self.whole
-            return
-        order = torch.from_numpy(rng.permutation(len(self))).to(self.inputs.device)
-        if self.rows is not None:
-            order = self.rows[order]
-        for block in torch.split(order, self._at_once(batch_size)):
-            inputs, targets = self._gathered(block)
-            for start in range(0, len(block), batch_size):
-                yield inputs[start : start + batch_size], targets[start : start + batch_size]
-
-    def draws(self, rng: np.random.Generator, samples: int) -> Iterator[tuple[Tensor, Tensor]]:
-        for block in self.drawn(rng, samples):
-            drawn = torch.from_numpy(block).to(self.inputs.device)
-            yield from map(self._gathered, drawn if self.rows is None else self.rows[drawn])
-
-    def drawn(self, rng: np.random.Generator, samples: int) -> Iterator[npt.NDArray[np.int64]]:
-        """Yield, without end, sample numbers [draws, samples] for several :meth:`draws` at once."""
-        shape = max(1, min(64, AHEAD // samples)), samples
-        for _ in itertools.count():
-            yield rng.integers(len(self), size=shape)
-
-    def chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        if self.rows is not None:
-            yield from map(self._gathered, torch.split(self.rows, TESTED))
-            return
-        yield from zip(
-            torch.split(self.inputs, TESTED), torch.split(self.targets, TESTED), strict=True
-        )
+    def tensors(self) -> Tensors:
+        """The tensors that hold the samples; raises :class:`.NoFixedSamples` for other data."""
+        if not isinstance(self.data, Tensors):
+            raise NoFixedSamples("samples are fetched from a Dataset or DataLoader, not tensors")
+        return self.data
 
     def most_steps(self, training: LocalTraining) -> float:
-        own, used = self.loader_batch_size, training.batch_size
-        if own is not None and own != used and not training.full_batch:
-            log_once(
-                f"mini-batches have local['batch-size'] = {used} samples: the DataLoader's"
-                f" batch_size = {own} is not used"
+        return training.most_steps(len(self), self.data.per_epoch(training))
+
+    def settings(self, training: LocalTraining, config: Mapping[str, Any]) -> LocalTraining:
+        return self.data.settings(training, config)
+
+    def with_roles_of(self, model: Border) -> Problem:
+        """Return this problem with the arrays' roles of another Border of its module."""
+        if model is self.model:
+            return self
+        other = copy.copy(self)
+        other.model = model
+        return other
+
+    def on(self, batch: Batch) -> Problem:
+        """Return this loss on a mini-batch as all samples."""
+        other = copy.copy(self)
+        other.data = OneBatch(batch)
+        return other
+
+    # ---- what a subclass may change -----------------------------------------------------------
+
+    def forward(self, inputs: Inputs, targets: Any) -> tuple[Tensor, Any]:
+        """Return the mean loss on a batch, without penalty, and what the module returned."""
+        with self._lowered():
+            module = self.model.module
+            if isinstance(inputs, Mapping):
+                outputs = module(**inputs)
+            else:
+                outputs = module(*inputs) if isinstance(inputs, tuple) else module(inputs)
+            return self.loss(outputs, of_type(targets, outputs)), outputs
+
+    def gradient(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Leave f's gradient on a batch in the parameters; return loss and scores, detached.
+
+        Scores are what accuracy is read of (:func:`.evaluate.scores_of`), if anything is.
+        """
+        self.model.clear_gradients()
+        losses, scores = list[Tensor](), list[Tensor]()
+        for inputs, targets, samples in batch.pieces(self.micro_batch):
+            loss, outputs = self.forward(inputs, targets)
+            if samples < batch.samples:
+                loss = loss * (samples / batch.samples)
+            torch.autograd.backward(loss)
+            losses.append(loss.detach())
+            if (of := scores_of(outputs)) is not None:
+                scores.append(of.detach())
+        loss = sum(losses[1:], losses[0])
+        if self.penalty is not None:
+            value = self.penalty(self._w())
+            if value.requires_grad:  # else all of w is fixed
+                torch.autograd.backward(value)
+            loss = loss + value.detach()
+        return loss, joined(scores) if len(scores) == len(losses) else None
+
+    def hessian_product(self, batch: Batch, v: Tensor) -> Tensor:
+        """Return f's Hessian on a batch times ``v`` [d]: exact, by differentiating the gradient.
+
+        Raises ``ValueError`` where the gradient is the class's own, whose derivative this is not.
+        """
+        model, kind = self.model, type(self)
+        if self.own_gradient and kind.hessian_product is Problem.hessian_product:
+            raise ValueError(
+                f"{kind.__name__} has a gradient of f of its own, and needs a hessian_product of"
+                " its own"
             )
-        return super().most_steps(training)
+        with twice_differentiable(model.module):
+            value, _ = self.forward(batch.inputs, batch.targets)
+            if self.penalty is not None:
+                value = value + self.penalty(self._w())
+            slopes = torch.autograd.grad(
+                value, model.shared, create_graph=True, materialize_grads=True
+            )
+            along = sum((s * u).sum() for s, u in zip(slopes, model.views(v), strict=True))
+            if not (isinstance(along, Tensor) and along.requires_grad):  # the same everywhere
+                return torch.zeros_like(v)
+            pieces = torch.autograd.grad(along, model.shared, materialize_grads=True)
+        return torch.cat([piece.reshape(-1) for piece in pieces])
 
-    def _at_once(self, batch_size: int) -> int:
-        """Return how many samples to gather at a time: whole batches; on a GPU all batches."""
-        if self.inputs.device.type != "cpu":
-            return len(self)
-        each = self.inputs[0].numel() * self.inputs.element_size() * batch_size
-        return batch_size * max(1, BLOCK // max(each, 1))
+    # ---- what all do --------------------------------------------------------------------------
 
-    def _gathered(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return gathered(self.inputs, rows), self.targets.index_select(0, rows)
+    @property
+    def own_gradient(self) -> bool:
+        """Whether the class, or this problem, has another :meth:`gradient`."""
+        return getattr(self.gradient, "__func__", None) is not Problem.gradient
+
+    def full_gradient(self) -> Tensor:
+        """Leave f's gradient on all samples in the parameters; return the loss, detached.
+
+        Nothing else changes: running statistics and torch's generators stay as they were.
+        Raises :class:`.NoFixedSamples` where the samples are drawn anew each time.
+        """
+        batch = self.data.whole
+        with without_trace(self.model.shared[:1], self.model.module):
+            return self.gradient(batch)[0]
+
+    @torch.no_grad()
+    def evaluate(self) -> Metrics:
+        """Return the mean loss and accuracy of the module as it is, on all samples.
+
+        Its modes are as before afterwards.
+        """
+        losses, sizes, kept = list[float](), list[int](), list[tuple[Any, Any]]()
+        right, counted = 0.0, 0
+        with evaluating(self.model.module), self.data.leaving_no_trace():
+            for inputs, targets, samples in self.data.chunks():
+                loss, outputs = self.forward(inputs, targets)
+                losses.append(float(loss))
+                sizes.append(samples)
+                if (scores := scores_of(outputs)) is not None:
+                    found = self.hits(scores, targets)
+                    right, counted = right + float(found.right), counted + int(found.counted)
+                if self.metrics is not None:
+                    kept.append((outputs, targets))
+        mean = float(np.average(losses, weights=sizes))
+        if self.penalty is not None:
+            mean += float(self.penalty(self.model.vector))
+        accuracy = right / counted if counted else math.nan
+        return Metrics(mean, accuracy, numbers_of(self.metrics, kept))
+
+    def hits(self, scores: Tensor, targets: Any) -> Hits:
+        """Return how many samples are right, and how many count."""
+        return hits(scores, targets, getattr(self.loss, "ignore_index", None))
+
+    def _w(self) -> Tensor:
+        """Return the vector [d] through which gradients flow to the parameters."""
+        return torch.cat([parameter.reshape(-1) for parameter in self.model.shared])
+
+    def _lowered(self) -> AbstractContextManager[Any]:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.model.device.type, self.autocast)
 
 
-def check_made_of(model: object, loss: object) -> None:
-    """Raise ``ValueError`` unless an objective can be made of ``model`` and ``loss``."""
-    require(isinstance(model, FlatModel), "model", "a FlatModel: FlatModel(module)", model)
-    if isinstance(loss, type):
-        raise ValueError(f"loss must be a function, got a class: {loss.__name__}() makes one")
-    require(callable(loss), "loss", "a function loss(outputs, targets)", loss)
-    parameters = loss.named_parameters() if isinstance(loss, nn.Module) else ()
-    if own := [name for name, parameter in parameters if parameter.requires_grad]:
-        raise ValueError(
-            f"loss has parameters that no client would train, {few(own)}: make them part of the"
-            " module, or freeze them by loss.requires_grad_(False)"
-        )
+def of_type(targets: Any, outputs: Any) -> Any:
+    """Return ``targets``; whole numbers that have the outputs' shape, in the outputs' type."""
+    if not (isinstance(targets, Tensor) and isinstance(outputs, Tensor)):
+        return targets
+    if targets.shape != outputs.shape or targets.is_floating_point() or targets.is_complex():
+        return targets
+    return targets.to(outputs.dtype)
 
 
-def _indices(rows: Any, samples: int) -> Tensor:
-    """Return ``rows`` as a tensor; raise ``ValueError`` unless they are indices of samples."""
-    wanted = "integers, the indices of samples (of a mask: mask.nonzero().flatten())"
-    indices = as_tensor("rows", rows)
-    require(indices.dim() == 1 and indices.dtype in INDICES, "rows", wanted, rows)
-    for extreme in indices.aminmax() if len(indices) else ():
-        require(0 <= int(extreme) < samples, "rows", f">= 0 and < {samples}", int(extreme))
-    return indices
+def into_training(module: nn.Module) -> None:
+    """Put a module that is in evaluation mode as a whole into training mode."""
+    if not module.training:
+        module.train()
 
 
-def gathered(inputs: Tensor, rows: Tensor) -> Tensor:
-    """Return these rows of a problem's ``inputs``; images stay channels-last."""
-    if inputs.dim() == 4 and inputs.shape[1] > 1:
-        return inputs.permute(0, 2, 3, 1).index_select(0, rows).permute(0, 3, 1, 2)
-    return inputs.index_select(0, rows)
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put the module into evaluation mode inside; its parts' modes are as before afterwards."""
+    trained = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in trained:
+            part.training = True
 
 
-def laid_out(inputs: Tensor) -> Tensor:
-    """Return ``inputs`` in the layout that a problem stores: images channels-last."""
-    image = inputs.dim() == 4
-    return inputs.contiguous(
-        memory_format=torch.channels_last if image else torch.contiguous_format
-    )
+@contextmanager
+def twice_differentiable(module: nn.Module) -> Iterator[None]:
+    """Inside, passes have second derivatives: of fused attention, cuDNN's recurrent layers too."""
+    cudnn, enabled = torch.backends.cudnn, torch.backends.cudnn.enabled
+    if any(isinstance(part, nn.RNNBase) for part in module.modules()):
+        cudnn.enabled = False  # ``cudnn.flags`` would set all flags
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        cudnn.enabled = enabled

@@ -1,14 +1,16 @@
-"""What a pass leaves behind: undone where a batch is evaluated again, else taken into the model.
+"""What a pass leaves behind, undone where a batch is evaluated again, and whom it draws from.
 
-These are the states of torch's generators, and buffers and parameters that it changes or replaces.
+These are the states of generators, and buffers that it changes or replaces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import random
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -78,53 +80,6 @@ class Buffers:
             buffers[name] = buffer
 
 
-class Places:
-    """Where a module has its values: a forward pass may put others there.
-
-    So do ``self.weight.data = ...`` and ``self.mean = 0.9 * self.mean + ...``.
-    """
-
-    def __init__(
-        self, module: nn.Module, views: Mapping[nn.Parameter, Tensor], tensors: Mapping[str, Tensor]
-    ) -> None:
-        self._views = views
-        self._buffers = [
-            (part._buffers, name, own)
-            for at, part in module.named_modules()
-            for name, _ in part._buffers.items()
-            if (own := tensors.get(f"{at}.{name}" if at else name)) is not None
-        ]
-
-    @torch.no_grad()
-    def take_in(self) -> None:
-        """Take in values that lie elsewhere; raise ``ValueError`` for a buffer of another shape."""
-        for parameter, view in self._views.items():
-            if parameter.data_ptr() != view.data_ptr():
-                view.copy_(parameter)
-                parameter.data = view
-        for buffers, name, own in self._buffers:
-            new = buffers[name]
-            if new is not None and new.data_ptr() != own.data_ptr():
-                if new.shape != own.shape:
-                    was, got = tuple(own.shape), tuple(new.shape)
-                    raise ValueError(f"a forward pass made the buffer {name!r} {got}, it was {was}")
-                own.copy_(new)
-                buffers[name] = own
-
-
-class Before:
-    """What a pass may change: the states of torch's generators, and a module's buffers."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._generators = Generators.of(module.parameters())
-        self._buffers = Buffers(module)
-
-    def restore(self) -> None:
-        """Put them back as they were when this was made."""
-        self._generators.restore()
-        self._buffers.restore()
-
-
 @contextmanager
 def kept_buffers(module: nn.Module | None) -> Iterator[None]:
     """Undo changes made inside to the module's buffers (running statistics, counters)."""
@@ -137,13 +92,53 @@ def kept_buffers(module: nn.Module | None) -> Iterator[None]:
 
 
 @contextmanager
-def kept_generators(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Undo changes made inside to torch's generators, of the CPU and of the tensors' devices."""
+def kept_generators(tensors: Iterable[Tensor], *, everywhere: bool = False) -> Iterator[None]:
+    """Undo changes made inside to torch's generators, of the CPU and of the tensors' devices.
+
+    ``everywhere`` adds those of all GPUs in use, of NumPy and of Python's ``random``.
+    """
     generators = Generators.of(tensors)
+    if not everywhere:
+        try:
+            yield
+        finally:
+            generators.restore()
+        return
+    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # which loops use
+    begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    of_cuda = torch.cuda.get_rng_state_all() if begun else []
     try:
         yield
     finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
+        if of_cuda:
+            torch.cuda.set_rng_state_all(of_cuda)
         generators.restore()
+
+
+def seed_everywhere(seed: int) -> None:
+    """Seed the generators of torch, on all devices, of NumPy and of Python's ``random``."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - it is what others' transforms draw from
+
+
+@contextmanager
+def drawing_from(
+    rng: np.random.Generator, tensor: Tensor, *, everywhere: bool = False
+) -> Iterator[None]:
+    """Seed torch's generators, of the CPU and of the tensor's device, by ``rng`` inside.
+
+    Afterwards they are as they were; ``everywhere`` as of :func:`kept_generators`.
+    """
+    seed = int(rng.integers(2**63))
+    with kept_generators([tensor], everywhere=everywhere):
+        if everywhere:
+            seed_everywhere(seed)
+        else:
+            seed_generators(seed, tensor.device)
+        yield
 
 
 @contextmanager

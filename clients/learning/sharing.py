@@ -49,7 +49,7 @@ class Roles:
 def all_but(module: nn.Module, *excluded: type[nn.Module] | str) -> tuple[str, ...]:
     """Return the patterns of all arrays but those of submodules of these types or names.
 
-    ``FlatModel(net, share=all_but(net, nn.BatchNorm2d))`` shares all but batch normalisation.
+    ``Border(net, share=all_but(net, nn.BatchNorm2d))`` shares all but batch normalisation.
     Raises ``ValueError`` for a type of which the module has none.
 
     Examples
@@ -84,7 +84,8 @@ def split(module: nn.Module, train: Patterns | None, share: Patterns | None) -> 
             if parameter.requires_grad != (id(parameter) in trained):
                 parameter.requires_grad_(id(parameter) in trained)
     shared = set(tensors if share is None else matching(share, list(tensors), "share"))
-    shared |= {n for n in tensors if any(tensors[n] is tensors[s] for s in shared)}  # tied names
+    at = {id(tensors[name]) for name in shared}
+    shared |= {name for name, tensor in tensors.items() if id(tensor) in at}  # tied names
 
     def those(which: Callable[[str, Tensor], bool]) -> tuple[str, ...]:
         return tuple(name for name, tensor in tensors.items() if which(name, tensor))

@@ -21,42 +21,49 @@ Problems Using Stochastic Recursive Gradient", ICML 2017, Algorithm 1.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from clients.learning.drawn import fixed_samples
-from clients.learning.objective import Objective
-from clients.learning.passes import Inputs
+from clients.learning.data import Batch, fixed_samples
+from clients.learning.local_problem import Gradient
+from clients.learning.problem import Problem
 from clients.learning.replay import Generators, kept_buffers
-from clients.learning.sam import Gradient
 
 
-def variance_reduced(problem: Objective, kind: str, per_epoch: int) -> Gradient:
-    """Return what puts g into ``problem.model``, and returns loss and outputs at w.
+def variance_reduced(problem: Problem, kind: str, per_epoch: int) -> Gradient:
+    """Return what leaves g in the parameters of the problem, and returns loss and scores at w.
 
     ``kind`` is "svrg" or "sarah"; an epoch has ``per_epoch`` mini-batches.
     """
     model = problem.model
-    steps, before, along = 0, model.trained, model.trained_gradient  # w~ or w-, and g there
+    steps = 0
+    before: list[Tensor] = []  # w~ or w-
+    along: list[Tensor] = []  # g there
 
-    def gradient(inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def gradient(batch: Batch) -> tuple[Tensor, Tensor | None]:
         nonlocal steps, before, along
-        w = model.trained.clone()
+        trained = model.trained
+        w = [p.detach().clone() for p in trained]
         if steps % per_epoch == 0:
-            with fixed_samples("variance-reduction needs a Problem"):
+            with fixed_samples("variance-reduction needs tensors"):
                 problem.full_gradient()
-            before, along = w, model.trained_gradient.clone()
+            before, along = w, model.gradients(trained)
         steps += 1
-        generators = Generators.of([model.vector])
-        model.trained.copy_(before)
+        generators = Generators.of(model.shared[:1])
+        with torch.no_grad():
+            torch._foreach_copy_(trained, before)
         with kept_buffers(model.module):
-            problem.gradient(inputs, targets)
-        correction = along - model.trained_gradient
-        model.trained.copy_(w)
+            problem.gradient(batch.copy())
+        with torch.no_grad():
+            correction = torch._foreach_sub(along, model.gradients(trained))
+            torch._foreach_copy_(trained, w)
         generators.restore()
-        loss, outputs = problem.gradient(inputs, targets)
-        model.trained_gradient.add_(correction)
+        made = problem.gradient(batch)
+        corrected = torch._foreach_add(model.gradients(trained), correction)
+        for parameter, g in zip(trained, corrected, strict=True):
+            parameter.grad = g
         if kind == "sarah":
-            before, along = w, model.trained_gradient.clone()
-        return loss, outputs
+            before, along = w, [g.clone() for g in corrected]
+        return made
 
     return gradient

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from logging import DEBUG
 from typing import Any
 
@@ -33,25 +33,22 @@ from clients.node.records import (
     check_names,
     described,
     divided,
-    error_reply,
     log_failure,
     make_client,
 )
+from clients.node.state import client_id
 from clients.stacking.choice import Setting, check_setting
 from fl_strategies.core.log import log
 from fl_strategies.core.reasons import brief, of_exception
 from fl_strategies.core.schedules import require
 from fl_strategies.messages.codes import received
 from fl_strategies.messages.description import DESCRIBE, QUERY, WHOSE
-from fl_strategies.messages.encoding import encoded
+from fl_strategies.messages.encoding import recorded
 from fl_strategies.messages.hosting import is_hosted
+from fl_strategies.messages.one_process import error_reply
+from fl_strategies.messages.wire import Content
 
 ARRAYS, CONFIG, METRICS, CLIENT = "arrays", "config", "metrics", "client"
-
-
-def client_id(context: Context) -> int:
-    """Return a client's stable id: its ``partition-id`` if it has one, else the node's id."""
-    return int(context.node_config.get("partition-id", context.node_id))
 
 
 def _named(context: Context) -> object:
@@ -71,8 +68,9 @@ def client_app(
     Parameters
     ----------
     client_fn : callable
-        ``client_fn(context)`` returns the NumPyClient of this node. A client of this package that
-        has another ``client_id`` than the context's ``partition-id`` is refused.
+        ``client_fn(context)`` returns the NumPyClient of this node. A client of this package
+        without a ``client_id`` or ``store`` gets the context's; one with another ``client_id`` than
+        the context's ``partition-id`` is refused.
     mods : list, optional
         Flower mods around train and evaluate. Mods that clip or add noise act on training only,
         as Flower documents them.
@@ -117,9 +115,9 @@ class _BridgedApp(ClientApp):
         self._client_fn, self._hosts, self._stack = client_fn, hosts, stack
         if not callable(stack):
             check_setting(stack)
-        own = [mod for mod in mods or [] if _changes_uploads(mod) or _masks(mod)]
+        own = [mod for mod in mods or [] if changes_uploads(mod) or masks(mod)]
         self._one_each = [getattr(mod, "__name__", type(mod).__name__) for mod in own]
-        mods = [_for_training(mod) if _changes_uploads(mod) else mod for mod in mods or []]
+        mods = [_for_training(mod) if changes_uploads(mod) else mod for mod in mods or []]
         self._legacy = ClientApp(lambda context: make_client(client_fn, context).to_client(), mods)
 
         @self.train(mods=mods)
@@ -127,21 +125,22 @@ class _BridgedApp(ClientApp):
             if host := self._host(context):
                 return Message(host.train(message, context), reply_to=message)
             client = check_id(make_client(client_fn, context), context)
-            names, arrays, config = _request(message, client)
+            names, arrays, config = request_of(message, client)
             trained, samples, metrics = client.fit(arrays, config)
             if len(trained) != len(names):
                 raise ValueError(f"fit returned {len(trained)} arrays, {len(names)} were received")
-            record = ArrayRecord({n: encoded(a) for n, a in zip(names, trained, strict=True)})
-            return _reply(message, samples, metrics, record)
+            record = recorded(dict(zip(names, trained, strict=True)))
+            return _reply(message, divided(samples, metrics, config), record)
 
         @self.evaluate(mods=mods)
         def evaluate(message: Message, context: Context) -> Message:
             if host := self._host(context):
                 return Message(host.evaluate(message, context), reply_to=message)
             client = check_id(make_client(client_fn, context), context)
-            _, arrays, config = _request(message, client)
+            _, arrays, config = request_of(message, client)
             loss, samples, metrics = client.evaluate(arrays, config)
-            return _reply(message, samples, {"eval-loss": loss, **metrics})
+            told = divided(samples, {"eval-loss": loss, **metrics}, config)
+            return _reply(message, told)
 
         @self.query()
         def query(message: Message, context: Context) -> Message:
@@ -209,11 +208,13 @@ class _BridgedApp(ClientApp):
             )
 
 
-def _changes_uploads(mod: Mod) -> bool:
+def changes_uploads(mod: Mod) -> bool:
+    """Return whether a mod clips uploads or adds noise to them."""
     return mod in (fixedclipping_mod, adaptiveclipping_mod) or isinstance(mod, LocalDpMod)
 
 
-def _masks(mod: Mod) -> bool:
+def masks(mod: Mod) -> bool:
+    """Return whether a mod masks uploads, for secure aggregation."""
     return getattr(mod, "__name__", "").startswith("secagg")
 
 
@@ -228,29 +229,34 @@ def _for_training(mod: Mod) -> Mod:
     return around
 
 
-def _request(message: Message, client: NumPyClient) -> tuple[list[str], list[Any], dict[str, Any]]:
+def request_of(
+    message: Message, client: NumPyClient
+) -> tuple[list[str], list[Any], dict[str, Any]]:
     """Return the names and arrays of the ArrayRecord, and the ConfigRecord as a new dict.
 
     The arrays are read-only views of the received ones, unless they came as bfloat16. If the client
     knows the names of its model's arrays (``array_names``, as clients of this package do), the
     record must begin with them.
     """
-    content = message.content
-    if len(content.array_records) != 1 or len(content.config_records) > 1:
+    _, configs, arrays, _ = Content.of(message.content)
+    if len(arrays) != 1 or len(configs) > 1:
         raise ValueError(
             "a request holds one ArrayRecord and at most one ConfigRecord, got"
-            f" {len(content.array_records)} and {len(content.config_records)}"
+            f" {len(arrays)} and {len(configs)}"
         )
-    record = next(iter(content.array_records.values()))
-    config = dict(next(iter(content.config_records.values()), {}))
-    check_names(client, list(record))
-    return list(record), received(record, config), config
+    (record,) = arrays.values()
+    names = [*record]
+    config = {name: value for told in configs.values() for name, value in told.items()}
+    check_names(client, names)
+    return names, received(record, config), config
 
 
 def _reply(
-    message: Message, samples: int, metrics: Mapping[str, Any], arrays: ArrayRecord | None = None
+    message: Message,
+    told: tuple[dict[str, Any], dict[str, Any]],
+    arrays: ArrayRecord | None = None,
 ) -> Message:
-    numbers, words = divided(samples, metrics)
+    numbers, words = told
     content = RecordDict({METRICS: MetricRecord(numbers)})
     if arrays is not None:
         content[ARRAYS] = arrays

@@ -38,7 +38,7 @@ from fl_strategies.core.records import BadReply
 from fl_strategies.core.schedules import plain
 from fl_strategies.messages.codes import CODEC
 from fl_strategies.messages.codes import received as received_of
-from fl_strategies.messages.encoding import encoded, stacked
+from fl_strategies.messages.encoding import recorded, stacked
 from fl_strategies.messages.folding import Folder, Terms
 from fl_strategies.messages.hosting import Report, fold_of, pack_reply, unpack_request
 
@@ -49,7 +49,13 @@ Fitted: TypeAlias = tuple[Arrays, int, dict[str, Any]]
 
 
 class Hosted(NamedTuple):
-    """The clients that a node hosts, and each client's number of samples, for spreading work."""
+    """The clients that a node hosts, and each client's number of samples, for spreading work.
+
+    Examples
+    --------
+    >>> Hosted([3, 4], samples=[100, 50]).clients
+    [3, 4]
+    """
 
     clients: Sequence[int] | int
     samples: Sequence[int] = ()
@@ -151,7 +157,7 @@ class Host:
                 good[client] = _like(names, arrays, result)
             except Exception as error:
                 failed[client] = error
-        reports = {c: Report(*divided(samples, m)) for c, (_, samples, m) in good.items()}
+        reports = {c: Report(*divided(n, m, configs[c])) for c, (_, n, m) in good.items()}
         if terms := fold_of(message.content):
             sent = {client: fitted[0] for client, fitted in good.items()}
             agreed = Terms.of(terms)
@@ -175,8 +181,10 @@ class Host:
         with self._clients(configs, list(record), context) as (clients, failed):
             for number, client in clients.items():
                 try:
-                    loss, samples, metrics = client.evaluate(arrays, configs[number])
-                    reports[number] = Report(*divided(samples, {"eval-loss": loss, **metrics}))
+                    config = configs[number]
+                    loss, samples, metrics = client.evaluate(arrays, config)
+                    told = divided(samples, {"eval-loss": loss, **metrics}, config)
+                    reports[number] = Report(*told)
                 except Exception as error:
                     failed[number] = error
         return pack_reply(reports, self._reasons(failed), seconds=time.monotonic() - started)
@@ -252,10 +260,11 @@ def _folded(
             taken[client] = report._replace(numbers={**report.numbers, **further})
         except BadReply as fault:
             refused[client] = str(fault)
+        except Exception as error:  # due to what the client reports, as in the server's reading
+            refused[client] = f"{type(error).__name__}: {error}"
     if not taken:
         return None, taken, refused
-    mean = ArrayRecord({name: encoded(array) for name, array in folder.mean().items()})
-    return mean, taken, refused
+    return recorded(folder.mean()), taken, refused
 
 
 def _like(names: Sequence[str], received: Arrays, result: Fitted | Exception) -> Fitted:

@@ -5,37 +5,31 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import shutil
 import tempfile
 import weakref
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from logging import WARNING
-from typing import IO, Any
+from typing import IO
 
-import numpy as np
-from flwr.app import Context, Message, RecordDict
+from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid
 
 from clients.node.host import HostContext, TravellingContext, members_of
 from clients.node.packing import app_of
-from clients.node.records import become_server, error_reply
 from clients.node.workers import Workers
 from fl_strategies.core.hyperparameters import Scalar
 from fl_strategies.core.log import log
-from fl_strategies.core.randomness import stream
 from fl_strategies.core.reasons import of_exception
 from fl_strategies.core.schedules import check
-from fl_strategies.core.spelling import hinted
 from fl_strategies.messages.hosting import asked_in, is_hosted
 from fl_strategies.messages.internals import (
     RecordDictProto,
     recorddict_from_proto,
     recorddict_to_proto,
 )
+from fl_strategies.messages.one_process import OneProcessGrid, delivered, error_reply, node_ids
 
 STATE_MEMORY = 10**9
 """Bytes of clients' states that are kept in memory."""
@@ -43,14 +37,7 @@ Fault = Callable[[Message, Message], Message | None]
 """``fault(request, reply)`` returns the reply that arrives instead, or None if none arrives."""
 
 
-def node_ids(count: int) -> list[int]:
-    """Return the ids of the first ``count`` nodes; a larger ``count`` begins with the same ids."""
-    ids = stream(0, "node-ids").integers(2, 2**64, size=count, dtype=np.uint64)
-    return [int(node) for node in ids]
-
-
-@hinted
-class InProcessGrid(Grid):
+class InProcessGrid(OneProcessGrid):
     """A federation of ``num_clients`` nodes, each with its own ``context.state``.
 
     Parameters
@@ -79,9 +66,6 @@ class InProcessGrid(Grid):
         has no name: the system removes it however the process ends.
     """
 
-    closed = True
-    """No other node can join: who waits for more would wait for ever."""
-
     def __init__(
         self,
         client_app: ClientApp | str,
@@ -97,13 +81,10 @@ class InProcessGrid(Grid):
         check("hosts", hosts, low=0, integer=True)
         check("workers", workers, low=1, integer=True)
         check("state_memory", state_memory, low=0)
-        become_server()
+        super().__init__()
         self.client_app, self.fault = app_of(client_app), fault
         self._workers = Workers(client_app, workers) if workers > 1 else None
         self._states = _States(state_memory, num_clients)
-        self._run: Any = None
-        self._replies: dict[str, Message] = {}
-        self._message_ids = itertools.count(1)
         self._num_clients, self._run_config = num_clients, dict(run_config or {})
         self.clients: dict[int, Context] = {}
         """By id, the contexts of hosted clients that were asked."""
@@ -142,55 +123,9 @@ class InProcessGrid(Grid):
             yield context
             self._states.keep(context)
 
-    def set_run(self, run: Any) -> None:
-        """Set the run that this grid serves."""
-        self._run = run
-
-    @property
-    def run(self) -> Any:
-        """The run that was set, if any."""
-        return self._run
-
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        """Return a new request (Flower's deprecated way of making one)."""
-        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
-
-    def get_node_ids(self) -> Iterable[int]:
-        """Return the ids of all nodes."""
-        return list(self.contexts)
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Have each message answered at once; return the ids by which to pull the replies."""
-        ids = []
-        numbered = map(self._numbered, messages)
-        answers = self._by_workers([*numbered]) if self._workers else map(self._alone, numbered)
-        for message, reply in answers:
-            ids.append(message.metadata.message_id)
-            if reply is not None:
-                self._replies[ids[-1]] = reply
-        return ids
-
-    def _numbered(self, message: Message) -> Message:
-        """Give the message its id, as Flower's grids do."""
-        message.metadata.__dict__["_message_id"] = str(next(self._message_ids))
-        return message
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies to these messages that have arrived and were not pulled before."""
-        return [self._replies.pop(key) for key in message_ids if key in self._replies]
-
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterable[Message]:
-        """Return the replies to ``messages``; they arrive at once."""
-        return self.pull_messages(self.push_messages(messages))
+    def answers(self, messages: Iterable[Message]) -> Iterable[tuple[Message, Message | None]]:
+        """Yield each message and its reply."""
+        return self._by_workers([*messages]) if self._workers else super().answers(messages)
 
     def answer(self, message: Message) -> Message | None:
         """Return the reply of the message's node, or ``None`` if none arrives."""
@@ -198,15 +133,12 @@ class InProcessGrid(Grid):
             return None
         context = self._awake(message)
         try:
-            reply = self.client_app(_received(message), context)
+            reply = self.client_app(delivered(message), context)
         except Exception as error:
             reply = error_reply(message, of_exception(error))
         finally:
             self._states.keep(context)
         return self._arrived(message, reply)
-
-    def _alone(self, message: Message) -> tuple[Message, Message | None]:
-        return message, self.answer(message)
 
     def _by_workers(self, messages: list[Message]) -> Iterator[tuple[Message, Message | None]]:
         """Yield each message and its reply; introductions are answered in this process."""
@@ -319,14 +251,5 @@ class _States:
 
 
 def _bytes(state: RecordDict) -> int:
-    records = state.array_records.values()
+    records = (record for record in state.values() if isinstance(record, ArrayRecord))
     return sum(len(array.data) for record in records for array in record.values())
-
-
-def _received(message: Message) -> Message:
-    """Return a copy of ``message``, as a network would deliver it: mods write into its records."""
-    received = copy.copy(message)
-    received.content = RecordDict()
-    for key, record in message.content.items():
-        received.content[key] = type(record)(dict(record))  # type: ignore[arg-type]
-    return received

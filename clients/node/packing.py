@@ -19,6 +19,7 @@ from flwr.clientapp import ClientApp
 
 from fl_strategies.core.reasons import of_exception
 from fl_strategies.core.schedules import require
+from fl_strategies.messages.encoding import copied
 
 
 def app_of(client_app: ClientApp | str) -> ClientApp:
@@ -58,7 +59,7 @@ class Task(pickle.Pickler):
         return key
 
 
-class Given(pickle.Unpickler):
+class SharedUnpickler(pickle.Unpickler):
     """Reads shared records by their keys, each time as a new record of the same arrays."""
 
     def __init__(self, data: bytes, shared: dict[int, ArrayRecord]) -> None:
@@ -66,7 +67,7 @@ class Given(pickle.Unpickler):
         self.shared = shared
 
     def persistent_load(self, pid: Any) -> ArrayRecord:
-        return ArrayRecord(dict(self.shared[pid]))
+        return copied(self.shared[pid])
 
 
 class PackedApp:

@@ -8,25 +8,29 @@ from logging import ERROR
 from typing import Any, TypeAlias
 
 import numpy as np
-from flwr.app import Context, Error, Message
+from flwr.app import Context
 from flwr.client import NumPyClient
 
 from fl_strategies.core.layout import few
-from fl_strategies.core.log import log
+from fl_strategies.core.log import log, serves
 from fl_strategies.core.reasons import TRACEBACK
 from fl_strategies.core.schedules import require
+from fl_strategies.messages.codes import DOWNLOAD
 from fl_strategies.messages.description import DESCRIBE, DESCRIPTION
-from fl_strategies.messages.internals import ErrorCode, TaskIdentity
 
 ClientFn: TypeAlias = Callable[[Context], NumPyClient]
 
 
 def make_client(client_fn: ClientFn, context: Context) -> NumPyClient:
-    """Return the context's client; raise ``ValueError`` unless it is a NumPyClient."""
+    """Return the context's client; raise ``ValueError`` unless it is a NumPyClient.
+
+    A client of this package takes from the context what its maker has not given it.
+    """
     client = client_fn(context)
     wanted = "a NumPyClient (without .to_client())"
     require(isinstance(client, NumPyClient), "client_fn's result", wanted, client)
-    return client
+    settle = getattr(client, "in_context", None)
+    return client if settle is None else settle(context)
 
 
 def check_id(client: NumPyClient, context: Context) -> NumPyClient:
@@ -51,11 +55,21 @@ def check_names(client: NumPyClient, received: list[str]) -> None:
     A client without ``array_names``, which clients of this package have, accepts any names.
     """
     expected = getattr(client, "array_names", received)
-    if received[: len(expected)] != expected:
-        raise ValueError(
-            f"the client's model shares arrays {few(expected)}, {few(received)} were received:"
-            " begin with ArrayRecord(module.state_dict()) of a module like the clients'"
+    if received[: len(expected)] == expected:
+        return
+    more = [name for name in expected if name not in received]
+    fewer = [name for name in received if name not in expected and "/" not in name]  # no vectors
+    how = "begin with ArrayRecord(module.state_dict()) of a module like the clients'"
+    if bool(more) != bool(fewer):
+        alike = "all clients of a run freeze (requires_grad_(False)) and `share` the same"
+        how = (
+            f"{few(more)} do not travel in this run: {alike}"
+            if more
+            else (f"this client does not share {few(fewer)}: {alike}")
         )
+    raise ValueError(
+        f"the client's model shares arrays {few(expected)}, {few(received)} were received: {how}"
+    )
 
 
 def described(client: NumPyClient) -> dict[str, Any]:
@@ -64,10 +78,15 @@ def described(client: NumPyClient) -> dict[str, Any]:
     return {DESCRIPTION: properties[DESCRIPTION]} if DESCRIPTION in properties else {}
 
 
-def divided(samples: int, metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the numbers and the texts of ``fit``'s or ``evaluate``'s metrics, for the records."""
+def divided(
+    samples: int, metrics: Mapping[str, Any], config: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the numbers and the texts of ``fit``'s or ``evaluate``'s metrics, for the records.
+
+    The client's node has read what ``config`` says of the download.
+    """
     numbers: dict[str, Any] = {"num-examples": samples}
-    words: dict[str, Any] = {}
+    words: dict[str, Any] = {DOWNLOAD: config[DOWNLOAD]} if DOWNLOAD in config else {}
     for name, value in metrics.items():
         plain = value.item() if isinstance(value, np.generic) else value
         (words if isinstance(plain, str | bytes | bool) else numbers)[name] = plain
@@ -75,20 +94,10 @@ def divided(samples: int, metrics: Mapping[str, Any]) -> tuple[dict[str, Any], d
 
 
 def log_failure(whose: str, reason: str) -> None:
-    """Log at the node why clients failed.
+    """Log at the node why clients failed, unless the node's log is the server's, which says it too.
 
-    Ray's workers do not: their log lines appear in the server's log, which says it too.
+    Log lines of Ray's workers appear in the server's log.
     """
     ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
+    if not serves() and (ray is None or not ray.is_initialized()):
         log(ERROR, "%s failed: %s%s", whose, reason, TRACEBACK)
-
-
-def error_reply(request: Message, reason: str) -> Message:
-    """Return Flower's error for an exception in the ClientApp, in place of a reply."""
-    return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=request)
-
-
-def become_server() -> None:
-    """Let this process make messages as a ServerApp does; elsewhere Flower's runtime sets this."""
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1

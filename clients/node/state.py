@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import numpy.typing as npt
-from flwr.app import ArrayRecord, ConfigRecord, Context
+from flwr.app import ConfigRecord, Context
 
 from fl_strategies.core.files import DamagedFile, load_arrays, save_arrays, write_atomically
 from fl_strategies.core.schedules import check
-from fl_strategies.core.spelling import hinted
-from fl_strategies.messages.encoding import encoded
+from fl_strategies.messages.encoding import recorded
 from fl_strategies.messages.wire import decode
 
 Fields: TypeAlias = Mapping[str, npt.NDArray[Any]]
@@ -107,6 +106,11 @@ def fresh_nonce() -> str:
     return secrets.token_hex(8)
 
 
+def client_id(context: Context) -> int:
+    """Return a client's stable id: its ``partition-id`` if it has one, else the node's id."""
+    return int(context.node_config.get("partition-id", context.node_id))
+
+
 @dataclass
 class ContextStore:
     """Versions in Flower's ``context.state``, which lives as long as the run and the node."""
@@ -147,16 +151,13 @@ class ContextStore:
         """As :meth:`Store.save`."""
         if not self._check(owner):
             self.context.state[self.prefix] = ConfigRecord(asdict(owner))
-        self.context.state[self._key(server_round)] = ArrayRecord(
-            {name: encoded(value) for name, value in fields.items()}
-        )
+        self.context.state[self._key(server_round)] = recorded(fields)
 
     def drop(self, server_round: int) -> None:
         """As :meth:`Store.drop`."""
         del self.context.state[self._key(server_round)]
 
 
-@hinted
 class DirectoryStore:
     """Versions in a directory: a folder per client, which holds a safetensors file per round.
 

@@ -33,10 +33,10 @@ from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from clients.node.host import members_of
-from clients.node.packing import Given, PackedApp, Shared, Task, unpacked
-from clients.node.records import become_server, error_reply
+from clients.node.packing import PackedApp, Shared, SharedUnpickler, Task, unpacked
 from fl_strategies.core.log import FLOWER, LOGGER, log
 from fl_strategies.core.reasons import of_exception
+from fl_strategies.messages.one_process import become_server, error_reply
 
 AHEAD = 2
 """Tasks that a worker has at a time: it begins the next while its last reply is read."""
@@ -313,4 +313,4 @@ def _tasks(connection: Connection) -> Iterator[tuple[Message, Context]]:
     while (task := read.get()) is not None:
         new, has, data = task
         shared = {key: new[key] if key in new else shared[key] for key in has}
-        yield Given(data, shared).load()
+        yield SharedUnpickler(data, shared).load()

@@ -12,16 +12,14 @@ import functools
 import json
 from collections.abc import Sequence
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from torch import nn
 
+from clients.learning.border import Border
 from fl_strategies.core.schedules import shown
-
-if TYPE_CHECKING:
-    from clients.learning.model import FlatModel
 
 Setting: TypeAlias = Literal["auto", "off"] | int
 
@@ -69,7 +67,7 @@ def setting_of(text: str) -> Setting:
     return checked
 
 
-def stacked_at(setting: Setting, model: FlatModel, steps: Sequence[float]) -> tuple[int, int]:
+def stacked_at(setting: Setting, model: Border, steps: Sequence[float]) -> tuple[int, int]:
     """Return how many clients to train one by one, and how many of the rest to stack at most.
 
     ``steps`` are the clients' local steps, in descending order. Where a few clients have many more
@@ -81,7 +79,7 @@ def stacked_at(setting: Setting, model: FlatModel, steps: Sequence[float]) -> tu
         return clients, 1
     if setting != "auto":
         return 0, setting
-    device, kind, d = model.vector.device.type, kind_of(model.module), len(model.vector)
+    device, kind, d = model.device.type, kind_of(model.module), model.size
     work = np.append(np.asarray(steps, np.float64), 0.0)
     costs = _costs(device, kind, d, clients)
     cost, one_by_one = work.sum() / GAIN, clients

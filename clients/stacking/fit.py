@@ -7,7 +7,8 @@ is faster where a step of one client is too small to keep the processor busy:
 ``clients.stacking.choice`` says where.
 
 Each client's upload, metrics and state are, up to rounding, those of a client that trains alone. A
-client whose request fails a check fails alone; what cannot be stacked is trained alone.
+client whose request fails a check fails alone; what cannot be stacked
+(``clients.stacking.stackable``) is trained alone.
 """
 
 from __future__ import annotations
@@ -17,29 +18,22 @@ from typing import Any, TypeAlias
 
 from flwr.client import NumPyClient
 
-from clients.any_algorithm import BUILT_IN, AnyAlgorithmClient
-from clients.base import Begun, FederatedClient, Reply
+from clients.any_algorithm import AnyAlgorithmClient
+from clients.base import FederatedClient, Reply, Start
 from clients.learning.memory import client_bytes
-from clients.learning.passes import CHUNK
 from clients.request import Arrays, Config
+from clients.stacking.batches import batch_size
 from clients.stacking.choice import Setting, check_setting, kind_of, stacked_at
-from clients.stacking.forms import form_of
-from clients.stacking.masks import FurtherMasks, dropouts
-from clients.stacking.means import NoMean
-from clients.stacking.obstacles import obstacle
-from clients.stacking.optimizers import STACKED
-from clients.stacking.plans import batch_size
-from clients.stacking.requests import FOR_EACH, shapes_of, stacked_steps
+from clients.stacking.requests import FOR_EACH, Member, stacked_steps
+from clients.stacking.stackable import obstacle
 from fl_strategies.core.log import log_once
+from fl_strategies.core.oracle import Step
 from fl_strategies.core.reasons import of_exception
-from fl_strategies.solvers.local import LocalTraining
 
 Outcome: TypeAlias = Reply | Exception
 
 MEMORY = 1 << 28
 """Bytes that a stack's vectors, gradients and activations may take, a rough estimate."""
-
-DRAWS_FURTHER = "with dropout, {} draws masks in addition to those of mini-batches"
 
 
 def fit_all(
@@ -73,38 +67,51 @@ def fit_all(
     """
     check_setting(stack)
     outcomes: dict[int, Outcome] = {}
-    groups: dict[Any, list[int]] = {}
-    acting: dict[int, Member] = {}
-    for number, (client, config) in enumerate(zip(clients, configs, strict=True)):
+    groups: dict[Any, list[Member]] = {}
+    for place, (client, config) in enumerate(zip(clients, configs, strict=True)):
         try:
-            member = _member(client, config) if stack != "off" else None
-            key = member and _kind(*member)
-            if not member or not key:
-                outcomes[number] = _alone(client, parameters, config)
+            member = _member(place, client, config) if stack != "off" else None
+            if member is None:
+                outcomes[place] = _alone(client, parameters, config)
                 continue
-            member[0].check(member[1])
-            acting[number] = member
-            groups.setdefault(key, []).append(number)
+            member.client.check(member.config)
+            groups.setdefault(_kind(member), []).append(member)
         except Exception as error:
-            outcomes[number] = error
-    for numbers in groups.values():
-        members = [acting[number] for number in numbers]
-        made = _grouped(members, parameters, stack, memory or MEMORY)
-        outcomes |= zip(numbers, made, strict=True)
-    return [outcomes[number] for number in range(len(clients))]
+            outcomes[place] = error
+    for members in groups.values():
+        outcomes |= _grouped(members, parameters, stack, memory or MEMORY)
+    return [outcomes[place] for place in range(len(clients))]
 
 
-Member: TypeAlias = tuple[FederatedClient, Config]
-
-
-def _member(client: NumPyClient, config: Config) -> Member | None:
+def _member(place: int, client: NumPyClient, config: Config) -> Member | None:
     """Return the client of the request's algorithm, and the request with our keys.
 
-    None for a client that is not from this package.
+    None for a client that is trained alone.
     """
+    acting: NumPyClient = client
     if isinstance(client, AnyAlgorithmClient):
-        return client.acting(config)
-    return (client, config) if isinstance(client, FederatedClient) else None
+        acting, config = client.acting(config)
+    if not isinstance(acting, FederatedClient):
+        return None
+    training = acting.settings(config)
+    if why := obstacle(acting, training):
+        log_once(f"clients are trained one by one: {why}")
+        return None
+    return Member(place, acting, config, training)
+
+
+def _kind(member: Member) -> Any:
+    """Return what the clients of one stack share."""
+    _, client, config, training = member
+    problem: Any = client.problem
+    held, border = problem.tensors, problem.model
+    like = held.inputs.shape[1:], held.inputs.dtype, held.targets.dtype
+    words = [(n, v) for n, v in config.items() if n not in FOR_EACH and isinstance(v, str | bool)]
+    names = [name for name in config if name not in FOR_EACH]
+    return (
+        type(client), border.module, border.signature, id(problem.loss), id(problem.penalty), like,
+        training, tuple(client.rounds(config)), tuple(words), tuple(names),
+    )  # fmt: skip
 
 
 def _alone(client: NumPyClient, parameters: Arrays, config: Config) -> Outcome:
@@ -114,123 +121,70 @@ def _alone(client: NumPyClient, parameters: Arrays, config: Config) -> Outcome:
         return error
 
 
-def _kind(client: FederatedClient, config: Config) -> Any:
-    """Return what the clients of one stack share; None for a client that is trained alone."""
-    problem = client.problem
-    training, rounds = client.training.updated(config), tuple(client.rounds(config))
-    if why := _obstacle(client, training, words := _words(config)):
-        log_once(f"clients are trained one by one: {why}")
-        return None
-    like = problem.inputs.shape[1:], problem.inputs.dtype, problem.targets.dtype  # type: ignore[attr-defined]
-    return (
-        type(client), problem.model, problem.loss, problem.penalty, like, training, rounds, words,
-        tuple(name for name in config if name not in FOR_EACH),
-    )  # fmt: skip
-
-
-def _words(config: Config) -> tuple[tuple[str, str | bool], ...]:
-    """Return the request's settings that are no numbers: a rule may branch on them."""
-    return tuple(
-        (n, v) for n, v in config.items() if n not in FOR_EACH and isinstance(v, str | bool)
-    )
-
-
-_DRAWING_FURTHER: set[tuple[Any, ...]] = set()
-"""Classes of clients, with the words of requests, whose rules raised :class:`.FurtherMasks`."""
-
-
-def _obstacle(client: FederatedClient, training: LocalTraining, words: tuple[Any, ...]) -> str:
-    kind = type(client)
-    if kind not in BUILT_IN and not vars(kind).get("stacks"):
-        return f"{kind.__name__} does not say `stacks = True` (its rule takes [clients, d], too)"
-    if training.sam:
-        return "sharpness-aware minimisation does not run on stacks"
-    if training.variance_reduction != "off":
-        return "variance-reduced gradients do not run on stacks"
-    if training.solver not in STACKED:
-        return f"the solver {training.solver!r} does not run on stacks"
-    if dropouts(client.problem.model.module) and (why := _draws_further(client, training, words)):
-        return why
-    return obstacle(client.problem, form_of(type(client)))
-
-
-def _draws_further(client: FederatedClient, training: LocalTraining, words: tuple[Any, ...]) -> str:
-    """Return why a client draws other masks than one for each of its mini-batches."""
-    if (type(client), words) in _DRAWING_FURTHER:
-        return DRAWS_FURTHER.format(client.algorithm)
-    if training.solver == "delta-sgd" or training.residual is not None:
-        return DRAWS_FURTHER.format(training.solver if training.residual is None else "residual")
-    size = min(batch_size(training) or len(client.problem), len(client.problem))
-    parts = f"with dropout, batches of more than {CHUNK} samples are computed in parts"
-    return parts if size > CHUNK else ""
-
-
 def _grouped(
     members: Sequence[Member], parameters: Arrays, stack: Setting, memory: int
-) -> list[Outcome]:
+) -> dict[int, Outcome]:
     """Return the outcomes of clients of one kind, in stacks of clients that take similar work."""
-    problem, training = members[0][0].problem, members[0][0].training.updated(members[0][1])
-    model, sizes = problem.model, [len(client.problem) for client, _ in members]
-    order = sorted(range(len(members)), key=lambda number: -sizes[number])
-    steps = [members[number][0].most_steps(members[number][1]) for number in order]
+    members = sorted(members, key=lambda member: -len(member.client.problem))
+    try:
+        alone, count, samples_at_once = _sizes(members, stack, memory)
+    except Exception as error:  # of a model that fails at a sample
+        _say_alone(error)
+        alone, count, samples_at_once = len(members), 1, 1
+    outcomes = {m.place: _alone(m.client, parameters, m.config) for m in members[:alone]}
+    for start in range(alone, len(members), count):
+        outcomes |= _stacked(members[start : start + count], parameters, samples_at_once)
+    return outcomes
+
+
+def _sizes(members: Sequence[Member], stack: Setting, memory: int) -> tuple[int, int, int]:
+    """Return how many clients to train alone, how many to stack, and the samples in a pass."""
+    problem: Any = members[0].client.problem  # the largest
+    model, training = problem.model, members[0].training
+    steps = [member.client.most_steps(member.config) for member in members]
     alone, most = stacked_at(stack, model, steps)
     how = "several at once" if alone < len(members) else "one by one"
-    kind = f"{kind_of(model.module)}, d = {len(model.vector):,}, on {model.vector.device.type}"
+    kind = f"{kind_of(model.module)}, d = {model.size:,}, on {model.device.type}"
     log_once(f"stack = {stack}: clients are trained {how} (model: {kind})")
-    outcomes = {number: _alone(members[number][0], parameters, members[number][1])
-                for number in order[:alone]}  # fmt: skip
-    order = order[alone:]
-    while order:
-        size = min(batch_size(training) or sizes[order[0]], sizes[order[0]])
-        largest = members[order[0]][0]
-        further = form_of(type(largest)).bytes_of(largest.problem)
-        count = max(1, min(most, memory // (sum(client_bytes(problem, int(size))) + further)))
-        numbers, order = order[:count], order[count:]
-        some = [members[number] for number in numbers]
-        outcomes |= zip(numbers, _stacked(some, parameters, memory), strict=True)
-    return [outcomes[number] for number in range(len(members))]
+    vectors, of_sample = client_bytes(problem, 1)
+    samples = min(batch_size(training) or len(problem), len(problem))
+    return alone, max(1, min(most, memory // (vectors + samples * of_sample))), memory // of_sample
 
 
-def _stacked(members: Sequence[Member], parameters: Arrays, memory: int) -> list[Outcome]:
+def _say_alone(error: Exception) -> None:
+    log_once(f"clients are trained one by one: {of_exception(error)}")
+
+
+def _stacked(
+    members: Sequence[Member], parameters: Arrays, samples_at_once: int
+) -> dict[int, Outcome]:
     """Return the outcomes of clients that are trained as one stack.
 
-    If the stack fails, say at an operator without a rule for stacks, each client is trained alone.
+    If the stack fails, say at one client's samples, each of its clients is trained alone.
     """
-    if len(members) < 2:
-        return [_alone(client, parameters, config) for client, config in members]
     outcomes: dict[int, Outcome] = {}
-    begun: dict[int, Begun] = {}
-    alike: dict[Any, list[int]] = {}
     try:
-        received = members[0][0].received(parameters)
-    except Exception:
-        return [_alone(client, parameters, config) for client, config in members]
-    for number, (client, config) in enumerate(members):
+        received = members[0].client.received(parameters)
+    except Exception as error:  # which all have, as they share the model
+        return {member.place: error for member in members}
+    begun: list[tuple[Member, Start]] = []
+    for member in members:
         try:
-            begun[number] = client.begun(received, config)
-            alike.setdefault(shapes_of(begun[number].state), []).append(number)
+            start = member.client.begun(received, member.config, member.training)
+            begun.append((member, start))
         except Exception as error:
-            outcomes[number] = error
-    for numbers in alike.values():
-        some, starts = [members[n] for n in numbers], [begun[n] for n in numbers]
-        trained, asked = [client for client, _ in some], [config for _, config in some]
+            outcomes[member.place] = error
+    steps: list[list[Step]] = []
+    if len(begun) > 1:
         try:
-            steps = stacked_steps(trained, asked, starts, received, memory)
+            steps = stacked_steps(begun, received, samples_at_once)
         except Exception as error:
-            log_once(f"clients are trained one by one: {_why_alone(error, *some[0])}")
-            outcomes |= {n: _alone(members[n][0], parameters, members[n][1]) for n in numbers}
-            continue
-        for number, (client, config), made in zip(numbers, some, steps, strict=True):
-            try:
-                outcomes[number] = client.finished(begun[number], made, config)
-            except Exception as error:
-                outcomes[number] = error
-    return [outcomes[number] for number in range(len(members))]
-
-
-def _why_alone(error: Exception, client: FederatedClient, config: Config) -> str:
-    """Return why a stack failed; note rules that dropout keeps from being stacked."""
-    if isinstance(error, FurtherMasks):
-        _DRAWING_FURTHER.add((type(client), _words(config)))
-        return DRAWS_FURTHER.format(client.algorithm)
-    return str(error) if isinstance(error, NoMean) else of_exception(error)
+            _say_alone(error)
+    if not steps:
+        return outcomes | {m.place: _alone(m.client, parameters, m.config) for m, _ in begun}
+    for (member, start), made in zip(begun, steps, strict=True):
+        try:
+            outcomes[member.place] = member.client.finished(start, made, member.config)
+        except Exception as error:
+            outcomes[member.place] = error
+    return outcomes

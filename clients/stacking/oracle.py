@@ -7,7 +7,6 @@ columns [clients, 1].
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,45 +15,33 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from clients.learning.oracle import on_all
-from clients.learning.problem import Problem
-from clients.learning.solvers import planned, precise
-from clients.stacking.forms import FORMS
-from clients.stacking.masks import Masks, dropouts
-from clients.stacking.plans import (
-    Generators,
-    Plan,
-    batch_size,
-    batches_per_epoch,
-    column,
-    drawn_orders,
-    laid_out,
-)
+from clients.learning.loop import precise
+from clients.learning.oracle import NOT_KNOWN, ByTraining, on_all
+from clients.learning.problem import Problem, into_training
+from clients.stacking.batches import Feed, Generators, Plan, column
 from clients.stacking.solve import solve
-from clients.stacking.stack import Batches, Numbers, Stack
-from fl_strategies.core.oracle import Gradient, Solved
+from clients.stacking.stack import Batches, Stack
+from fl_strategies.core.oracle import Gradient, Idle, Part, Solved, Solver
 from fl_strategies.core.subproblem import Subproblem
+from fl_strategies.solvers.gradient_weights import check_weights_known, weight_of
 from fl_strategies.solvers.local import LocalTraining
 
 
-class StackOracle:
+class StackOracle(ByTraining):
     """The oracle of clients whose f_i are those of ``problems``, weight decay included.
 
     Parameters
     ----------
     problems : sequence of Problem
-        All have one model, loss and penalty, and none has an :func:`.obstacles.obstacle`.
+        All have one model, loss and penalty, and ``stackable.obstacle`` has nothing against them.
     training : LocalTraining
-        How all clients solve their subproblems; its solver is one of ``optimizers.STACKED``.
+        How all clients solve their subproblems; its solver is one of ``stackable.SOLVERS``.
     rngs : sequence of numpy.random.Generator
         The generator of each client's ``solve``.
     streams : callable
         ``streams(purpose)`` returns each client's generator of that purpose.
-    seeds : sequence of int
-        The seed of each client's dropout masks; needed if the module has dropout.
     samples_at_once : int
-        The most samples, of all clients together, in one forward pass over whole data sets.
-        Mini-batches are never cut.
+        As of :class:`.Stack`.
     """
 
     def __init__(
@@ -64,45 +51,55 @@ class StackOracle:
         rngs: Generators,
         streams: Callable[[str], Generators],
         *,
-        seeds: Sequence[int] = (),
         samples_at_once: int = 1 << 20,
     ) -> None:
         self.problems, self.training = problems, training
         self.stack = Stack(problems, samples_at_once=samples_at_once)
-        self.stack.masks = Masks(seeds) if dropouts(self.stack.model.module) else None
         self._rngs, self._streams = rngs, streams
         self._draws: Iterator[Batches] | None = None
-
-    def on(self, make: Callable[..., Any], *args: Any, **options: Any) -> StackOracle:
-        """As :meth:`.ClientOracle.on`; ``LookupError`` if the loss has no form for stacks."""
-        stacked = next((form.stacked for form in FORMS.values() if form.make is make), None)
-        if stacked is None:
-            raise LookupError(f"{make.__name__} has no form for stacks")
-        other = copy.copy(self)
-        other.stack = stacked(self.stack, *args, **options)
-        return other
 
     @property
     def steps(self) -> Any:
         """As :attr:`.Oracle.steps`."""
-        return column(self._next.steps, self.stack.model.vector.device)
+        return column(self._next.steps, self.stack.model.device)
 
     def solve(
-        self, start: Tensor, subproblem: Subproblem, *, previous: Tensor | None = None
+        self,
+        start: Tensor,
+        subproblem: Subproblem,
+        *,
+        previous: Tensor | None = None,
+        rates: bool = False,
     ) -> Solved:
         """As :meth:`.Oracle.solve`."""
-        return solve(self.stack, start, subproblem, self.training, self._rngs, previous=previous)
+        training = self.training
+        if rates:
+            check_weights_known(training.settings, NOT_KNOWN)
+        solved = solve(self.stack, start, subproblem, training, self._rngs, previous=previous)
+        if not rates:
+            return solved
+        weight = weight_of(
+            solved.steps,
+            momentum=training.momentum,
+            nesterov=training.nesterov,
+            pull=training.rate * subproblem.pull,
+        )
+        return solved._replace(weight=weight, rates=weight * training.rate)
 
     def solve_aside(self, start: Tensor, subproblem: Subproblem) -> Solved:
         """As :meth:`.Oracle.solve_aside`: stacked models have no running statistics."""
         return self.solve(start, subproblem)
+
+    def only(self, part: Part, *, epochs: int = 0) -> Solver:
+        """As :meth:`.Oracle.only`: stacked clients have no arrays of their own."""
+        return self if self.stack.model.only(part).trained else Idle()
 
     def solve_on_next(self, start: Tensor, subproblem: Subproblem, *, steps: Any) -> Solved:
         """As :meth:`.Oracle.solve_on_next`."""
         batches, sizes = next(self._next)
         counts = np.ravel(np.asarray(steps)).astype(np.int64) * np.ones_like(sizes)
         each = Batches(*(part[None] for part in batches))
-        work = Plan(each, sizes[None], counts, np.ones_like(sizes), counts, [])
+        work = Plan(each, sizes[None], counts, np.ones_like(sizes), counts)
         training = on_all(self.training, int(counts.max()))
         return solve(self.stack, start, subproblem, training, self._rngs, work=work)
 
@@ -112,16 +109,15 @@ class StackOracle:
 
     def hessian_product(self, w: Tensor, v: Tensor) -> Tensor:
         """As :meth:`.Oracle.hessian_product`."""
-        self.stack.model.module.train()
-        like = self.stack.model.vector
+        into_training(self.stack.model.module)
+        like = self.stack.model.like
         product = self.stack.hessian_product(w.to(like), v.to(like), next(self._next)[0])
         return product + self.training.ridge * v if self.training.ridge else product
 
     def difference(self, new: Tensor, old: Tensor, *, samples: int) -> Gradient:
         """As :meth:`.Oracle.difference`."""
         pieces = [(next(self._drawn(samples)), 1.0)] if samples else [*self.stack.whole()]
-        before = self._gradient(old, pieces)
-        after = self._gradient(new, pieces)
+        before, after = self._gradient(old, pieces), self._gradient(new, pieces)
         return after._replace(vector=after.vector - before.vector)
 
     def full_gradient(self, w: Tensor) -> Tensor:
@@ -131,24 +127,20 @@ class StackOracle:
 
     def loss(self, w: Tensor) -> Tensor:
         """As :meth:`.Oracle.loss`; weight decay is left out."""
-        return self.stack.loss(w.to(self.stack.model.vector))
+        return self.stack.loss(w.to(self.stack.model.like))
 
     def _gradient(self, w: Tensor, pieces: Iterable[tuple[Batches, Any]]) -> Gradient:
         """Return the gradient, loss and accuracy on mini-batches, each weighted by its share."""
-        self.stack.model.module.train()
-        w = w.to(self.stack.model.vector)
-        vector: Any = 0.0
-        loss: Any = 0.0
-        accuracy: Any = 0.0
+        into_training(self.stack.model.module)
+        w = w.to(self.stack.model.like)
+        vector, loss, accuracy = (self.training.ridge * w if self.training.ridge else 0.0), 0.0, 0.0
         for batches, share in pieces:
             g, results = self.stack.gradient(w, batches)
             vector = vector + share * g
-            loss = loss + share * precise(results.loss)
+            loss = loss + share * precise(results.loss)[:, None]
             if results.right is not None:
-                right = results.right * batches.weights.max(1, keepdim=True).values
-                accuracy = accuracy + share * precise(right)
-        if self.training.ridge:
-            vector = vector + self.training.ridge * w
+                right = results.right * batches.weights.amax(1)
+                accuracy = accuracy + share * precise(right)[:, None]
         return Gradient(vector, loss, accuracy if self.stack.classifies else math.nan)
 
     @functools.cached_property
@@ -156,53 +148,14 @@ class StackOracle:
         return Feed(self.stack, self.training, self._streams("meta"))
 
     def _drawn(self, samples: int) -> Iterator[Batches]:
-        if self._draws is None:
-            self._draws = self._draw(samples)
+        self._draws = self._draws or self._draw(samples)
         return self._draws
 
     def _draw(self, samples: int) -> Iterator[Batches]:
         """Yield mini-batches drawn with replacement; several are copied to the device at once."""
         pairs = zip(self.problems, self._streams("oracle"), strict=True)
-        blocks = zip(*(problem.drawn(rng, samples) for problem, rng in pairs), strict=True)
+        blocks = zip(*(problem.tensors.drawn(rng, samples) for problem, rng in pairs), strict=True)
         for block in blocks:
             numbers = np.stack(block, 1)
             made = self.stack.batches(numbers, np.full(numbers.shape[:2], samples))
             yield from map(Batches, *made)
-
-
-class Feed:
-    """Endless mini-batches of every client, one epoch after another."""
-
-    def __init__(self, stack: Stack, training: LocalTraining, rngs: Generators) -> None:
-        self._stack, self._rngs = stack, rngs
-        self._size = batch_size(training) or int(stack.sizes.max())
-        self._per_epoch = batches_per_epoch(stack.sizes, training)
-        steps = []
-        for rng, batches in zip(rngs, self._per_epoch.tolist(), strict=True):
-            epochs, limit = planned(training, batches, rng)
-            steps.append(limit or epochs * batches)
-        self.steps: Numbers = np.array(steps)
-        self._all = self._endless()
-
-    def __next__(self) -> tuple[Batches, Numbers]:
-        """Return the next mini-batches, and their sizes [clients]."""
-        return next(self._all)
-
-    def _endless(self) -> Iterator[tuple[Batches, Numbers]]:
-        """Draw as many batches at a time as the longest epoch has, and copy them to the device."""
-        sizes, per_epoch = self._stack.sizes, self._per_epoch
-        orders: list[list[Numbers]] = [[] for _ in sizes]
-        used, turns = np.zeros_like(sizes), np.arange(int(per_epoch.max()))[:, None]
-        while True:
-            wanted = -(-(used + len(turns)) // per_epoch)
-            for rng, order, samples, epochs in zip(
-                self._rngs, orders, sizes.tolist(), wanted.tolist(), strict=True
-            ):
-                order += drawn_orders(rng, samples, self._size, epochs - len(order))
-            where = used + turns, np.arange(len(sizes))
-            samples, counts = (part[where] for part in laid_out(orders, sizes, self._size))
-            placed = self._stack.batches(samples, counts)
-            for turn in range(len(turns)):
-                yield Batches(placed.samples[turn], placed.weights[turn]), counts[turn]
-            done, used = np.divmod(used + len(turns), per_epoch)
-            orders = [order[n:] for order, n in zip(orders, done.tolist(), strict=True)]

@@ -3,66 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from clients.base import Begun, FederatedClient
+from clients.base import FederatedClient, Start
 from clients.keeping import State
-from clients.learning.memory import activations
 from clients.learning.problem import Problem
 from clients.request import Config, Received
+from clients.stacking.batches import column
 from clients.stacking.oracle import StackOracle
-from clients.stacking.plans import column
 from fl_strategies.core.oracle import Solved, Step
 from fl_strategies.core.records import CATCH_UP
+from fl_strategies.solvers.local import LocalTraining
 
 FOR_EACH = ("acked-round", "kept-rounds", "checksums", "layout", CATCH_UP)
 """Settings that are read for each client separately, and that no rule uses."""
 
 
+class Member(NamedTuple):
+    """A client of the request's algorithm, its place among the clients, and its request."""
+
+    place: int
+    client: FederatedClient
+    config: Config
+    training: LocalTraining
+
+
 def stacked_steps(
-    clients: Sequence[FederatedClient],
-    configs: Sequence[Config],
-    begun: Sequence[Begun],
-    received: Received,
-    memory: int,
+    members: Sequence[tuple[Member, Start]], received: Received, samples_at_once: int
 ) -> list[list[Step]]:
     """Return the steps of each client's rounds, trained as one stack.
 
-    A forward pass over whole data sets takes at most ``memory`` bytes, a rough estimate.
+    ``samples_at_once`` is as of :class:`.Stack`.
     """
-    first, device = clients[0], received.theta.device
-    states = [one.state for one in begun]
-    training = first.training.updated(configs[0])
-    problems: list[Problem] = [client.problem for client in clients]  # type: ignore[misc]
-    samples = memory // (2 * activations(problems[0]) * received.theta.element_size())
+    _, clients, configs, trainings = zip(*(member for member, _ in members), strict=True)
+    first, like, count = clients[0], received.theta, len(clients)
+    states = [begun.state for _, begun in members]
+    problems: list[Problem] = [client.problem for client in clients]
 
     def oracle(number: int, config: Config) -> StackOracle:
         pairs = zip(clients, configs, strict=True)
-        rngs, seeds, streams = zip(*(c.streams(number, its) for c, its in pairs), strict=True)
+        rngs, _, streams = zip(*(c.streams(number, its) for c, its in pairs), strict=True)
 
         def by_purpose(purpose: str) -> list[np.random.Generator]:
             return [stream(purpose) for stream in streams]
 
         return StackOracle(
-            problems, training, rngs, by_purpose, seeds=seeds, samples_at_once=samples
+            problems, trainings[0], rngs, by_purpose, samples_at_once=samples_at_once
         )
 
     wide = Received(
-        received.theta.expand(len(clients), -1),
-        {name: vector.expand(len(clients), -1) for name, vector in received.extra_vectors.items()},
-        _catch_ups([one.catch_up for one in begun], received.theta),
+        like.expand(count, -1),
+        {name: vector.expand(count, -1) for name, vector in received.extra_vectors.items()},
+        _catch_ups([begun.catch_up for _, begun in members], like),
     )
     made = first.steps_made(
-        _stack_of(states, device),
-        wide,
-        _common(configs, device),
-        oracle,
+        _stack_of(states, like.device), wide, _common(configs, like.device), oracle
     )
-    return _taken_apart(made, states, received.theta)
+    return _taken_apart(made, states, like)
 
 
 def _common(configs: Sequence[Config], device: torch.device) -> dict[str, Any]:
@@ -81,10 +82,6 @@ def _catch_ups(vectors: Sequence[Tensor | float], like: Tensor) -> Tensor | floa
     return torch.stack([one if isinstance(one, Tensor) else 0.0 * like for one in vectors])
 
 
-def shapes_of(state: State) -> Any:
-    return state and tuple(value.shape if isinstance(value, Tensor) else () for value in state)
-
-
 def _stack_of(states: Sequence[State], device: torch.device) -> State:
     """Return the stack of states: vectors [clients, d], and numbers as columns."""
     if states[0] is None:
@@ -100,18 +97,9 @@ def _taken_apart(made: Sequence[Step], states: Sequence[State], like: Tensor) ->
     """Return each client's steps, on the host; steps before the last hold only what was solved."""
     count, last = len(states), made[-1]
     solved = [_solved(step.solved, count) for step in made]
-    uploads = _rows(last.upload, count, like)
+    uploads, kept = _rows(last.upload, count, like), _states(last.state, states, like)
     further = {name: _rows(vectors, count, like) for name, vectors in last.extra_vectors.items()}
     scalars = {name: _numbers(value, count) for name, value in last.scalars.items()}
-    kept: list[State] = [None] * count
-    if last.state is not None:
-        fields = [
-            _rows(value, count, like) if isinstance(before, Tensor)
-            else [type(was)(n) for was, n in zip(befores, _numbers(value, count), strict=True)]
-            for value, befores in zip(last.state, zip(*states, strict=True), strict=True)
-            for before in befores[:1]
-        ]  # fmt: skip
-        kept = [type(last.state)(*values) for values in zip(*fields, strict=True)]
     return [
         [
             *(Step(uploads[i], solved=each[i]) for each in solved[:-1]),
@@ -127,15 +115,28 @@ def _taken_apart(made: Sequence[Step], states: Sequence[State], like: Tensor) ->
     ]
 
 
+def _states(stacked: State, before: Sequence[State], like: Tensor) -> list[State]:
+    """Return the clients' states, whose numbers have the types that they had ``before``."""
+    if stacked is None:
+        return [None] * len(before)
+    fields: list[Sequence[Any]] = []
+    for value, were in zip(stacked, zip(*before, strict=True), strict=True):
+        if isinstance(were[0], Tensor):
+            fields.append(_rows(value, len(before), like))
+        else:
+            numbers = zip(were, _numbers(value, len(before)), strict=True)
+            fields.append([type(was)(number) for was, number in numbers])
+    return [type(stacked)(*values) for values in zip(*fields, strict=True)]
+
+
 def _solved(solved: Solved | None, count: int) -> list[Any]:
+    """Return what each client's solver reports, without its iterates."""
     if solved is None:
         return [None] * count
-    numbers = [_numbers(value, count) for value in solved[2:]]
-    steps, epochs, *others = numbers
+    steps, epochs, *others = (_numbers(value, count) for value in solved[2:])
     steps = [int(n) for n in steps]
     epochs = [None if n is None else int(n) for n in epochs]
-    rows = zip(steps, epochs, *others, strict=True)
-    return [Solved(None, None, *row) for row in rows]
+    return [Solved(None, None, *row) for row in zip(steps, epochs, *others, strict=True)]
 
 
 def _numbers(value: Any, count: int) -> list[Any]:

@@ -7,20 +7,27 @@ sorted by steps, most first. Each client's mini-batches are drawn from its own g
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from clients.learning.solvers import precise
-from clients.stacking.optimizers import Task, optimizer_of
-from clients.stacking.plans import Generators, Plan, column, plan
+from clients.learning.loop import precise
+from clients.learning.problem import into_training
+from clients.stacking.batches import Generators, Plan, column, plan
 from clients.stacking.stack import Batches, Numbers, Results, Stack
 from fl_strategies.core.oracle import Solved
+from fl_strategies.core.settings_text import parse_params
+from fl_strategies.core.stacks import is_nought
 from fl_strategies.core.subproblem import Subproblem
+from fl_strategies.solvers import delta_sgd
 from fl_strategies.solvers.local import LocalTraining
+
+Gradient = Callable[[Tensor], tuple[Tensor, Results]]
+"""The subproblems' gradients [k, d] and f's results at w [k, d], on one mini-batch each."""
 
 
 def solve(
@@ -35,103 +42,94 @@ def solve(
 ) -> Solved:
     """Return approximate minimisers [clients, d] of the clients' subproblems, and what was done.
 
-    It does what :func:`.solvers.solve` does for each client; numbers become columns. ``work`` is
+    It does what :func:`.loop.solve` does for each client; numbers become columns. ``work`` is
     the plan, if ``training`` does not say it.
     """
     work = work or plan(stack, training, rngs)
-    stack.model.module.train()
-    device = stack.model.vector.device
-    numbers = np.argsort(-work.steps, kind="stable")
-    in_order = bool((numbers == np.arange(len(numbers))).all())
-    order = None if in_order else torch.from_numpy(numbers).to(device)
-    task = Task(stack, start, subproblem, order)
-    w, optimizer = task.w, optimizer_of(task, training, stack.sizes[numbers])
-    samples, weights = work.batches
-    if order is not None:
-        samples, weights = samples[:, order], weights[:, order]
-    steps, per_epoch, epochs = (of[numbers] for of in (work.steps, work.per_epoch, work.epochs))
-    left = (np.arange(steps.max())[:, None] < steps).sum(1).tolist()
-    keeps = training.extrapolation > 0.0 or previous is not None
-    before = Task(stack, start if previous is None else previous, Subproblem(), order).w
-    losses = w.new_zeros(len(left), len(stack))
-    rights = torch.zeros(losses.shape, device=device)
-    stopping = Stopping(task, training, work, numbers) if training.residual is not None else None
-    last_epochs = int(((epochs - 1) * per_epoch).min())
-    sizes = work.sizes[:, numbers]
+    into_training(stack.model.module)
+    like = stack.model.like
+    order = np.argsort(-work.steps, kind="stable")
+    there, back = (torch.from_numpy(of).to(like.device) for of in (order, np.argsort(order)))
 
-    def drawing(k: int, place: int) -> AbstractContextManager[None]:
-        """Draw the masks of the first ``k`` clients inside."""
-        if stack.masks is None:
-            return nullcontext()
-        return stack.masks.of(numbers[:k], sizes[place if len(sizes) > 1 else 0, :k])
+    def arranged(value: Any) -> Any:
+        return value[there].to(like) if isinstance(value, Tensor) else value
 
-    for step, k in enumerate(left):
-        place = step if len(samples) > 1 else 0
-        batches = Batches(samples[place, :k], weights[place, :k])
-        first: list[Results] = []
-
-        judged = stopping is not None or step >= last_epochs
-
-        def closure(
-            at: Tensor,
-            batches: Batches = batches,
-            k: int = k,
-            first: Any = first,
-            judged: bool = judged,
-            place: int = place,
-        ) -> Any:
-            with drawing(k, place):
-                gradient, results = stack.gradient(at, batches, judged=judged)
-            first.append(results)
-            return task.bent(gradient, at, k), results.loss
-
-        if keeps:
-            here = w[:k].clone()
-            if training.extrapolation:
-                w[:k].add_(here - before[:k], alpha=training.extrapolation)
-        optimizer.step(closure, k)
-        if training.box:
-            w[:k].clamp_(-training.box, training.box)
-        if keeps:
-            before[:k] = here
-        losses[step, :k] = first[0].loss[:, 0]
-        if first[0].right is not None:
-            rights[step, :k] = first[0].right[:, 0]
-        if stopping is not None and stopping.all_after(step + 1, w, before):
-            break
-    residual = np.full(len(stack), np.nan)
-    if stopping is not None:
-        w, before, epochs, residual = (
-            stopping.w, stopping.before, stopping.epochs, stopping.residual,
-        )  # fmt: skip
-        steps = np.minimum(steps, epochs * per_epoch)
-        stopping.rewind(rngs)
-    at = np.arange(len(left))[:, None]
-    last = (at >= (epochs - 1) * per_epoch) & (at < steps)
-    counted = np.where(last, sizes[: len(left)], 0)
-    loss, accuracy = means(losses, rights, counted)
-    if order is not None:
-        back = np.argsort(numbers)
-        steps, epochs, residual = steps[back], epochs[back], residual[back]
-        there = torch.from_numpy(back).to(device)
-        w, before, loss, accuracy = w[there], before[there], loss[there], accuracy[there]
+    w, before = arranged(start), arranged(previous)
+    if training.extrapolation and before is None:
+        before = w.clone()
+    task = Task(stack, Subproblem(*map(arranged, subproblem)))
+    batches = Batches(*(part[:, there] for part in work.batches))
+    sizes, epochs, per_epoch, steps = (part[..., order] for part in work[1:])
+    in_order = Plan(batches, sizes, epochs, per_epoch, steps)
+    losses, rights = _walk(task, w, before, in_order, training)
+    loss, accuracy = _means_of_last_epochs(losses, rights, in_order)
     return Solved(
-        w,
-        before if previous is not None else None,
-        column(steps, device),
-        column(epochs, device),
-        loss,
-        accuracy if stack.classifies else math.nan,
-        column(residual, device) if stopping is not None else math.nan,
+        w[back],
+        before[back] if previous is not None else None,
+        column(work.steps, like.device),
+        column(work.epochs, like.device),
+        loss[back],
+        accuracy[back] if stack.classifies else math.nan,
     )
 
 
-def means(losses: Tensor, rights: Tensor, counted: Numbers) -> tuple[Tensor, Tensor]:
-    """Return the mean losses and accuracies of mini-batches, as columns.
+class Task(NamedTuple):
+    """Clients' losses, and what their subproblems add; the last client leaves the stack first."""
 
-    ``losses`` and the numbers of right samples, ``rights``, are [steps, clients]. So are the sizes
-    ``counted``, 0 for a mini-batch that does not count.
+    stack: Stack
+    subproblem: Subproblem
+
+    def gradient(
+        self, w: Tensor, batches: Batches, *, count_right: bool = True
+    ) -> tuple[Tensor, Results]:
+        """Return the gradients of the first clients' subproblems at w [k, d], and f's results."""
+        g, results = self.stack.gradient(w, batches, count_right=count_right)
+        slope, pull, centre = (
+            part[: len(w)] if isinstance(part, Tensor) else part for part in self.subproblem
+        )
+        if not is_nought(slope):
+            g += slope
+        if not is_nought(pull):
+            g += pull * (w - centre)
+        return g, results
+
+
+def _walk(
+    task: Task, w: Tensor, before: Tensor | None, work: Plan, training: LocalTraining
+) -> tuple[Tensor, Tensor]:
+    """Take all steps of the clients, from ``w`` [clients, d], which is written over.
+
+    Returns the losses and the numbers of right samples on their mini-batches, [steps, clients].
+    ``before``, if it is needed, is the iterate before w, and is written over as well.
     """
+    optimizer = DeltaSGD(training) if training.solver == "delta-sgd" else Descent(training)
+    left = (np.arange(work.steps.max())[:, None] < work.steps).sum(1).tolist()
+    losses = w.new_zeros(len(left), len(w))
+    rights = torch.zeros_like(losses)
+    first_counted = int(((work.epochs - 1) * work.per_epoch).min())
+    for step, k in enumerate(left):
+        at = w[:k]
+        batches = Batches(*(part[step % len(part), :k] for part in work.batches))
+        gradient = partial(task.gradient, batches=batches, count_right=step >= first_counted)
+        if before is not None:
+            here = at.clone()
+            if training.extrapolation:
+                at.add_(here - before[:k], alpha=training.extrapolation)
+            before[:k] = here
+        results = optimizer.step(at, gradient)
+        if training.box:
+            at.clamp_(-training.box, training.box)
+        losses[step, :k] = results.loss
+        if results.right is not None:
+            rights[step, :k] = results.right
+    return losses, rights
+
+
+def _means_of_last_epochs(losses: Tensor, rights: Tensor, work: Plan) -> tuple[Tensor, Tensor]:
+    """Return the mean losses and accuracies [clients, 1] of the clients' last epochs."""
+    at = np.arange(len(losses))[:, None]
+    last = (at >= (work.epochs - 1) * work.per_epoch) & (at < work.steps)
+    counted: Numbers = np.where(last, work.sizes[: len(losses)], 0)
     sizes = precise(torch.from_numpy(counted).to(losses.device))
     total = sizes.sum(0)[:, None]
     loss = (sizes * precise(losses).where(sizes > 0.0, 0.0)).sum(0)[:, None]
@@ -139,51 +137,57 @@ def means(losses: Tensor, rights: Tensor, counted: Numbers) -> tuple[Tensor, Ten
     return loss / total, right / total
 
 
-class Stopping:
-    """Measures residuals after epochs, and keeps the result of clients that are accurate enough.
+class Descent:
+    """The steps of ``torch.optim.SGD``, with momentum and weight decay.
 
-    Arrays are in the order of ``task``'s clients; ``numbers`` are their numbers in the stack.
+    Clients leave the stack at its end: a step is of the first clients of the step before.
     """
 
-    def __init__(self, task: Task, training: LocalTraining, work: Plan, numbers: Numbers) -> None:
-        self.task, self.training, self.numbers = task, training, numbers
-        self.per_epoch, self.steps = work.per_epoch[numbers], work.steps[numbers]
-        self.epochs, self.residual = work.epochs[numbers], np.full(len(numbers), np.nan)
-        self.w, self.before = torch.empty_like(task.w), torch.empty_like(task.w)
-        self._works, self._work = np.ones(len(numbers), bool), work
+    def __init__(self, training: LocalTraining) -> None:
+        self._training = training
+        self._velocity: Tensor | None = None
 
-    def all_after(self, done: int, w: Tensor, before: Tensor) -> bool:
-        """Measure the clients whose epoch ends after ``done`` steps; return whether all stopped."""
-        last = self.steps == done
-        who = np.flatnonzero(self._works & ((done % self.per_epoch == 0) | last))
-        if len(who):
-            self.residual[who] = self._measured(who, w)
-            small = self.residual[who] <= self.training.residual
-            stop = who[small | last[who]]
-            self.epochs[stop] = -(-done // self.per_epoch[stop])
-            rows = torch.from_numpy(stop).to(w.device)
-            self.w[rows], self.before[rows] = w[rows], before[rows]
-            self._works[stop] = False
-        return not self._works.any()
+    def step(self, w: Tensor, gradient: Gradient) -> Results:
+        """Move ``w`` [k, d] in place; return the results at the w before."""
+        training = self._training
+        along, results = gradient(w)
+        if training.weight_decay:
+            along.add_(w, alpha=training.weight_decay)
+        if training.momentum:
+            if self._velocity is None:
+                self._velocity = velocity = along.clone()
+            else:
+                velocity = self._velocity[: len(w)].mul_(training.momentum).add_(along)
+            along = along.add_(velocity, alpha=training.momentum) if training.nesterov else velocity
+        w.add_(along, alpha=-training.rate)
+        return results
 
-    def _measured(self, who: Numbers, w: Tensor) -> list[float]:
-        task, rows = self.task, torch.from_numpy(who).to(w.device)
-        parts = (task.slope, task.pull, task.centre)
-        subproblem = Subproblem(*(v[rows] if isinstance(v, Tensor) else v for v in parts))
-        at, numbers = w[rows], self.numbers[who]
-        if self._work.states:
-            g = task.stack.full_gradient(at, numbers)
-        else:  # all that there is are these mini-batches
-            chosen = torch.from_numpy(numbers).to(w.device)
-            g, _ = task.stack.gradient(at, Batches(*(v[0, chosen] for v in self._work.batches)))
-        g = subproblem.gradient(at, g)
-        if self.training.ridge:
-            g = g + self.training.ridge * at
-        squares: list[float] = (g * g).sum(1).tolist()
-        return squares
 
-    def rewind(self, rngs: Generators) -> None:
-        """Put the generators where they are after the epochs that were run."""
-        for number, epochs in zip(self.numbers, self.epochs, strict=True):
-            if self._work.states:
-                rngs[number].bit_generator.state = self._work.states[number][epochs - 1]
+class DeltaSGD:
+    """Delta-SGD; each client has its own step size."""
+
+    def __init__(self, training: LocalTraining) -> None:
+        self._options = delta_sgd.Options(lr=training.rate, **parse_params(training.solver_params))
+        options = self._options
+        self._state = delta_sgd.first_state(eta_0=options.lr, theta_0=options.theta_0)
+
+    def step(self, w: Tensor, gradient: Gradient) -> Results:
+        """As :meth:`Descent.step`."""
+        options, x = self._options, w.clone()
+        state = delta_sgd.State(
+            *(part[: len(w)] if isinstance(part, Tensor) else part for part in self._state)
+        )
+        g, results = gradient(x)
+        before = state.g if state.x is None or not options.same_batch else gradient(state.x)[0]
+        self._state, moved = delta_sgd.step(
+            state,
+            x,
+            g,
+            before,
+            gamma=options.gamma,
+            delta=options.delta,
+            epsilon=options.epsilon,
+            amplify_first=options.amplify_first,
+        )
+        w.copy_(moved)
+        return results

@@ -1,17 +1,14 @@
 """The losses of several clients that share one model, as one function of their stacked vectors.
 
-Client i has the parameters ``w[i]`` of vectors [clients, d]. One forward pass under ``torch.vmap``
-computes the outputs of all clients, the losses are summed, and one backward pass gives every client
-its own gradient. Mini-batches may have different sizes: short ones are padded with samples of
-weight 0.
+Client i has the parameters ``w[i]`` of vectors [clients, d]. One forward pass computes the outputs
+of all clients, the losses are summed, and one backward pass gives every client its own gradient.
+Mini-batches may have different sizes: short ones are padded with samples of weight 0.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from types import MappingProxyType
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,25 +16,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from clients.learning.passes import CHUNK, called, right_of_each
-from clients.learning.pieces import averages
-from clients.learning.problem import Problem, gathered
-from clients.learning.solvers import precise
-from clients.stacking.layers import Forward, chain
-from clients.stacking.masks import Masks, masked
-from clients.stacking.means import (
-    NO_MEAN,
-    TRIED,
-    NoMean,
-    check_mean,
-    of_each,
-    to_try,
-)
+from clients.learning.border import Border
+from clients.learning.data import gathered, widened
+from clients.learning.evaluate import of_classes, right_of_each
+from clients.learning.loop import precise
+from clients.learning.problem import Problem, evaluating, of_type
+from clients.stacking.stackable import ELEMENTWISE, loss_of_each
 
 Numbers = npt.NDArray[np.int64]
-NONE: Mapping[str, Tensor] = MappingProxyType({})
+PIECE = 1000
+"""The most samples of a client in a pass over whole data sets."""
+Forward = Callable[[Sequence[Tensor], Tensor], Tensor]
+"""Outputs [clients, b, ...] for parameters [clients, ...] and inputs [clients, b, ...]."""
 
 
 class Batches(NamedTuple):
@@ -49,8 +40,8 @@ class Batches(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Results on a mini-batch of each client: mean losses [clients, 1], and numbers of right
-    samples [clients, 1] (None where targets are no classes)."""
+    """Results on a mini-batch of each client: mean losses [clients], and numbers of right samples
+    [clients] (None where they were not counted, or targets are no classes)."""
 
     loss: Tensor
     right: Tensor | None
@@ -59,186 +50,147 @@ class Results(NamedTuple):
 class Stack:
     """f_1, ..., f_k of ``problems``, as functions of stacked vectors w [k, d].
 
-    The problems share model, loss and penalty; ``obstacles.obstacle`` says whether a problem can be
-    stacked. Where a method takes ``who``, these are the numbers of the clients whose vectors are
-    given. ``masks``, if set, draws the masks of the module's dropout.
+    The problems share model, loss and penalty, and ``stackable.obstacle`` has nothing against them.
+    ``samples_at_once`` bounds the samples, of all clients together, in a forward pass over whole
+    data sets; mini-batches are never cut. Raises ``ValueError`` for targets that the loss ignores.
     """
 
     def __init__(self, problems: Sequence[Problem], *, samples_at_once: int = 1 << 20) -> None:
         first = problems[0]
-        self._at_once = samples_at_once
-        self.model, self.classifies = first.model, first.classifies
+        self.model, self._penalty = first.model, first.penalty
         self.sizes: Numbers = np.array([len(problem) for problem in problems])
-        self._loss, self._penalty = first.loss, first.penalty
-        self.masks: Masks | None = None
-        # all samples that any client has: those of client i are _rows[_starts[i] :]
-        sources = {id(p.inputs): (p.inputs, p.targets) for p in problems}
-        begins = np.cumsum([0, *(len(x) for x, _ in sources.values())]).tolist()
+        self._ends, self._width = np.cumsum(self.sizes), max(1, samples_at_once // len(problems))
+        # all samples that any client has, of which client i has those in its part of _rows
+        held = [problem.tensors for problem in problems]
+        sources = {id(p.inputs): p for p in held}
+        begins = np.cumsum([0, *(len(p.inputs) for p in sources.values())]).tolist()
         begin = dict(zip(sources, begins, strict=False))
-        tensors = [*zip(*sources.values(), strict=True)]
-        self._inputs, self._targets = (t[0] if len(t) == 1 else torch.cat(t) for t in tensors)
+        self._inputs, self._targets = (
+            parts[0] if len(parts) == 1 else torch.cat(parts)
+            for parts in zip(*((p.inputs, p.targets) for p in sources.values()), strict=True)
+        )
+        self.classifies = not self._targets.is_floating_point()
         if self.classifies and bool((self._targets < 0).any()):
-            raise NoMean(NO_MEAN)
-        self._rows: Tensor | None = None
-        self._starts = np.array([begin[id(p.inputs)] for p in problems])
-        if any(p.rows is not None for p in problems):
-            each = [torch.arange(len(p)) if p.rows is None else p.rows for p in problems]
-            if len(sources) > 1:
-                each = [r + begin[id(p.inputs)] for r, p in zip(each, problems, strict=True)]
-            self._rows = torch.cat([r.to(self._inputs.device) for r in each])
-            self._starts = np.cumsum([0, *self.sizes[:-1]])
-        if not averages(self._loss):
-            self._check_mean()
-
-    @torch.no_grad()
-    def _check_mean(self) -> None:
-        """Raise :class:`.NoMean` if the loss is no mean over the clients' samples."""
-        rows = self._rows
-        targets = self._targets if rows is None else self._targets.index_select(0, rows)
-        tried = to_try(targets, max(2, min(TRIED, self._at_once)))
-        inputs = gathered(self._inputs, tried if rows is None else rows[tried])
-        self.model.module.eval()
-        check_mean(self._loss, called(self.model.module, inputs), targets[tried])
+            raise ValueError("the loss leaves out samples whose target is negative")
+        rows = [torch.arange(len(p)) if p.rows is None else p.rows for p in held]
+        offsets = np.repeat([begin[id(p.inputs)] for p in held], self.sizes)
+        placed = torch.cat([of.to(self._inputs.device) for of in rows])
+        self._rows = placed + torch.from_numpy(offsets).to(placed.device)
+        self._loss_of_each: Any = loss_of_each(first.loss)
+        self._outputs = forward_of(self.model, self._inputs)
 
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def batches(self, samples: Numbers, sizes: Numbers, who: Any = slice(None)) -> Batches:
+    def batches(self, samples: Numbers, sizes: Numbers) -> Batches:
         """Return mini-batches, on the device, of the clients' own samples [..., clients, b].
 
         Of each mini-batch the first ``sizes`` [..., clients] samples count.
         """
-        like = self.model.vector
-        placed = torch.from_numpy(samples + self._starts[who][:, None]).to(like.device)
-        if self._rows is not None:
-            placed = self._rows.take(placed)
+        like = self.model.like
+        starts = (self._ends - self.sizes)[:, None]
+        placed = self._rows.take(torch.from_numpy(samples + starts).to(like.device))
         counts = np.arange(samples.shape[-1]) < sizes[..., None]
         weights = counts / np.maximum(sizes, 1)[..., None]
         return Batches(placed, torch.from_numpy(weights).to(like))
 
-    def whole(self, who: Any = slice(None)) -> Iterator[tuple[Batches, Tensor]]:
+    def whole(self) -> Iterator[tuple[Batches, Tensor]]:
         """Yield all samples of the clients in pieces, and each piece's shares [clients, 1]."""
-        sizes = self.sizes[who]
-        longest, width = int(sizes.max()), max(1, min(CHUNK, self._at_once // len(sizes)))
+        longest, width = int(self.sizes.max()), min(PIECE, self._width)
         for start in range(0, longest, width):
             stop = min(start + width, longest)
-            counted = np.clip(sizes - start, 0, stop - start)
-            samples = np.minimum(np.arange(start, stop), sizes[:, None] - 1)
-            share = torch.from_numpy((counted / sizes)[:, None]).to(self.model.vector)
-            yield self.batches(samples, counted, who), share
-
-    # ---- the functions ------------------------------------------------------------------------
+            counted = np.clip(self.sizes - start, 0, stop - start)
+            samples = np.minimum(np.arange(start, stop), self.sizes[:, None] - 1)
+            share = torch.from_numpy((counted / self.sizes)[:, None]).to(self.model.like)
+            yield self.batches(samples, counted), share
 
     def gradient(
-        self, w: Tensor, batches: Batches, *, judged: bool = True
+        self, w: Tensor, batches: Batches, *, count_right: bool = True
     ) -> tuple[Tensor, Results]:
         """Return the gradients [k, d] at ``w`` [k, d] on the mini-batches, and their results.
 
-        Right answers are counted only if ``judged``.
+        Right answers are counted only if ``count_right``.
         """
-        leaves = [piece.detach().requires_grad_() for piece in self.model.views(w)]
+        at = w.detach().requires_grad_()
         with torch.enable_grad():
-            losses, right = self._forward(leaves, batches, judged and self.classifies)
-            slopes = torch.autograd.grad(losses.sum(), leaves, materialize_grads=True)
-        gradient, losses = joined(slopes), losses.detach()
-        if self._penalty is not None:
-            at = w.detach().requires_grad_()
-            with torch.enable_grad():
-                values = vmap(self._penalty)(at)
-                gradient += torch.autograd.grad(values.sum(), at)[0]
-            losses = losses + values.detach()
-        return gradient, Results(losses[:, None], None if right is None else right[:, None])
-
-    def full_gradient(self, w: Tensor, who: Any = slice(None)) -> Tensor:
-        """Return the gradients [k, d] on all samples of the clients."""
-        parts = [share * self.gradient(w, piece)[0] for piece, share in self.whole(who)]
-        return sum(parts[1:], parts[0])
+            losses, right = self._losses(at, batches, count_right and self.classifies)
+            (gradient,) = torch.autograd.grad(losses.sum(), at)
+        return gradient, Results(losses.detach(), right)
 
     def hessian_product(self, w: Tensor, v: Tensor, batches: Batches) -> Tensor:
         """Return the Hessians at ``w`` [k, d] on the mini-batches, times ``v`` [k, d]."""
-        leaves = [piece.detach().requires_grad_() for piece in self.model.views(w)]
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-            losses, _ = self._forward(leaves, batches)
-            slopes = torch.autograd.grad(
-                losses.sum(), leaves, create_graph=True, materialize_grads=True
+        at = w.detach().requires_grad_()
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(
+                self._losses(at, batches)[0].sum(), at, create_graph=True
             )
-            pairs = zip(slopes, self.model.views(v), strict=True)
-            along = torch.stack([(slope * u).sum() for slope, u in pairs]).sum()
-            product = torch.zeros_like(v)
-            if along.requires_grad:  # else the gradient is the same everywhere
-                pieces = torch.autograd.grad(along, leaves, materialize_grads=True)
-                product = joined(pieces)
-        if self._penalty is not None:
-            at = w.detach().requires_grad_()
-            with torch.enable_grad():
-                values = vmap(self._penalty)(at)
-                (slope,) = torch.autograd.grad(values.sum(), at, create_graph=True)
-                if slope.requires_grad:
-                    product += torch.autograd.grad((slope * v).sum(), at)[0]
-        return product
+            return torch.autograd.grad((slope * v).sum(), at, materialize_grads=True)[0]
 
     @torch.no_grad()
     def loss(self, w: Tensor) -> Tensor:
         """Return the mean losses [k, 1] on all samples, the model in evaluation mode."""
-        self.model.module.eval()
-        views = self.model.views(w)
-        parts = [
-            precise(share) * precise(self._forward(views, piece)[0][:, None])
-            for piece, share in self.whole()
-        ]
-        if self._penalty is not None:
-            parts.append(precise(vmap(self._penalty)(w)[:, None]))
-        return sum(parts[1:], parts[0])
+        with evaluating(self.model.module):
+            pieces = [
+                precise(share) * precise(self._losses(w, piece)[0][:, None])
+                for piece, share in self.whole()
+            ]
+        return sum(pieces[1:], pieces[0])
 
-    def _forward(
-        self, leaves: Sequence[Tensor], batches: Batches, judged: bool = False
+    def _losses(
+        self, w: Tensor, batches: Batches, count_right: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the mean losses [k], without penalty, and the numbers of right samples [k]."""
-        losses, outputs, targets = self._of_samples(leaves, batches.samples)
-        losses = (losses * batches.weights).sum(1)
-        if not judged:
+        """Return the mean losses [k], and the numbers of right samples [k] if ``count_right``."""
+        samples, weights = batches
+        flat = samples.reshape(-1)
+        inputs = widened(gathered(self._inputs, flat))
+        targets = self._targets.index_select(0, flat)
+        outputs = self._outputs(self.model.views(w), inputs.view(*samples.shape, *inputs.shape[1:]))
+        outputs = outputs.flatten(0, 1)
+        each = self._loss_of_each(outputs, of_type(targets, outputs))
+        if each.numel() not in (len(targets), targets.numel()):
+            raise ValueError(f"outputs {outputs.shape} do not fit the targets {targets.shape}")
+        each = each.flatten(1).mean(1) if each.dim() > 1 else each
+        losses = (each.view(samples.shape) * weights).sum(1)
+        if self._penalty is not None:
+            losses = losses + vmap(self._penalty)(w)
+        if not count_right:
             return losses, None
-        right = right_of_each(outputs.detach(), targets).view(batches.samples.shape)
-        return losses, torch.where(batches.weights > 0.0, right, 0).sum(1)
-
-    def _of_samples(
-        self, leaves: Sequence[Tensor], samples: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the losses [k, b] of samples [k, b], their outputs and targets [k b, ...]."""
-        inputs, targets = self._gathered(samples)
-        outputs = self._outputs(leaves, inputs).flatten(0, 1)
-        return of_each(self._loss, outputs, targets).view(samples.shape), outputs, targets
-
-    def _gathered(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the inputs [k, b, ...] and targets [k b, ...] in these rows [k, b]."""
-        flat = rows.reshape(-1)
-        inputs, targets = gathered(self._inputs, flat), self._targets.index_select(0, flat)
-        return inputs.view(*rows.shape, *inputs.shape[1:]), targets
-
-    @functools.cached_property
-    def _outputs(self) -> Callable[..., Tensor]:
-        """The module's outputs [k, b, ...] for parameters [k, ...] and inputs [k, b, ...]."""
-        return self._chained() or vmap(self._called)
-
-    def _chained(self, heads: Sequence[nn.Module] = ()) -> Forward | None:
-        """Return :func:`.layers.chain` of the module and ``heads``, None where it cannot be."""
-        module = self.model.module
-        first = next(module.children(), None)
-        of_vectors = self._inputs.dim() == 2 or isinstance(first, nn.Flatten)
-        drop = None if self.masks is None else self.masks.dropped
-        return chain(module, self.model.shared, heads, drop) if of_vectors else None
-
-    def _called(
-        self, values: Sequence[Tensor], inputs: Tensor, buffers: Mapping[str, Tensor] = NONE
-    ) -> Any:
-        """Return the module's outputs for the parameters, and some of its buffers, of a client."""
-        tensors = dict(zip(self.model.layout.trainable, values, strict=True)) | dict(buffers)
-        module = self.model.module
-        with nullcontext() if self.masks is None else masked(module, self.masks):
-            return called(lambda x: functional_call(module, tensors, (x,)), inputs)
+        if not of_classes(outputs, targets):
+            return losses, torch.full_like(losses, math.nan, requires_grad=False)
+        right = right_of_each(outputs.detach(), targets).view(samples.shape)
+        return losses, torch.where(weights > 0.0, right, 0).sum(1)
 
 
-def joined(pieces: Sequence[Tensor]) -> Tensor:
-    """Return the vectors [clients, d] of pieces [clients, ...]: inverse of ``FlatModel.views``."""
-    flat = [p.movedim(-3, -1) if p.dim() == 5 else p for p in pieces]
-    return torch.cat([piece.reshape(len(piece), -1) for piece in flat], 1)
+def forward_of(model: Border, inputs: Tensor) -> Forward:
+    """Return the forward pass of a model for stacks of its shared parameters, in their order.
+
+    ``inputs`` [n, ...] are like those that it will get. ``torch.vmap`` runs any model, and costs
+    more than a small network does: a chain of linear and elementwise layers is run by batched
+    matrix products.
+    """
+    layers = [*model.module] if type(model.module) is nn.Sequential else [model.module]
+    number = {id(parameter): n for n, parameter in enumerate(model.shared)}
+    simple = (nn.Flatten, nn.Linear, *ELEMENTWISE)
+    of_vectors = inputs.dim() == 2 or isinstance(layers[0], nn.Flatten)
+    all_shared = {*map(id, model.module.parameters())} <= number.keys()
+
+    def chained(values: Sequence[Tensor], x: Tensor) -> Tensor:
+        for layer in layers:
+            if isinstance(layer, nn.Flatten):
+                x = x.flatten(2)
+            elif isinstance(layer, nn.Linear):
+                weight = values[number[id(layer.weight)]].transpose(1, 2)
+                bias = None if layer.bias is None else values[number[id(layer.bias)]][:, None]
+                x = torch.bmm(x, weight) if bias is None else torch.baddbmm(bias, x, weight)
+            else:
+                x = layer(x)
+        return x
+
+    def called(values: Sequence[Tensor], x: Tensor) -> Tensor:
+        tensors = dict(zip(model.layout.trainable, values, strict=True))
+        outputs: Tensor = functional_call(model.module, tensors, (x,))
+        return outputs
+
+    if of_vectors and all_shared and all(type(layer) in simple for layer in layers):
+        return chained
+    return vmap(called)

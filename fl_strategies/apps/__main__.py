@@ -16,7 +16,7 @@ def main() -> None:
         description=apps.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("kind", choices=[*apps.KINDS, "stop"], help="one of the above")
+    parser.add_argument("kind", choices=[*apps.KINDS, *apps.HUB, "stop"], help="one of the above")
     parser.add_argument("folder", type=Path, nargs="?", help="the app's; must not exist")
     given = parser.parse_args()
     if given.kind == "stop":

@@ -30,9 +30,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -41,20 +39,16 @@ from fl_strategies.bcd.clouds import CloudState, CloudStrategy
 from fl_strategies.bcd.fedbcd import Sum, server_rule
 from fl_strategies.bcd.mixing import Mixing, check_mixing, is_mixing, matrix, mean
 from fl_strategies.core.hyperparameters import choice, flag, number, option
-from fl_strategies.core.records import BadReply, Round, Upload
+from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.vectors import Vector
 from fl_strategies.messages.wire import decode
 from fl_strategies.server.algorithm import Next
-from fl_strategies.server.enough import check_enough, clients_needed
-from fl_strategies.server.pacing import check_hooks
-from fl_strategies.server.phases import Phase, Phases, as_one_phase
-from fl_strategies.server.replies import content_as
+from fl_strategies.server.asked import Asked
+from fl_strategies.server.phases import Phase, as_one_phase
 
 if TYPE_CHECKING:
-    from flwr.app import ArrayRecord, ConfigRecord
+    from flwr.app import ArrayRecord, ConfigRecord, Message
     from flwr.serverapp import Grid
-
-    from fl_strategies.server.asked import Asked
 
 
 @dataclass(frozen=True)
@@ -163,7 +157,7 @@ class AsyncCloudStrategy(CloudStrategy):
     def stepped(
         self, state: AsyncState, round: Round, uploads: Sequence[Upload], sums: Sequence[Sum]
     ) -> Next:
-        """Return what the round comes to: ready cloud servers mix, and step by their ``sums``."""
+        """Return the result of the round: ready cloud servers mix, and step by their ``sums``."""
         who = [*state.ready, *state.alone]
         a = matrix(self.mixing, self.servers, round.number, state.ready).tolist()
         weights = [tuple(a[n][m] for m in who) for n in who]
@@ -185,53 +179,16 @@ class AsyncCloudStrategy(CloudStrategy):
                 clocks[n] = seconds if n in state.ready else end
         return replace(state, seconds=seconds, clocks=tuple(clocks))
 
-    def first_done(self, state: AsyncState, server_round: int, phases: Phases) -> list[int] | None:
-        """Return which cloud servers mix, None while too few are done."""
-        done, bound = phases.ends, self.staleness or server_round + 1
-        overdue = [n for n in phases.open if server_round - state.mixed[n] >= bound]
-        wanted = min(self.many, len(phases.open))
-        if not set(overdue) <= done.keys() or len(done) < wanted:
-            return None
-        others = sorted(done.keys() - set(overdue), key=lambda n: (done[n], n))
-        return sorted(overdue + others[: max(wanted - len(overdue), 0)])
+    # ---- a round (``server/phases.py``) -------------------------------------------------------
 
-    # ---- a round ------------------------------------------------------------------------------
+    @property
+    def by_arrival(self) -> bool:
+        return self.order == "arrival"
 
-    def train_round(
-        self, arrays: ArrayRecord, grid: Grid, timeout: float, config: ConfigRecord
-    ) -> ArrayRecord | None:
-        check_hooks(self)
-        self.load(arrays)
-        phases, number = self.phases, self.run.number
-        if self.run.round == self.run.first:
-            phases = self.phases = Phases(started=time.monotonic() - self.state.seconds)
-        nobody = self._ask_clouds(grid, timeout, config)
-        if self.order == "virtual":
-            phases.send_and_receive(grid, timeout, self._end)
-        else:
-            phases.push(grid)
-        while (ready := self.first_done(self.state, number, phases)) is None:
-            phases.pull(grid)
-        alone = sorted(phases.ends.keys() - set(ready)) if self.rigorous else []
-        ends = {n: phases.ends[n] for n in ready + alone}
-        closed = dict(zip(ends, phases.close(ends), strict=True))
-        asked, replies = as_one_phase([*closed.values()], nobody)
-        at_work = {n: unfinished(phase) for n, phase in phases.open.items()}
-        # work whose clients are not connected stays unfinished
-        waiting = {n: work for n, work in self.state.unfinished.items() if n not in closed}
-        self.state = replace(
-            self.state,
-            ready=tuple(ready),
-            alone=tuple(alone),
-            ends=ends,
-            unfinished={**waiting, **at_work},
-        )
-        return self.use(asked, replies)[0]
-
-    def _ask_clouds(self, grid: Grid, timeout: float, config: ConfigRecord) -> Asked:
+    def open_phases(self, grid: Grid, timeout: float, config: ConfigRecord) -> Asked:
         """Open a phase of each cloud server that has none; return one of nobody."""
-        nodes = self.nodes.wait(grid, clients_needed(self))
-        check_enough(self, len(nodes), "connected")
+        nodes = self.nodes.wait(grid, self.clients_needed)
+        self.check_enough(len(nodes), "connected")
         self.state = state = self.on_connect(self.state, self.nodes.known)
         busy = self.phases.busy
         free = {client: node for client, node in nodes.items() if client not in busy}
@@ -246,20 +203,46 @@ class AsyncCloudStrategy(CloudStrategy):
                 chosen = [client for client in before if client in free]
             own = replace(round, number=begun, theta=state.z[n], asked=tuple(chosen))
             sent = model.with_vector(state.z[n], buffers)
-            asked = self.send(own, sent, config, nodes)
-            self.phases.open[n] = Phase(asked, sent, time.monotonic() + timeout)
+            asked, until = self.send(own, sent, config, nodes), time.monotonic() + timeout
+            self.phases.open[n] = Phase(asked, sent, state.clocks[n], deadline=until)
         return self.send(round, model, config, nodes)
 
-    def _end(self, cloud: int, phase: Phase) -> float:
-        """Return when the cloud server is done, by the K that its devices report."""
-        round, work = phase.asked.round, dict[int, float]()
-        read = partial(self.reader.reply, self.state, phase.asked, self.caller)
-        for client, content in phase.contents():
-            work[client] = 1.0
-            with suppress(BadReply):
-                work[client] = float(content_as(client, content, read).numbers["work"])
-        took = self.duration(round.seed, round.number, round.asked, work)
-        return float(self.state.clocks[cloud] + took)
+    def keep_up(self, ended: Sequence[int], grid: Grid, config: ConfigRecord) -> None:
+        """Open no other phase: a cloud server asks again once it has mixed."""
+
+    def phase_seconds(self, cloud: int, phase: Phase) -> float:
+        """Return how long the cloud server's devices work, by the K that they report."""
+        round = phase.asked.round
+        work = {reply.client: float(reply.numbers["work"]) for reply in phase.usable_replies()}
+        return self.duration(round.seed, round.number, round.asked, work)
+
+    def first_ended(self, ended: Sequence[int]) -> list[int]:
+        """Return which cloud servers mix, of those that ``ended``; none if too few did."""
+        number, open_, mixed = self.run.number, self.phases.open, self.state.mixed
+        bound = self.staleness or number + 1
+        overdue = [n for n in open_ if number - mixed[n] >= bound]
+        wanted = min(self.many, len(open_))
+        if not {*overdue} <= {*ended} or len(ended) < wanted:
+            return []
+        others = [n for n in ended if n not in overdue]
+        return sorted(overdue + others[: max(wanted - len(overdue), 0)])
+
+    def close_phases(self, asked: Asked, keys: Sequence[int]) -> tuple[Asked, list[Message]]:
+        """Close the phases of the cloud servers that mix; with ``rigorous`` all others, too."""
+        ready = tuple(keys)
+        alone = sorted(self.phases.open.keys() - {*ready}) if self.rigorous else []
+        closed = dict(zip([*ready, *alone], self.phases.close([*ready, *alone]), strict=True))
+        at_work = {n: unfinished(phase) for n, phase in self.phases.open.items()}
+        # work whose clients are not connected stays unfinished
+        waiting = {n: work for n, work in self.state.unfinished.items() if n not in closed}
+        self.state = replace(
+            self.state,
+            ready=ready,
+            alone=tuple(alone),
+            ends={n: phase.end for n, phase in closed.items()},
+            unfinished={**waiting, **at_work},
+        )
+        return as_one_phase([*closed.values()], asked)
 
 
 def unfinished(phase: Phase) -> list[Any]:

@@ -32,6 +32,7 @@ from fl_strategies.core.vectors import Vector
 from fl_strategies.parts.exponential import Exponential
 from fl_strategies.parts.virtual_clock import VirtualClock
 from fl_strategies.server.strategy import FederatedStrategy
+from fl_strategies.solvers.local import default_training
 
 Reduce: TypeAlias = Literal["mean", "sum"]
 Assignment: TypeAlias = Literal["modulo", "blocks"]
@@ -252,6 +253,10 @@ class CloudStrategy(FederatedStrategy):
 
     def select(self, state: Any, round: Round) -> list[int]:
         return sorted(c for n in range(self.servers) for c in self.active(state, round, n))
+
+    def most_work(self, config: Mapping[str, Any]) -> float:
+        training = default_training().updated(config)
+        return training.steps or training.epochs
 
     def virtual_seconds(self, state: Any) -> float:
         return float(state.seconds)

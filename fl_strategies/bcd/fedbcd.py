@@ -40,6 +40,9 @@ paper's synchronous form has one server. The bound is checked again when a devic
 anew: a device without room does not take part, or its reply is left out as with
 ``lost_state="refuse"``.
 
+Deviation from the paper, which draws the samples of each step (3) anew: an epoch's mini-batches are
+a permutation of the device's samples.
+
 Other deviations of the authors' code, each an option: a penalty gamma ||x - z||^2 with gamma = 2,
 which under (5) is gamma = 4 here; K counts mini-batches; heavy ball 0.9 with weight decay 1e-4
 instead of (2); no box: ``FedBCD.authors_rule``, ``authors_local``. The paper's ``paper_rule`` has
@@ -57,6 +60,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from fl_strategies.bcd.clouds import PAPER_LOCAL, CloudState, CloudStrategy, Reduce
 from fl_strategies.bcd.mixing import mix
+from fl_strategies.core.client_half import ClientHalf
 from fl_strategies.core.hyperparameters import Scalar
 from fl_strategies.core.oracle import Oracle, Solved, Step
 from fl_strategies.core.records import Round, Upload
@@ -86,17 +90,15 @@ def first_state(z: Vector) -> State:
 
 
 def work(solved: Solved, by_steps: bool) -> Number:
-    """Return K, the work of a solve: its mini-batch steps, or its epochs."""
-    return solved.steps if by_steps else solved.epochs
+    """Return K, the work of a solve: its mini-batch steps, or its epochs where they are counted."""
+    return solved.steps if by_steps or solved.epochs is None else solved.epochs
 
 
-def client_rule(
-    state: State, z: Vector, oracle: Oracle, *, gamma: float, by_steps: bool = False
-) -> Step:
+def client_rule(state: State, z: Vector, oracle: Oracle, *, gamma: float) -> Step:
     """Return the device's next state, by (2)-(3), and its upload: x+ - x, or x+ if not recorded."""
     pulled = Subproblem(pull=gamma, centre=z)
     solved = oracle.solve(state.x, pulled, previous=state.previous)
-    scalars = {"work": work(solved, by_steps), "fresh": 1 - state.recorded}
+    scalars = {"work": work(solved, oracle.counts_steps), "fresh": 1 - state.recorded}
     upload = solved.w - state.recorded * state.x
     return Step(upload, State(solved.w, solved.previous, 1.0), scalars, solved)
 
@@ -223,6 +225,7 @@ class FedBCD(SummingStrategy):
     """FedBCD's server half, sync-cloud; see the module's docstring for the rule."""
 
     algorithm = "fedbcd"
+    client_half = ClientHalf(client_rule, State, first_state, own="x")
     card = Card(
         "FedBCD",
         "personalized models, tied to the global model by a penalty",

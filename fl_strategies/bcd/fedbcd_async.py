@@ -7,7 +7,7 @@ Devices do as in ``fedbcd``, with their cloud server's z_n instead of z. By the 
     z_n <- w_n - eta_z sum_{i in Q_n} gamma_i (w_n - x_i)                       (2)
 
 a_nm    1/B, or the weights of ``mixing``, a doubly stochastic matrix that may change from round to
-        round
+        round; the paper's a_nm^(t,k) may also change between the K_z steps of a round
 Q_n     ALL devices of cloud server n. With ``reduce="mean"`` the sum of (2) is divided by the sum
         of its gamma_i
 

@@ -26,6 +26,10 @@ counts as available without contact.
 
 A device that lost its state begins anew from the received z; nothing else changes.
 
+The paper's Section 3.2 is what is done: each offline round continues the one before. By line 5 of
+its Algorithm 2 each would start at the iterate of the last round in which the device was active.
+Algorithm 2 draws samples for each step; here mini-batches are as in ``fl_strategies.bcd.fedbcd``.
+
 Deviations of the authors' code: its cap lets one round more through; K counts mini-batches:
 ``FedBCDI.authors_rule``, ``authors_local``.
 
@@ -41,11 +45,12 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from fl_strategies.bcd.clouds import PAPER_LOCAL, CloudState, CloudStrategy
 from fl_strategies.bcd.fedbcd import Sum, added, server_rule, work
-from fl_strategies.core.hyperparameters import PerClient, Scalar, number
-from fl_strategies.core.oracle import Oracle, Solved, Step
+from fl_strategies.core.client_half import ClientHalf
+from fl_strategies.core.hyperparameters import PerClient, Scalar, count_of, number
+from fl_strategies.core.oracle import Oracle, Solved, Step, both
 from fl_strategies.core.randomness import draw, share, stream
 from fl_strategies.core.records import Round, Upload
-from fl_strategies.core.stacks import clip, repeated
+from fl_strategies.core.stacks import clip, is_nought, repeated
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Vector
 from fl_strategies.server.algorithm import Card, Next
@@ -64,21 +69,21 @@ def first_state(z: Vector) -> State:
 
 
 def train(state: State, oracle: Oracle, *, rounds: int) -> tuple[Solved, int, int]:
-    """Return what the last of ``rounds`` >= 1 rounds of (1) came to; steps, epochs of all."""
+    """Return what the last of ``rounds`` >= 1 rounds of (1) reached; steps, epochs of all."""
 
     def one_round(last: Solved, steps: int, epochs: int) -> tuple[Solved, int, int]:
         last = oracle.solve(last.w, Subproblem(), previous=last.previous)
-        return last, steps + last.steps, epochs + last.epochs
+        return last, steps + last.steps, both(epochs, last.epochs)
 
     return repeated(rounds, one_round, Solved(state.x, state.previous, epochs=0), 0, 0)
 
 
-def pull(state: State, z: Vector, *, gamma: float, times: int, box: float | None) -> State:
-    """Return the state after (2), ``times`` times."""
+def pull(state: State, z: Vector, *, gamma: float, times: int, box: float) -> State:
+    """Return the state after (2), ``times`` times; a ``box`` of 0 is none."""
 
     def once(x: Vector, previous: Vector) -> State:
         pulled = x - gamma * (x - z)
-        return State(pulled if box is None else clip(pulled, -box, box), x)
+        return State(pulled if is_nought(box) else clip(pulled, -box, box), x)
 
     return State(*repeated(times, once, *state))
 
@@ -89,13 +94,12 @@ def client_rule(
     oracle: Oracle,
     *,
     gamma: float,
-    rounds: int,
-    box: float | None = None,
-    by_steps: bool = False,
+    offline_rounds: int,
+    box: float = 0.0,
 ) -> Step:
-    """Return the device's next state and its upload x, by (1) in ``rounds`` rounds and by (2)."""
-    last, steps, epochs = train(state, oracle, rounds=rounds)
-    times = work(last, by_steps)
+    """Return the device's next state and its upload x, by (1) in ``offline_rounds`` and by (2)."""
+    last, steps, epochs = train(state, oracle, rounds=offline_rounds)
+    times = work(last, oracle.counts_steps)
     state = pull(State(last.w, last.previous), z, gamma=gamma, times=times, box=box)
     solved = last._replace(steps=steps, epochs=epochs)
     return Step(state.x, state, {"work": times}, solved)
@@ -115,6 +119,7 @@ class FedBCDI(CloudStrategy):
     """FedBCD-I's server half; see the module's docstring for the rule and every symbol."""
 
     algorithm = "fedbcd-i"
+    client_half = ClientHalf(client_rule, State, first_state, own="x")
     card = Card(
         "FedBCD-I",
         "FedBCD whose clients also train without contact to the server",
@@ -162,6 +167,10 @@ class FedBCDI(CloudStrategy):
     def client_config(self, state: ServerState, round: Round, client: int) -> Mapping[str, Any]:
         rounds = min(state.offline.get(client, 0) + 1, self.offline_rounds)
         return {**super().client_config(state, round, client), "offline-rounds": rounds}
+
+    @classmethod
+    def most_steps(cls, config: Mapping[str, Any], local: float, samples: int) -> float:
+        return local * count_of(config, "offline-rounds")
 
     def available(self, state: ServerState, round: Round, cloud: int) -> list[int]:
         """Return the connected devices of ``cloud`` that are available in the round."""

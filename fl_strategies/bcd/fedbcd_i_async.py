@@ -7,7 +7,7 @@ Devices do as in ``fedbcd_i``, with their cloud server's z_n instead of z. By th
     z_n <- w_n - eta_z sum_{i active in Q_n} gamma_i (w_n - x_i)                (2)
 
 a_nm    1/B, or the weights of ``mixing``, a doubly stochastic matrix that may change from round to
-        round
+        round; the paper's a_nm^(t,k) may also change between the K_z steps of a round
 Q_n     devices of cloud server n; the active ones are those that it asked before this mix. With
         ``reduce="mean"`` the sum of (2) is divided by the sum of its gamma_i; without a usable
         reply w_n is the next z_n

@@ -20,6 +20,7 @@ id.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -57,11 +58,9 @@ from fl_strategies.core.records import Round, Upload
 from fl_strategies.core.schedules import check
 from fl_strategies.messages.wire import decode
 from fl_strategies.server.composition import Caller
-from fl_strategies.server.loop import EvaluateFn, close_round
-from fl_strategies.server.pacing import waits_for_all
 from fl_strategies.server.replies import one_line
-from fl_strategies.server.stages import described, mean_of
-from fl_strategies.server.strategy import FederatedStrategy
+from fl_strategies.server.stages import mean_with_parts
+from fl_strategies.server.strategy import EvaluateFn, FederatedStrategy
 
 Failure: TypeAlias = tuple[ClientProxy, Any] | BaseException
 A_DAY = 86400
@@ -99,25 +98,30 @@ def as_legacy(
     Raises
     ------
     ValueError
-        For a strategy that does not wait for a round's replies, or that has checkpoints or a
-        ``download``; with
-        ``secure`` for one whose rule needs more than a mean. In the first round, as ``start``; with
-        ``secure`` for a model with buffers, or arrays that clients do not share.
+        For a strategy that does not wait for a round's replies, or that has checkpoints, a
+        ``download`` or Poisson sampling; with ``secure`` for one whose rule needs more than a mean.
+        In the first round, as ``start``; with ``secure`` for a model with buffers, or arrays that
+        clients do not share.
     """
     if strategy.checkpoints is not None:
         raise ValueError(
             "checkpoints need Strategy.start: a legacy server counts its rounds itself, from 1"
         )
     own_rounds = type(strategy).train_round is not FederatedStrategy.train_round
-    if own_rounds or not waits_for_all(strategy):
+    if own_rounds or not strategy.waits_for_all:
         raise ValueError(
-            f"{described(strategy)} has no legacy form: it does not wait for the replies of a"
+            f"{strategy.described} has no legacy form: it does not wait for the replies of a"
             " round, and a legacy server does"
         )
     if strategy.download is not None:
         raise ValueError(
             f"download={strategy.download!r} needs Strategy.start: a legacy server sends arrays of"
             " the model's types"
+        )
+    if strategy.privacy is not None and strategy.privacy.sampling == "poisson":
+        raise ValueError(
+            f"privacy={strategy.privacy!r} needs Strategy.start: a legacy server leaves out a round"
+            ' that asks nobody, and its noise; use sampling="fixed"'
         )
     if secure is not None:
         _check_secure(strategy, secure)
@@ -126,8 +130,8 @@ def as_legacy(
 
 def _check_secure(strategy: FederatedStrategy, secure: SecAggPlusWorkflow) -> None:
     check("max_weight", secure.max_weight, low=1.0)
-    name = described(strategy)
-    if not mean_of(strategy):
+    name = strategy.described
+    if not mean_with_parts(strategy):
         raise ValueError(
             f"{name} does not work with secure aggregation: the server learns only the mean of all"
             " uploads, and the rule needs more; FedAvg, FedProx, SCAFFOLD, FedADMM, FedDyn and"
@@ -158,6 +162,7 @@ class _LegacyStrategy(Strategy):
         self._arrays = arrays
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters | None:
+        self.strategy.run.waited_since = time.monotonic()
         if not self._arrays:
             self._open_with_a_clients(client_manager)
         return to_parameters(self._arrays)
@@ -226,7 +231,7 @@ class _LegacyStrategy(Strategy):
         self._take(parameters)
         if self.evaluate_fn is None or self._stopped:
             return None
-        metrics = self.evaluate_fn(server_round, self.strategy.shown(self._arrays))
+        metrics = self.evaluate_fn(server_round, self.strategy.evaluated_model(self._arrays))
         if metrics is None:
             return None
         self.strategy.result.evaluate_metrics_serverapp[server_round] = metrics
@@ -264,7 +269,7 @@ class _LegacyStrategy(Strategy):
 
     def _end(self) -> None:
         with quiet_log(self.strategy.quiet):
-            self._stopped = close_round(self.strategy, self._arrays)
+            self._stopped = self.strategy.close_round(self._arrays)
 
     def _take(self, parameters: Parameters) -> None:
         """Continue with the server's model: a wrapper may have added noise to the strategy's.

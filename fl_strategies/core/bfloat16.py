@@ -7,10 +7,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+LARGEST = 2.0**128 - 2.0**120
+"""The largest bfloat16, 3.39e38."""
+
 
 def halves(numbers: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
-    """Return the bfloat16 nearest to each number, as its bits."""
-    bits = np.ascontiguousarray(numbers, np.float32).view(np.uint32)
+    """Return the finite bfloat16 nearest to each number, as its bits."""
+    bits = np.ascontiguousarray(np.clip(numbers, -LARGEST, LARGEST), np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 

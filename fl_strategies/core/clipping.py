@@ -11,15 +11,22 @@ Models", ICLR 2018, Algorithm 1 (FlatClip).
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from fl_strategies.core.vectors import Vector
 
 
 def norm(u: Vector) -> float:
-    """Return ||u|| of finite u [d], also where its square would overflow or vanish."""
+    """Return ||u|| of u [d], also where its square would overflow or vanish."""
+    u = np.asarray(u, np.float64)
+    with np.errstate(over="ignore"):
+        size = float(np.linalg.norm(u))
+    if 1e-150 < size < math.inf:
+        return size
     largest = float(np.abs(u).max(initial=0.0))
-    return largest * float(np.linalg.norm(u / largest)) if largest else 0.0
+    return largest * float(np.linalg.norm(u / largest)) if 0.0 < largest < math.inf else largest
 
 
 def clip(u: Vector, bound: float) -> Vector:

@@ -6,12 +6,14 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,11 @@ from safetensors.numpy import save
 
 from fl_strategies.core.log import LOGGER
 
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
+
 Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
 ABOUT = "about"
@@ -29,6 +36,11 @@ LOCK, HOLDER = "run.lock", "run.json"
 """The file in a run's folder that is locked during the run, and the file that names that run. They
 are two, as on Windows nobody can read a file that another process has locked."""
 
+
+LEFTOVER = re.compile(r"\..+\.[0-9a-f]{16}\.part")
+"""The names of temporary files."""
+JUST_MADE = 1.0
+"""Seconds after which a temporary file is locked, if its writer lives."""
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 """What the system says of a full disk, and of a user who has used up their share."""
@@ -54,6 +66,7 @@ def write_atomically(
 ) -> None:
     """Write ``content`` to ``path`` through a temporary name next to it, fsynced, then renamed.
 
+    A process that is killed leaves its temporary file, which the next write to the folder removes.
     With ``new`` an existing file stays as it is: of several writers, the first one wins. Without
     ``durable`` neither the file nor its folder is fsynced: the file survives a crash of the
     process, not of the machine. A ``private`` file is this user's alone, others have the rights of
@@ -64,17 +77,21 @@ def write_atomically(
 
 
 def _write_atomically(path: Path, content: bytes, *, new: bool, durable: bool, mode: int) -> None:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    _remove_leftovers(path.parent)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            _lock(file)
             file.write(content)
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        if new:
-            _link(temporary, path)
-        else:
-            os.replace(temporary, path)
+            if fcntl is None:
+                file.close()  # Windows renames no open file
+            if new:
+                _link(temporary, path)
+            else:
+                os.replace(temporary, path)
     finally:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
@@ -84,6 +101,27 @@ def _write_atomically(path: Path, content: bytes, *, new: bool, durable: bool, m
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files of killed writers: those that no process has locked."""
+    for entry in os.scandir(folder):
+        if LEFTOVER.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+            with suppress(OSError), open(entry.path, "rb") as file:
+                old = time.time() - os.fstat(file.fileno()).st_mtime > JUST_MADE
+                if old and _lock(file):
+                    os.unlink(entry.path)
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Lock an open file until it is closed; return whether no other process has locked it."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # locked, or a file system without locks
+        return False
+    return True
 
 
 def _link(temporary: Path, path: Path) -> None:

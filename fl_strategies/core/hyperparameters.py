@@ -37,6 +37,12 @@ class Hyperparameter:
     ``words``. ``sent`` is the name in requests, in kebab-case; "" if it is not sent. ``accepts``
     says of an object whether it is allowed. With ``per_client`` clients may have numbers of their
     own.
+
+    Examples
+    --------
+    >>> from fl_strategies import FedADMM
+    >>> FedADMM.declarations["rho"].default
+    0.1
     """
 
     default: Any
@@ -114,7 +120,13 @@ def number(
     per_client: bool = False,
     **bounds: float,
 ) -> Any:
-    """Declare a number within ``bounds``: ``above`` <, ``low`` <=, ``high`` >=, ``below`` >."""
+    """Declare a number within ``bounds``: ``above`` <, ``low`` <=, ``high`` >=, ``below`` >.
+
+    Examples
+    --------
+    >>> number(default=1.0, about="Penalty.", above=0.0, scheduled=True).range
+    'float or {first round: float}, > 0'
+    """
     return Hyperparameter(
         default,
         about,
@@ -129,14 +141,26 @@ def number(
 
 
 def choice(*, default: str | None, choices: Sequence[str], about: str, sent: str = "") -> Any:
-    """Declare one word of ``choices``; a default None means absent."""
+    """Declare one word of ``choices``; a default None means absent.
+
+    Examples
+    --------
+    >>> choice(default="samples", choices=("samples", "uniform"), about="Weights.").range
+    '"samples" or "uniform"'
+    """
     return Hyperparameter(
         default, about, str, words=tuple(choices), optional=default is None, sent=sent
     )
 
 
 def flag(*, default: bool, about: str, sent: str = "") -> Any:
-    """Declare a value that is true or false."""
+    """Declare a value that is true or false.
+
+    Examples
+    --------
+    >>> flag(default=False, about="Whether to normalise.").range
+    'bool'
+    """
     return Hyperparameter(default, about, bool, sent=sent)
 
 
@@ -147,7 +171,13 @@ def option(
     about: str,
     accepts: Callable[[Any], bool] = lambda value: value is not None,
 ) -> Any:
-    """Declare a value that no range describes; the documentation calls its type ``type_name``."""
+    """Declare a value that no range describes; the documentation calls its type ``type_name``.
+
+    Examples
+    --------
+    >>> option(default=None, type_name="callable", about="A function.", accepts=callable).range
+    'callable'
+    """
     return Hyperparameter(
         default, about, object, type_name=type_name, optional=default is None, accepts=accepts
     )
@@ -217,6 +247,16 @@ def sent_values(
         for name, d in declarations.items()
         if d.sent and (value := values(name)) is not None
     }
+
+
+def count_of(config: Mapping[str, Any], name: str) -> int:
+    """Return the count ``config[name]`` of a request, 1 if it has none.
+
+    Raises ``ValueError`` unless it is a whole number >= 1.
+    """
+    value: int = config.get(name, 1)
+    check(name, value, low=1, high=2**53, integer=True)
+    return value
 
 
 def check_request(declarations: Mapping[str, Hyperparameter], request: Mapping[str, Any]) -> None:

@@ -11,15 +11,20 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 FLOWER = logging.getLogger("flwr")
 LOGGER = logging.getLogger("fl_strategies")
 log = LOGGER.log
 
 _quiet = ContextVar("quiet", default=False)
+_serving = ContextVar("serving", default=False)
 
 
 class _FlowersHandlers(logging.Handler):
@@ -66,3 +71,43 @@ def quiet_log(quiet: bool) -> Iterator[None]:
         yield
     finally:
         _quiet.reset(before)
+
+
+def serving(start: Callable[P, T]) -> Callable[P, T]:
+    """Have a strategy's method log no rounds if the strategy is ``quiet``; see :func:`serves`."""
+
+    @functools.wraps(start)
+    def started(*args: P.args, **kwargs: P.kwargs) -> T:
+        strategy: Any = args[0]
+        before = _serving.set(True)
+        try:
+            with quiet_log(strategy.quiet):
+                return start(*args, **kwargs)
+        finally:
+            _serving.reset(before)
+
+    return started
+
+
+def serves() -> bool:
+    """Return whether a strategy runs in this thread, whose log says why clients failed."""
+    return _serving.get()
+
+
+@contextmanager
+def flowers_errors_as_debug() -> Iterator[None]:
+    """Lower Flower's errors to DEBUG while their causes come as replies, too.
+
+    Flower's simulation logs three errors for each client whose app answers no queries.
+    """
+
+    def lower(record: logging.LogRecord) -> bool:
+        if record.levelno == logging.ERROR:
+            record.levelno, record.levelname = logging.DEBUG, "DEBUG"
+        return True
+
+    FLOWER.addFilter(lower)
+    try:
+        yield
+    finally:
+        FLOWER.removeFilter(lower)

@@ -2,9 +2,9 @@
 
 Metrics of a round come from three sources, and each source has its own names:
 
-- the server: ``SERVER``, names that begin with ``test-`` or ``busy-share``, the algorithm's
-  ``reports``, and every name that ``evaluate_fn`` has reported in the run (it should report before
-  the first round, or use ``test-``);
+- the server: ``SERVER``, names that begin with ``test-`` or ``busy-share``, the ``reports`` of an
+  algorithm of one's own, and every name that ``evaluate_fn`` has reported in the run (it should
+  report before the first round, or use ``test-``);
 - clients in evaluation: names that begin with ``eval-``, ``eval_``, ``own-`` or ``tuned-``; any
   other name that a client reports there gets the prefix ``eval-``;
 - clients in training: all other names.
@@ -37,8 +37,13 @@ SPREAD = ("-mean", "-variance", "-min", "-max", "-smallest", "-largest")
 SKIPPED = "skipped"
 """1 in the metrics of a round after which the model was as before."""
 
+REPORTED = frozenset({"algorithm-round", "communication-rounds", "bytes-saved", "virtual-seconds"})
+"""What some algorithms of this package report. In a run of any other algorithm these names are the
+server's, too: whoever reads a file need not know which algorithm ran."""
+
 SERVER = frozenset(
     {
+        *REPORTED,
         SKIPPED,
         "round",
         "client",
@@ -46,7 +51,7 @@ SERVER = frozenset(
         "gradient-norm2",
         "server-rate",
         "epsilon",
-        "virtual-seconds",
+        "clip",
         "clients-late",
         "clients-dropped",
         "reply-age",
@@ -55,7 +60,7 @@ SERVER = frozenset(
         *(f"{share}{end}" for share in SHARES for end in ("", "-smallest", "-largest")),
     }
 )
-"""The names of the server's own numbers; an algorithm's further names are its ``reports``."""
+"""The names of the server's own numbers; an algorithm of one's own has others in ``reports``."""
 
 TESTED = "test-"
 BUSY = "busy-share"
@@ -94,8 +99,3 @@ def in_evaluation(name: str) -> str:
     if taken or called.endswith(SPREAD):
         return f"eval-{FOREIGN}{called.removeprefix('eval-')}"
     return called
-
-
-def is_taken(name: str, called: str) -> bool:
-    """Return whether ``name`` belongs to another source, so that the metric is ``called`` anew."""
-    return called not in (name, f"eval-{name}")

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from fl_strategies.core.records import NOTHING
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.core.vectors import Number, Vector
+
+Part: TypeAlias = Literal["shared", "own"]
+"""Of the trained arrays those that travel, which are the vector [d], or each client's own."""
 
 
 class Gradient(NamedTuple):
@@ -45,10 +48,32 @@ class Solved(NamedTuple):
     """Mean accuracy, likewise; NaN where targets are not classes."""
     residual: Number = math.nan
     """Squared norm of the subproblem's full gradient at ``w``; NaN if it was not measured."""
+    weight: Number = math.nan
+    """a, the sum of the weights with which the steps add gradients: how far they go on a gradient
+    of 1, in units of the learning rate (of a schedule, its first value). NaN if it was not asked
+    for, or differs between parameters."""
+    rates: Vector | Number = math.nan
+    """A, a times the learning rate, a number or [d]: start - w is A times a mean of gradients.
+    Infinite for a parameter that no step moves. NaN if it was not asked for."""
+    metrics: Mapping[str, Any] = NOTHING
+    """What the training loop reports in addition."""
+
+
+def both(first: Number, second: Number) -> Number:
+    """Return the sum of two solves' epochs: None if they are not counted."""
+    return None if first is None or second is None else first + second
 
 
 class Tally(NamedTuple):
-    """Sums over several solves or gradients."""
+    """Sums over several solves or gradients.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> found = [Gradient(np.ones(2), loss=1.0), Gradient(np.ones(2), loss=3.0)]
+    >>> Tally().plus(found[0]).plus(found[1]).mean(np.zeros(2), 2).loss
+    2.0
+    """
 
     steps: Number = 0
     epochs: Number = 0
@@ -59,7 +84,7 @@ class Tally(NamedTuple):
     def plus(self, made: Solved | Gradient) -> Tally:
         """Return the sums including one more solve or gradient."""
         solved = made if isinstance(made, Solved) else Solved(made.vector, None, 1, 0, *made[1:])
-        return Tally(*(a + b for a, b in zip(self, solved[2:], strict=True)))
+        return Tally(*(both(a, getattr(solved, name)) for name, a in self._asdict().items()))
 
     def mean(self, w: Vector, count: Number, **others: Any) -> Solved:
         """Return ``count`` solves or gradients as one: the sum of steps and epochs, and means of
@@ -83,6 +108,21 @@ class Step(NamedTuple):
     """Further vectors to send, by name."""
 
 
+class Solver(Protocol):
+    """What solves subproblems of f."""
+
+    def solve(self, start: Vector, subproblem: Subproblem) -> Solved:
+        """Return an approximate minimiser of (0), computed from ``start`` as the settings say."""
+
+
+class Idle:
+    """The solver of no arrays."""
+
+    def solve(self, start: Vector, subproblem: Subproblem) -> Solved:
+        """Return the start."""
+        return Solved(start, epochs=0)
+
+
 class Oracle(Protocol):
     """Access to a client's f; the oracle takes care of samples, solver and mini-batches.
 
@@ -94,18 +134,42 @@ class Oracle(Protocol):
         """How many steps on mini-batches the local settings ask for: ``steps``, or the number of
         mini-batches in ``epochs``; drawn at random, if the settings say so."""
 
+    @property
+    def counts_steps(self) -> bool:
+        """Whether the local settings count work in ``steps``; else they count epochs."""
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the local settings, for a rule with steps of its own."""
+
     def solve(
-        self, start: Vector, subproblem: Subproblem, *, previous: Vector | None = None
+        self,
+        start: Vector,
+        subproblem: Subproblem,
+        *,
+        previous: Vector | None = None,
+        rates: bool = False,
+        until: float | None = None,
     ) -> Solved:
         """Return an approximate minimiser of (0), computed from ``start`` as the settings say.
 
         With ``previous``, the iterate before ``start``, the solver's momentum continues from their
-        difference, and the last two iterates are returned.
+        difference, and the last two iterates are returned. With ``rates`` the result has ``weight``
+        and ``rates``; ``ValueError`` where they are not known, as of adaptive solvers. With
+        ``until``, work also ends after the first epoch at whose end the norm of the full gradient
+        of (0) is at most ``until`` times the norm at ``start``.
         """
 
     def solve_aside(self, start: Vector, subproblem: Subproblem) -> Solved:
         """As :meth:`solve`, for a model that does not travel: changes of the model's running
         statistics and random streams are undone."""
+
+    def only(self, part: Part, *, epochs: int = 0) -> Solver:
+        """Return what solves with one part of the arrays, while the others are fixed.
+
+        Slope and pull apply to shared arrays alone. ``epochs`` are taken instead of what the
+        settings say, if any. Clients without arrays of their own take no step on "own".
+        """
 
     def solve_on_next(self, start: Vector, subproblem: Subproblem, *, steps: Number) -> Solved:
         """As :meth:`solve`, by ``steps`` steps, with the loss on the next mini-batch for f."""

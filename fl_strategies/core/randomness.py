@@ -26,7 +26,7 @@ def stream(seed: int, purpose: str, *indices: int) -> np.random.Generator:
     words = (seed, zlib.crc32(purpose.encode()), *indices)
     if min(words) < 0:
         raise ValueError(f"seed and indices must be >= 0, got {(seed, *indices)}")
-    return np.random.default_rng(np.random.SeedSequence(words))
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(words)))
 
 
 def share(fraction: float, of: int) -> int:

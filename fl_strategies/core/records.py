@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
+from numpy.random import Generator
+
+from fl_strategies.core.last_metrics import LastMetrics
 from fl_strategies.core.layout import Arrays, Layout
+from fl_strategies.core.randomness import stream
 from fl_strategies.core.vectors import Number, Vector, weighted_mean
 
 Mean: TypeAlias = Callable[[Iterable[tuple[Vector, Number]]], Vector]
@@ -71,11 +75,13 @@ class Round:
     by it. ``theta`` [d] is the global model that the round begins with, ``layout`` its arrays.
     ``connected`` and ``asked`` are clients, ascending; ``population`` is m, the number of clients
     ever connected (or declared, if more). ``acked`` holds, by client, the round of its last used
-    reply before this round. ``seed`` is the run's, ``run`` its id. ``traffic`` counts the bytes of
-    the round's messages once replies are read. A rule that averages does so by ``mean`` alone.
+    reply before this round. ``seed`` is the run's, ``run`` its id. Once replies are read,
+    ``traffic`` counts the bytes of the round's messages, and ``rejected`` the clients whose replies
+    cannot be used. A rule that averages does so by ``mean`` alone.
     ``samples`` are clients' numbers of samples, and ``draws`` says how often each client was drawn,
-    where a part selects by them (``fl_strategies.parts.selection``). ``rounded`` is theta [d] as it
-    travelled, if it was rounded (``download``).
+    where a part selects by them (``fl_strategies.parts.selection``). ``metrics`` are the last loss,
+    accuracy and seconds of each client that was ever asked. ``rounded`` is theta [d] as it
+    travelled, if it was rounded (``download``). ``asks`` says how often the round has asked before.
     """
 
     number: int = 1
@@ -88,10 +94,17 @@ class Round:
     seed: int = 0
     run: str = ""
     traffic: int = 0
+    rejected: int = 0
     mean: Mean = weighted_mean
     samples: Mapping[int, int] = field(default_factory=dict)
     draws: Mapping[int, int] = field(default_factory=dict)
+    metrics: LastMetrics = field(default_factory=LastMetrics)
     rounded: Vector | None = None
+    asks: int = 0
+
+    def stream(self, purpose: str) -> Generator:
+        """Return the generator of ``purpose``: one for each time that the round asks clients."""
+        return stream(self.seed, purpose, self.number, *([self.asks] if self.asks else []))
 
     @property
     def received(self) -> Vector:

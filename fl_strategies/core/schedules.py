@@ -7,7 +7,7 @@ its communication rounds.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -160,6 +160,62 @@ def step_decay(value: float, rounds: int) -> dict[int, float]:
     return {1: value, half + 1: value / 10, three_quarters + 1: value / 100}
 
 
+def linear_decay(value: float, to: float, rounds: int) -> dict[int, float]:
+    """Return a schedule on the line from ``value`` in round 1 to ``to`` in round ``rounds``.
+
+    The schedule stays there afterwards.
+
+    Examples
+    --------
+    >>> linear_decay(1.0, 0.5, rounds=3)
+    {1: 1.0, 2: 0.75, 3: 0.5}
+    """
+    shares = _shares(value, to, rounds)
+    return {t: (1 - share) * value + share * to for t, share in shares.items()}
+
+
+def cosine_decay(value: float, to: float, rounds: int) -> dict[int, float]:
+    """As :func:`linear_decay`, along half a cosine: slowly at both ends.
+
+    Loshchilov, Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", ICLR 2017, eq. 5.
+
+    Examples
+    --------
+    >>> cosine_decay(1.0, 0.0, rounds=3)
+    {1: 1.0, 2: 0.5, 3: 0.0}
+    """
+    shares = {t: (1 - math.cos(math.pi * s)) / 2 for t, s in _shares(value, to, rounds).items()}
+    return {t: (1 - share) * value + share * to for t, share in shares.items()}
+
+
+def exponential_decay(value: float, to: float, rounds: int) -> dict[int, float]:
+    """As :func:`linear_decay`, by the same factor from each round to the next; both are > 0.
+
+    Examples
+    --------
+    >>> exponential_decay(1.0, 0.25, rounds=3)
+    {1: 1.0, 2: 0.5, 3: 0.25}
+    """
+    check("value", value, above=0.0)
+    check("to", to, above=0.0)
+    return {t: value ** (1 - s) * to**s for t, s in _shares(value, to, rounds).items()}
+
+
+DECAYS: Mapping[str, Callable[..., dict[int, float]]] = {
+    function.__name__: function
+    for function in (step_decay, linear_decay, cosine_decay, exponential_decay)
+}
+"""The functions that make schedules, by their names in texts."""
+
+
+def _shares(value: float, to: float, rounds: int) -> dict[int, float]:
+    """Return the share of the way that lies behind round t = 1, ..., ``rounds``: from 0 to 1."""
+    check("value", value)
+    check("to", to)
+    check("rounds", rounds, low=1, integer=True)
+    return {t: (t - 1) / max(rounds - 1, 1) for t in range(1, rounds + 1)}
+
+
 def check_flag(name: str, value: object) -> None:
     """Raise ``ValueError`` unless ``value`` is true or false."""
     if not isinstance(value, bool):
@@ -190,5 +246,6 @@ def all_among(
     """
     for name, choices in allowed.items():
         if (value := settings.get(name)) is not None and value not in choices:
-            must = f"be one of {list(choices)}" if choices else "not be set"
+            must = "not be set" if not choices else f"be one of {list(choices)}"
+            must = f"be {choices[0]!r}" if len(choices) == 1 else must
             raise ValueError(f"{name} must {must}, got {shown(value)}: {why}")

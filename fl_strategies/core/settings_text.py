@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from fl_strategies.core.hyperparameters import is_per_client
-from fl_strategies.core.schedules import shown
+from fl_strategies.core.schedules import DECAYS, shown
+
+BRACKETED = r"\([^][()]*\)|\[[^][()]*\]"
+"""A tuple or list as Python has it, perhaps with spaces."""
+CALL = rf"({'|'.join(DECAYS)})(\([^()]*\))"
+"""A schedule in closed form."""
 
 
 def parse_params(text: str, setting: str = "") -> dict[str, Any]:
     """Return ``{"rho": 0.01, "eta": {1: 1.0, 60: 0.5}}`` from ``"rho=0.01 eta=1:1.0;60:0.5"``.
 
     Raises ``ValueError``, which begins with the ``setting`` that has the text, for an item that is
-    not ``name=value``, a name that is given twice, or an invalid schedule.
+    not ``name=value``, a name that is given twice, or an invalid schedule. A tuple, a list and a
+    function that makes a schedule may be as in Python.
 
     Examples
     --------
     >>> parse_params("rho=0.01 eta=1:1.0;60:0.5 weights=uniform gamma=0.5,2")
     {'rho': 0.01, 'eta': {1: 1.0, 60: 0.5}, 'weights': 'uniform', 'gamma': [0.5, 2.0]}
+    >>> parse_params("betas=(0.9, 0.95) eps=1e-6")
+    {'betas': (0.9, 0.95), 'eps': 1e-06}
+    >>> parse_params("rho=linear_decay(1.0, 0.5, 3)")
+    {'rho': {1: 1.0, 2: 0.75, 3: 0.5}}
     """
     try:
         return _params(text)
@@ -29,7 +41,7 @@ def parse_params(text: str, setting: str = "") -> dict[str, Any]:
 
 def _params(text: str) -> dict[str, Any]:
     params: dict[str, Any] = {}
-    for item in text.split():
+    for item in re.findall(rf"(?:{BRACKETED}|\S)+", text):
         name, sign, value = item.partition("=")
         if not (name and sign and value):
             raise ValueError(f"an option is given as name=value, got {shown(item)}")
@@ -53,6 +65,14 @@ def format_params(params: Mapping[str, Any]) -> str:
 
 
 def _value(name: str, text: str) -> Any:
+    if re.fullmatch(BRACKETED, text):
+        with suppress(ValueError, SyntaxError):
+            return ast.literal_eval(text)
+    if call := re.fullmatch(CALL, text):
+        try:
+            return DECAYS[call[1]](*ast.literal_eval(call[2]))
+        except (ValueError, SyntaxError, TypeError) as error:
+            raise ValueError(f"{name}: {call[0]}: {error}") from None
     if ":" in text:
         try:
             pairs = [part.partition(":") for part in text.split(";")]

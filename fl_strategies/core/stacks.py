@@ -34,6 +34,17 @@ def norm(v: Vector) -> Number:
     return torch.linalg.vector_norm(v, dim=-1, keepdim=stack, dtype=torch.float64)
 
 
+def dot(u: Vector, v: Vector) -> Number:
+    """Return <u, v> in double precision, a 0-d array of their kind; a column for stacks."""
+    product = u * v
+    stack = product.ndim > 1
+    if isinstance(product, np.ndarray):
+        return product.sum(-1, dtype=np.float64, keepdims=stack)
+    import torch  # which has made them
+
+    return product.sum(-1, keepdim=stack, dtype=torch.float64)
+
+
 def clip(number: Number, low: Number, high: Number) -> Number:
     """Return ``number`` clipped to [low, high]; for a vector or column, bounds may be columns."""
     if hasattr(number, "clip"):
@@ -76,6 +87,11 @@ def repeated(times: Number, step: Callable[..., T], *start: Any) -> T:
 
     ``step`` takes and returns a tuple. ``times`` is a whole number >= 0, or a column of them: then
     each client's part no longer changes after that client's last step.
+
+    Examples
+    --------
+    >>> repeated(3, lambda w: (w / 2,), 8.0)
+    (1.0,)
     """
     state: Any = start
     column = bool(getattr(times, "ndim", 0))

@@ -7,6 +7,7 @@ and is converted to float64 only if a rule needs that; sums go block by block th
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -60,7 +61,7 @@ class Pieces(NDArrayOperatorsMixin):
         return np.concatenate(self.pieces, dtype=dtype or np.float64)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        plain = [np.asarray(v) if isinstance(v, Pieces) else v for v in inputs]
+        plain = [v.__array__() if isinstance(v, Pieces) else v for v in inputs]
         return getattr(ufunc, method)(*plain, **options)
 
 
@@ -68,6 +69,11 @@ def weighted_sum(weighted: Iterable[tuple[Vector, Number]]) -> tuple[Vector, Num
     """Return sum_i weight_i v_i and sum_i weight_i over ``(v_i, weight_i)``, in their order.
 
     NumPy vectors are summed in float64. Without any vector both sums are 0.
+
+    Examples
+    --------
+    >>> weighted_sum([(np.ones(2), 1.0), (np.zeros(2), 3.0)])
+    (array([1., 1.]), 4.0)
     """
     pairs = iter(weighted)
     total: Vector = 0.0
@@ -85,16 +91,18 @@ def weighted_sum(weighted: Iterable[tuple[Vector, Number]]) -> tuple[Vector, Num
 def weighted_mean(weighted: Iterable[tuple[Vector, Number]]) -> Vector:
     """Return sum_i weight_i v_i / sum_i weight_i over ``(v_i, weight_i)``.
 
-    Equal weights of up to :data:`AT_ONCE` long vectors count as 1 each, which is faster. Raises
-    ``ValueError`` when there is nothing to average or the weights sum to zero.
+    Equal weights of long vectors count as 1 each, which is faster. Raises ``ValueError`` when there
+    is nothing to average or the weights sum to zero.
     """
     pairs = iter(weighted)
     first = list(islice(pairs, AT_ONCE + 1))
-    if len(first) <= AT_ONCE and first and _long(first):
-        if first[0][1] and all(weight == first[0][1] for _, weight in first):
-            first = [(vector, 1.0) for vector, _ in first]
+    if first and _long(first):
+        alike = first[0][1] and all(weight == first[0][1] for _, weight in first)
+        unit = first[0][1] if alike else 1.0
+        first = [(vector, weight / unit) for vector, weight in first]
+        pairs = ((vector, weight / unit) for vector, weight in pairs)
         weights = sum((weight for _, weight in first), 0.0)
-        if weights != 0.0:
+        if len(first) <= AT_ONCE and weights != 0.0:
             return _in_blocks(first, divisor=weights)
     total, weights = weighted_sum(chain(first, pairs))
     if isinstance(weights, float) and weights == 0.0:
@@ -165,13 +173,14 @@ def _aligned(
 
 def finite(arrays: Iterable[npt.NDArray[Any]]) -> bool:
     """Return whether all numbers of all ``arrays`` are finite."""
-    flat = [a.reshape(-1) for a in arrays if np.issubdtype(a.dtype, np.floating)]
+    flat = [a.reshape(-1) for a in arrays if a.dtype.kind == "f"]
     results: list[bool] = []
-    _shared_out(
-        lambda blocks: results.extend(map(_finite, blocks)),
-        [a[start : start + MANY] for a in flat for start in range(0, len(a), MANY)],
-        sum(map(len, flat)),
-    )
+    with np.errstate(over="ignore", invalid="ignore"):
+        _shared_out(
+            lambda blocks: results.extend(map(_finite, blocks)),
+            [a[start : start + MANY] for a in flat for start in range(0, len(a), MANY)],
+            sum(map(len, flat)),
+        )
     return all(results)
 
 
@@ -191,9 +200,8 @@ def cast(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 def _finite(array: npt.NDArray[Any]) -> bool:
-    with np.errstate(over="ignore", invalid="ignore"):
-        # a finite sum of squares has finite parts only; that of finite parts may overflow
-        return bool(np.isfinite(array.dot(array))) or bool(np.isfinite(array).all())
+    # a finite sum of squares has finite parts only; that of finite parts may overflow
+    return math.isfinite(array.dot(array)) or bool(np.isfinite(array).all())
 
 
 def _shared_out(work: Callable[[Iterable[Any]], None], tasks: Sequence[Any], numbers: int) -> None:

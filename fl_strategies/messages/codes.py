@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from flwr.app import Array
 
 CODEC = "compression"
-"""The name, in a request and in its reply, of the codec."""
-CHANGES = "uploads-changes"
-"""The name, in a request, of whether the uploaded vector is a change itself."""
+"""The name, in a request and in its reply, of the codec, as :func:`asked_for` says."""
+OF_CHANGES = "changes: "
+"""Before the codec's text, where the uploaded vector is a change itself."""
 DOWNLOAD = "download"
 """The name, in a request, of the type of the arrays that travel as bfloat16."""
 SHORT = np.dtype("V2")
@@ -27,6 +27,11 @@ SHORT = np.dtype("V2")
 not know it fails, and never trains on something else."""
 Decode = Callable[[npt.NDArray[Any], int, np.dtype[Any]], npt.NDArray[Any]]
 """``decode(code, d, dtype)`` returns the vector [d] of a code, or raises ``ValueError``."""
+
+
+def asked_for(codec: object, *, changes: bool) -> str:
+    """Return what clients are asked for, "topk share=0.01", with :data:`OF_CHANGES` perhaps."""
+    return f"{OF_CHANGES * changes}{codec}"
 
 
 def decompressed(

@@ -24,6 +24,8 @@ QUERY = f"query.{DESCRIBE}"
 """The type of the message."""
 DESCRIPTION = "description"
 """The key of the answer."""
+OWN_FIRST = "own-first"
+"""The key of a request with the digests that each client's own arrays must begin with."""
 WHOSE = "client-id"
 """The key of the query's config that says which client of a host is meant."""
 MAX_DESCRIPTION = 1 << 22

@@ -28,7 +28,7 @@ from fl_strategies.core.layout import Arrays, BufferMean, Layout
 from fl_strategies.core.records import BadReply
 from fl_strategies.messages.bounds import NormBound
 from fl_strategies.messages.identity import Identity
-from fl_strategies.messages.wire import Content, decode_model, open_reply, upload_of
+from fl_strategies.messages.wire import Content, Expected, decode_model, open_reply, upload_of
 
 ROUNDING = 1e-9
 """The share of the bound by which rounding may put a mean of vectors beyond the bound."""
@@ -94,7 +94,13 @@ class Folder:
         model = {name: array for name, array in received.items() if not name.startswith(extra)}
         self.layout = Layout.of(model, terms.buffers, terms.ties, dict(terms.frozen or {}))
         self.wire = self.layout.with_vectors(terms.extra_vectors)
-        self.identity = Identity(terms.strategy, terms.algorithm, terms.trust, self.layout)
+        self.expected = Expected(
+            len(self.wire.shapes),
+            terms.weighted_by,
+            terms.max_samples,
+            {name: (low, high) for name, (low, high) in (terms.bounds or {}).items()},
+            Identity(terms.strategy, terms.algorithm, terms.trust, self.layout).admit,
+        )
         self.theta = self.layout.pack(model) if terms.distances else 0.0
         self.bound: NormBound | None = None
         if terms.clipping_norm is not None:
@@ -115,17 +121,7 @@ class Folder:
         Raises :class:`BadReply` for an upload that the server would reject.
         """
         content = Content({"metrics": numbers}, {"config": words}, {})
-        bounds = {name: (low, high) for name, (low, high) in (self.terms.bounds or {}).items()}
-        reply = open_reply(
-            client,
-            0,
-            content,
-            self.terms.weighted_by,
-            len(self.wire.shapes),
-            max_samples=self.terms.max_samples,
-            bounds=bounds,
-            admit=self.identity.admit,
-        )
+        reply = open_reply(client, 0, content, self.expected)
         nonce = (self.terms.nonces or {}).get(str(client), "")
         if nonce and reply.words.get("state-nonce", nonce) != nonce:
             raise BadReply(LOST)

@@ -43,7 +43,7 @@ MOST_BYTES = 1 << 28
 
 def is_hosted(content: RecordDict) -> bool:
     """Return whether a message is about several clients."""
-    return HOSTED in content.config_records
+    return isinstance(content.get(HOSTED), ConfigRecord)
 
 
 def per_message(size: int) -> int:

@@ -6,7 +6,11 @@ from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
 from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 from flwr.supercore.task_identity import TaskIdentity
 
+REPLY_LOST = "Message %s objects unavailable: %s"
+"""What Flower 1.43 logs, and nothing else, of a reply whose content was not uploaded whole."""
+
 __all__ = [
+    "REPLY_LOST",
     "ErrorCode",
     "ObjectPushError",
     "RecordDictProto",

@@ -7,20 +7,16 @@ import io
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from fl_strategies.core.layout import negative_variance
+from fl_strategies.core.layout import Layout, negative_variance
 from fl_strategies.core.reasons import NOT_FINITE
-from fl_strategies.core.records import NOTHING, BadReply, Reply, Upload
+from fl_strategies.core.records import BadReply, Reply, Upload
 from fl_strategies.core.vectors import Pieces, finite
-
-if TYPE_CHECKING:
-    from flwr.app import Array
-
-    from fl_strategies.core.layout import Layout
 
 MAX_SAMPLES = 10**9
 """The most samples of one client."""
@@ -48,6 +44,12 @@ class Content(NamedTuple):
     array_records: Mapping[str, Mapping[str, Any]]
     fold: Any = None
     """The mean that its host sent instead of uploads (``folding.Fold``), if it did."""
+
+    @classmethod
+    def of(cls, records: RecordDict) -> Content:
+        """Return what a client's own message holds."""
+        kinds: Any = MetricRecord, ConfigRecord, ArrayRecord
+        return cls(*({n: r for n, r in records.items() if isinstance(r, kind)} for kind in kinds))
 
 
 class Failed(BadReply):
@@ -178,37 +180,44 @@ def check_sizes(
             raise BadReply(f"{entries} entries of {kind}, at most {MAX_NUMBERS} are taken")
 
 
-def open_reply(
-    client: int,
-    server_round: int,
-    content: Content,
-    weighted_by: str,
-    arrays: int,
-    *,
-    max_samples: int | None = None,
-    bounds: Mapping[str, tuple[float, float]] = NOTHING,
-    admit: Callable[[int, Mapping[str, str]], None] = lambda client, words: None,
-) -> Reply:
+class Expected(NamedTuple):
+    """What a reply's numbers and texts must be, for a model of so many ``arrays``.
+
+    ``bounds`` are those of the numbers that it must carry. ``admit`` raises :class:`BadReply` for
+    the texts of a client that is not admitted.
+    """
+
+    arrays: int
+    weighted_by: str
+    max_samples: int | None
+    bounds: Mapping[str, tuple[float, float]]
+    admit: Callable[[int, Mapping[str, str]], None] = lambda client, words: None
+
+
+def open_reply(client: int, server_round: int, content: Content, expected: Expected) -> Reply:
     """Return a reply's numbers and texts; its arrays are decoded later.
 
-    ``arrays`` is the number of the model's arrays. Raises :class:`BadReply` beyond the bounds, and
-    what ``admit`` raises for the client's texts, before numbers are read.
+    A metric that is NaN, as an AUC of one class is, counts as not reported; a loss does not. Raises
+    :class:`BadReply` for what is not as ``expected``; texts come before numbers.
     """
     records, texts = [*content.metric_records.values()], [*content.config_records.values()]
-    check_sizes(records, texts, arrays)
+    check_sizes(records, texts, expected.arrays)
     words: dict[str, str] = {}
     for record in texts:
         words |= {n: w for n, w in record.items() if isinstance(w, str) and n not in words}
-    admit(client, words)
+    expected.admit(client, words)
     if len(records) != 1:
         raise BadReply(f"{len(records)} MetricRecords, expected one")
-    numbers = dict(records[0])
-    check_scalars(numbers, {weighted_by: (1, MAX_SAMPLES), **bounds})
-    samples: Any = numbers.pop(weighted_by)
-    if max_samples is not None and samples > max_samples:
-        raise BadReply(
-            f"it reports {samples} samples, at most {max_samples} (max_samples) are taken"
-        )
+    bounds = {expected.weighted_by: (1, MAX_SAMPLES), **expected.bounds}
+    numbers = {
+        name: value
+        for name, value in records[0].items()
+        if name in bounds or "loss" in name or value == value  # NaN alone is not itself
+    }
+    check_scalars(numbers, bounds)
+    samples: Any = numbers.pop(expected.weighted_by)
+    if (most := expected.max_samples) is not None and samples > most:
+        raise BadReply(f"it reports {samples} samples, at most {most} (max_samples) are taken")
     return Reply(client, server_round, samples, numbers, words, content=content)
 
 

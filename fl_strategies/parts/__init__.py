@@ -1,4 +1,4 @@
-"""Parts: what goes around any algorithm, a file each.
+"""Parts: what works with any algorithm, a file each.
 
     FedProx(mu=0.1, server_step=Adam(lr=0.01))
 
@@ -19,6 +19,7 @@ from fl_strategies.parts.deadline import Deadline
 from fl_strategies.parts.exponential import Exponential
 from fl_strategies.parts.fedexp import FedExP
 from fl_strategies.parts.geometric_median import GeometricMedian
+from fl_strategies.parts.high_loss import HighLoss, PowerOfChoice
 from fl_strategies.parts.krum import Krum, MultiKrum
 from fl_strategies.parts.median import Median, TrimmedMean
 from fl_strategies.parts.momentum import Momentum
@@ -32,7 +33,7 @@ from fl_strategies.parts.server_step import ServerStep
 from fl_strategies.parts.trace import Trace
 from fl_strategies.parts.virtual_clock import VirtualClock
 
-_SELECTION = (Uniform, BySize, Probabilities)
+_SELECTION = (Uniform, BySize, Probabilities, HighLoss, PowerOfChoice)
 _COMPRESSION = (TopK, BFloat16, QSGD)
 _COMBINE = (Median, TrimmedMean, GeometricMedian, Krum, MultiKrum)
 _REGULARIZER = (L1, L2, Box)
@@ -92,7 +93,8 @@ def parse_part(text: str, stage: str = "") -> Part:
     known = parts_for(stage)
     where = stage.replace("_", "-") or "part"
     if name not in known:
-        raise ValueError(f"{where}: no part {unknown([name], known)}; known: {[*known]}")
+        hint = unknown([name], known)
+        raise ValueError(f"{where}: no part {hint}; known: {[*known]}")
     try:
         return known[name](**parse_params(params))
     except (TypeError, ValueError) as error:

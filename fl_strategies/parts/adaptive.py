@@ -49,8 +49,8 @@ class Adaptive(ServerStep):
     paper = "Reddi et al., ICLR 2021"
     lr: Schedule = number(default=0.1, about="Server rate.", above=0.0, scheduled=True)
     beta_1: float = number(default=0.9, about="Memory of (1).", low=0.0, below=1.0)
-    tau: float = number(default=1e-3, about="Adaptivity of (5).", above=0.0)
-    v_0: float | None = number(default=None, about="First v; by default tau^2.", low=0.0)
+    tau: float = number(default=1e-3, about="Adaptivity of (5).", above=0.0, high=1e9)
+    v_0: float | None = number(default=None, about="First v; by default tau^2.", low=0.0, high=1e18)
 
     def second_moment(self, v: Vector, squared: Vector) -> Vector:
         """Return the next v from Delta^2."""

@@ -106,7 +106,7 @@ class Daily(Availability):
     paper = "Bonawitz et al., MLSys 2019"
     p: float = number(default=0.4, about="Mean probability to be there.", above=0.0, high=1.0)
     swing: float = number(default=0.15, about="<= p and <= 1 - p.", low=0.0, high=0.5)
-    period: float = number(default=86_400.0, about="Virtual seconds of a day.", above=0.0)
+    period: float = number(default=86_400.0, about="Virtual seconds of a day.", low=1e-3)
     zones: float = number(default=1.0, about="Share of a day of the phases.", low=0.0, high=1.0)
 
     def __post_init__(self) -> None:

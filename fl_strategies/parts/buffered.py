@@ -1,9 +1,10 @@
 """Buffered pace: asynchronous training. A server step uses the first few replies of those at work.
 
-``concurrency`` clients are at work. Round t asks as many idle ones as are missing, and sends them
-theta_t; a client at work is not asked. Then the first K = ``size`` replies to end are used, or all
-if fewer are at work; the others go on. Where a rule averages models, the model w_i of a client that
-was asked in round t - a counts as
+``concurrency`` clients are at work. Round t begins with the model theta_t, waits for K = ``size``
+replies, and ends with a server step. A client that ends is replaced at once by an idle one, which
+gets the newest model: theta_t, or theta_{t+1} in the place of the round's last. It may itself end
+in round t, and counts. If clients run short, a round has fewer replies. Where a rule averages
+models, the model w_i of a client that was asked in round t - a counts as
 
     v_i = theta_t + s(a) (w_i - theta_{t-a})                                    (1)
     v_i = theta_t + mixing s(a) (w_i - theta_t)    with ``mixing``              (2)
@@ -11,7 +12,8 @@ was asked in round t - a counts as
     s(a) = (1 + a)^-p                              "polynomial"                 (4)
     s(a) = 1 if a <= b, else 1 / (p (a - b) + 1)   "hinge"                      (5)
 
-a     age of the reply: rounds since its client was asked; at age 0, (1) is v_i = w_i to the bit
+a     age of the reply: server steps since its client was asked, 0 for one with the newest model;
+      at age 0, (1) is v_i = w_i to the bit
 p, b  ``power`` and ``grace``
 
 FedBuff is (1) and (4) around FedAvg with equal weights and ``server_step=Momentum(lr=lr, beta=0)``,
@@ -20,13 +22,22 @@ FedAsync is (2) with size 1:
     theta <- theta + lr (1/K) sum_i s(a_i) (w_i - theta_{t-a_i})                (6)
     theta <- (1 - mixing s(a)) theta + mixing s(a) w_i                          (7)
 
+FedAsync's workers add (rho/2) ||w - theta||^2 to their loss, a pull to the model received: that is
+``FedProx(mu=rho)``, and FedAvg is rho = 0. Deviation from its Algorithm 1, whose step to x_t counts
+t - tau from the received x_tau: a reply to the newest model has age 1 there and 0 here, so that
+t - tau = a + 1. So their weight by (4) is (2 + a)^-p, and theirs by (5) is ours with b - 1 for b.
+
 Where the model is a sum of changes, a late one is added whole, as its client has it in its state:
 in asynchronous FedADMM (``eta="fraction"``) theta = theta^0 + D/m, whatever the ages.
 
+idle   a client that is not at work, and of which no reply waits for the step: its state counts from
+       a reply once that is used. So a round asks a client once at most
+asked  drawn by the round's streams (``Round.stream``), in the order in which they get a place: by
+       the virtual clock all that the round needs at once, and others if replies were lost
 order  "virtual": a reply ends by the clock, and a seed fixes the run. "arrival": by the real
        arrival of replies, without a clock; after the ``timeout`` of ``start`` a round does with
        those that are there
-lost   a reply that never comes or cannot be used frees its client, and counts for nothing
+lost   a reply that never comes or cannot be used frees its place, and counts for nothing
 
 Buffers are averaged as they come. ``concurrency`` takes the place of ``fraction_train``.
 
@@ -42,6 +53,7 @@ import numpy as np
 
 from fl_strategies.core.hyperparameters import choice, number
 from fl_strategies.core.records import Round, Upload
+from fl_strategies.core.schedules import shown
 from fl_strategies.parts.pace import Pace
 from fl_strategies.parts.part import Need
 
@@ -84,7 +96,8 @@ class Buffered(Pace):
 
     def __post_init__(self) -> None:
         if self.size > self.concurrency:
-            raise ValueError(f"size must be <= concurrency={self.concurrency}, got {self.size}")
+            most, size = shown(self.concurrency), shown(self.size)
+            raise ValueError(f"size must be <= concurrency={most}, got {size}")
         if self.power is not None and self.staleness == "constant":
             raise ValueError('power needs staleness "polynomial" or "hinge", got "constant"')
         if self.grace is not None and self.staleness != "hinge":

@@ -2,15 +2,18 @@
 
 A rule that averages models does so by ``round.mean`` alone; a part of this stage is another
 ``round.mean``. Each upload counts alike: the rule's weights do not count, and neither does what a
-client says of its number of samples. Buffers are combined in the same way, integers rounded.
-Hosts do not fold, because the server needs each upload.
+client says of its number of samples. Hosts do not fold, because the server needs each upload.
+
+Buffers (running statistics, counters) are combined number by number, integers rounded: by the part
+itself if it does so with the model, else by the median. A part that chooses uploads by their
+distances chooses by trained arrays, and an upload that is near in these may hold any buffers.
 
 A rule that accumulates changes takes no such part: server and clients must add up the same ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -43,6 +46,10 @@ class Combine(Part):
         """The fewest uploads of a round that is not skipped."""
         return 1
 
+    def after(self, rejected: int) -> Combine:
+        """Return the part for the other replies of a round in which so many were rejected."""
+        return self
+
     def mean(self, weighted: Iterable[tuple[Vector, Any]]) -> Vector:
         """Return one vector [d] for those of the pairs, whose weights do not count."""
         return self.combined([vector for vector, _ in weighted])
@@ -51,29 +58,23 @@ class Combine(Part):
         """Return one vector [d] for the uploads."""
         raise NotImplementedError
 
-    def buffers(self, vectors: Sequence[Vector], buffers: Sequence[Arrays]) -> dict[str, Any]:
-        """Return one set of buffers for those of the uploads ``vectors``."""
-        raise NotImplementedError
+    def column(self, stack: Stack) -> Vector:
+        """Return one number of a buffer for those of the uploads, [m] for a stack [n, m]."""
+        return np.median(stack, axis=0)
+
+    def buffers(self, buffers: Sequence[Arrays]) -> dict[str, Any]:
+        """Return one set of buffers for those of the uploads."""
+        return {
+            name: typed(by_columns([np.ravel(one[name]) for one in buffers], self.column), array)
+            for name, array in buffers[0].items()
+        }
 
 
 class ByCoordinate(Combine):
-    """Base of the parts that combine each number of the model by itself."""
-
-    def column(self, stack: Stack) -> Vector:
-        """Return the numbers [d] for those of a stack [n, d]."""
-        raise NotImplementedError
+    """Base of the parts that combine each number of the model by itself, by :meth:`column`."""
 
     def combined(self, vectors: Sequence[Vector]) -> Vector:
-        arrays = [np.asarray(vector) for vector in vectors]
-        starts = range(0, len(arrays[0]), BLOCK)
-        blocks = [np.stack([a[s : s + BLOCK] for a in arrays]).astype(np.float64) for s in starts]
-        return np.concatenate([self.column(block) for block in blocks])
-
-    def buffers(self, vectors: Sequence[Vector], buffers: Sequence[Arrays]) -> dict[str, Any]:
-        return {
-            name: typed(self.combined([np.ravel(one[name]) for one in buffers]), array)
-            for name, array in buffers[0].items()
-        }
+        return by_columns(vectors, self.column)
 
 
 class ByShares(Combine):
@@ -86,12 +87,15 @@ class ByShares(Combine):
     def combined(self, vectors: Sequence[Vector]) -> Vector:
         return shared(vectors, self.shares(vectors))
 
-    def buffers(self, vectors: Sequence[Vector], buffers: Sequence[Arrays]) -> dict[str, Any]:
-        shares = self.shares(vectors) if buffers[0] else []
-        return {
-            name: typed(shared([np.ravel(one[name]) for one in buffers], shares), array)
-            for name, array in buffers[0].items()
-        }
+
+def by_columns(vectors: Sequence[Vector], column: Callable[[Stack], Vector]) -> Vector:
+    """Return one vector [d] for the uploads, each number by itself."""
+    arrays = [np.asarray(vector) for vector in vectors]
+    combined = np.empty(len(arrays[0]))
+    for s in range(0, len(combined), BLOCK):
+        stack = np.stack([a[s : s + BLOCK] for a in arrays]).astype(np.float64)
+        combined[s : s + BLOCK] = column(stack)
+    return combined
 
 
 def shared(vectors: Sequence[Vector], shares: Sequence[float]) -> Vector:

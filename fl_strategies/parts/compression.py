@@ -1,4 +1,4 @@
-"""Compression: clients send short codes of what changed, and remember what the codes leave out.
+"""Compression: clients compress what changed, send that, and remember what it leaves out.
 
     p = change + e        sent = C(p)        e <- p - C(p)                      (1)
 
@@ -9,8 +9,8 @@ e       error feedback [d], at first 0: the client keeps it as state, in the ver
 C       the codec: top-k and bfloat16 are contractions, ||C(p) - p||^2 <= delta ||p||^2 with
         delta < 1, and have feedback; QSGD is unbiased, E C(p) = p, can expand, and has none (e = 0)
 
-The server uses theta + C(p), or C(p). Buffers travel as they are. Clients that send no codes, such
-as foreign ones, are taken at their word.
+The server uses theta + C(p), or C(p). Buffers travel as they are. Clients that compress nothing,
+such as third-party ones, are taken at their word; the log names them once.
 
 Downloads: with ``download=BFloat16()`` clients receive theta rounded, and the server keeps theta:
 
@@ -58,7 +58,7 @@ class Compression(Part):
     stage = "compression"
     needs = (SAME_KIND,)
     feedback: ClassVar[bool] = True
-    """Whether the client keeps what the codes leave out."""
+    """Whether the client keeps what the compressed update leaves out."""
 
     def encode(self, p: Numbers, rng: np.random.Generator) -> Code:
         """Return the code of ``p`` [d]."""

@@ -43,7 +43,7 @@ class Deadline(Pace):
         default=None, about="Seconds of a round; by default there is no limit.", above=0.0
     )
     over_select: float = number(
-        default=1.0, about="Clients that are asked for each one that counts.", low=1.0
+        default=1.0, about="Clients that are asked for each one that counts.", low=1.0, high=1e3
     )
     cut: bool = flag(default=False, about="Whether requests limit the steps to those that fit.")
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from fl_strategies.core.hyperparameters import number
 from fl_strategies.core.randomness import stream
-from fl_strategies.parts.virtual_clock import VirtualClock
+from fl_strategies.parts.virtual_clock import LONGEST, VirtualClock
 
 
 class Exponential(VirtualClock):
@@ -26,8 +26,12 @@ class Exponential(VirtualClock):
     name = "exponential"
     about = "exponential times of arrival and work"
     paper = "Wu et al., AAAI 2021"
-    mean_arrival: float = number(default=2.0, about="Mean seconds until a request.", low=0.0)
-    mean_work: float = number(default=1.0, about="Mean seconds per unit of work.", low=0.0)
+    mean_arrival: float = number(
+        default=2.0, about="Mean seconds until a request.", low=0.0, high=LONGEST
+    )
+    mean_work: float = number(
+        default=1.0, about="Mean seconds per unit of work.", low=0.0, high=LONGEST
+    )
 
     def begins(self, seed: int, server_round: int, client: int) -> float:
         return self._draw(seed, server_round, client)[0]

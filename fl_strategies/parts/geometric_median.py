@@ -6,8 +6,8 @@
 w_i  upload i, of n
 nu   > 0: below this distance (1) is smoothed to ||.||^2 / (2 nu) + nu / 2
 
-(2) is repeated, from the median of each number, until v moves by less than 1e-10 of its distances,
-or ``iterations`` times. Buffers get the shares s_i of the last v.
+(2) is repeated, from the median of each number, until v moves by less than 1e-10 of the median of
+its distances, or ``iterations`` times.
 
 With f attackers, a = f/n < 1/2, v is within 2 (1 - a)/(1 - 2 a) r of any point from which all
 honest uploads are within r, whatever the attackers upload.
@@ -22,6 +22,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fl_strategies.core.clipping import norm
 from fl_strategies.core.hyperparameters import number
 from fl_strategies.core.vectors import Vector
 from fl_strategies.parts.combine import ByShares, shared
@@ -33,7 +34,7 @@ RESTS = 1e-10
 
 def shares_at(v: Vector, vectors: Sequence[Vector], *, nu: float) -> list[float]:
     """Return s_i, by (2)."""
-    return [1.0 / max(nu, float(np.linalg.norm(v - w))) for w in vectors]
+    return [1.0 / max(nu, norm(v - w)) for w in vectors]
 
 
 class GeometricMedian(ByShares):
@@ -52,6 +53,6 @@ class GeometricMedian(ByShares):
         for _ in range(self.iterations):
             before, v = v, shared(points, shares)
             shares = shares_at(v, points, nu=self.nu)
-            if np.linalg.norm(v - before) <= RESTS / min(shares):
+            if norm(v - before) * float(np.median(shares)) <= RESTS:
                 break
         return shares

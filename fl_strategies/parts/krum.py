@@ -5,7 +5,8 @@
     multi-Krum mean of the k uploads with the least scores                                      (3)
 
 w_i  upload i, of n; of equal scores the first client's is the least
-f    ``attackers``; n > 2 f + 2, and a round with fewer uploads is skipped
+f    ``attackers``, less the replies of the round that were rejected: each of these was one of them.
+     n > 2 f + 2, and a round with fewer uploads is skipped
 k    ``keep``; by default n - f. With k >= n (3) is the mean
 
 Krum returns an upload of one client as it is. On heterogeneous data that is the model of a single
@@ -42,18 +43,29 @@ def scores(vectors: Sequence[Vector], attackers: int) -> list[float]:
     return [float(row[: n - attackers - 2].sum()) for row in others]
 
 
-class MultiKrum(ByShares):
-    """(3); see the module's docstring."""
+class ByScores(ByShares):
+    """Base of both."""
 
-    name = "multi-krum"
-    about = "the mean of the uploads that are nearest to their neighbours"
     paper = "Blanchard et al., NeurIPS 2017"
-    attackers: int = number(default=1, about="f.", integer=True, low=0)
-    keep: int | None = number(default=None, about="k; by default n - f.", integer=True, low=1)
+    attackers: int = number(default=1, about="f.", integer=True, low=0, high=10**6)
 
     @property
     def least(self) -> int:
         return 2 * self.attackers + 3
+
+    def after(self, rejected: int) -> ByScores:
+        left = max(self.attackers - rejected, 0)
+        return type(self)(**{**self.values, "attackers": left}) if rejected else self
+
+
+class MultiKrum(ByScores):
+    """(3); see the module's docstring."""
+
+    name = "multi-krum"
+    about = "the mean of the uploads that are nearest to their neighbours"
+    keep: int | None = number(
+        default=None, about="k; by default n - f.", integer=True, low=1, high=10**6
+    )
 
     def kept(self, uploads: int) -> int:
         """Return k."""
@@ -65,17 +77,11 @@ class MultiKrum(ByShares):
         return [float(i in chosen) for i in range(len(vectors))]
 
 
-class Krum(ByShares):
+class Krum(ByScores):
     """(2); see the module's docstring."""
 
     name = "krum"
     about = "the upload that is nearest to its neighbours"
-    paper = "Blanchard et al., NeurIPS 2017"
-    attackers: int = number(default=1, about="f.", integer=True, low=0)
-
-    @property
-    def least(self) -> int:
-        return 2 * self.attackers + 3
 
     def shares(self, vectors: Sequence[Vector]) -> Sequence[float]:
         return MultiKrum(attackers=self.attackers, keep=1).shares(vectors)

@@ -30,9 +30,6 @@ class Median(ByCoordinate):
     about = "the median of each number"
     paper = "Yin et al., ICML 2018"
 
-    def column(self, stack: Stack) -> Vector:
-        return np.median(stack, axis=0)
-
 
 class TrimmedMean(ByCoordinate):
     """(2); see the module's docstring."""

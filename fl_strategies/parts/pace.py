@@ -27,3 +27,5 @@ class Pace(Part):
         choices=("virtual", "arrival"),
         about="Which replies are the first: by the clock, or by real arrival.",
     )
+    seconds: float | None = None
+    """After which a round does not wait, if there is such a limit."""

@@ -1,4 +1,4 @@
-"""A part: what is put around any algorithm, at one stage of a round.
+"""A part: what is added to an algorithm, at one stage of a round.
 
 A part is declared like a strategy: its hyperparameters, each once, and what it ``needs`` of the
 algorithm. A strategy refuses a part whose needs the algorithm does not fill, when it is built.
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from fl_strategies.core.hyperparameters import Declared
+from fl_strategies.core.schedules import shown
 from fl_strategies.core.settings_text import format_params
 
 
@@ -43,7 +44,7 @@ class Need(NamedTuple):
     holds: Callable[[Rule], bool]
     """Whether the algorithm fills the need."""
     why: str
-    """Why the part does not go around the others, with ``{rule}`` for the algorithm's class."""
+    """Why the part does not work with the others, with ``{rule}`` for the algorithm's class."""
     instead: str
     """What to use in its place."""
 
@@ -77,7 +78,7 @@ class Part(Declared):
 
     @classmethod
     def refusal(cls, rule: Rule, called: str, stage: str = "") -> str:
-        """Return why the part does not go around ``rule``, ``called`` so; "" if it does.
+        """Return why the part does not work with ``rule``, ``called`` so; "" if it does.
 
         Its needs are those of its own stage.
         """
@@ -97,7 +98,7 @@ class Part(Declared):
         return f"{self.name} {format_params(self.values)}".strip()
 
     def __repr__(self) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in self.values.items())
+        given = ", ".join(f"{name}={shown(value)}" for name, value in self.values.items())
         return f"{type(self).__name__}({given})"
 
     def __eq__(self, other: object) -> bool:

@@ -34,8 +34,8 @@ from fl_strategies.parts.part import Need, Part
 
 PROXIMAL = Need(
     lambda rule: rule.proximal_rate(1) is not None,
-    "the global step of {rule} is no step on the clients' mean loss alone, to which a proximal step"
-    " could be added",
+    "a proximal step must follow a step on the clients' mean loss, and the global step of {rule} is"
+    " not such a step",
     'FedADMM with eta="fraction", FedDyn, A-FedPD, FedPD with p = 0, or FedSGD with an lr in local;'
     " or a penalty in the clients' own loss (`weight-decay` of `local`)",
 )

@@ -1,13 +1,13 @@
 """The server step: how far the global model moves towards what the rule aggregated.
 
     Delta  = aggregated - theta                                                 (1)
-    theta <- aggregated + (step - Delta)                                        (2)
+    theta <- theta + step                                                       (2)
 
 theta       global model [d] that the round began with
 aggregated  next model [d] of the algorithm's server rule
 step        of the part, [d]; without a part step = Delta
 
-By (2), a step that is Delta changes no bit. Only trained arrays move: buffers get no step. A
+Where step = Delta, (2) is aggregated to the bit. Only trained arrays move: buffers get no step. A
 skipped round is no step, and leaves the part's state as it was. Clients know nothing of it.
 """
 

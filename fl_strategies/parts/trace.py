@@ -36,6 +36,6 @@ class Trace(Availability):
     def is_there(self, seed: int, server_round: int, now: float, client: int) -> bool:
         if not self.file:
             return True
-        devices = intervals(self.file)
+        devices = intervals("trace file", self.file)
         at = now % self.period if self.period else now
         return any(begin <= at < end for begin, end in devices[client % len(devices)])

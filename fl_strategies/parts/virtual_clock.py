@@ -7,15 +7,23 @@ from collections.abc import Mapping
 from fl_strategies.core.hyperparameters import number
 from fl_strategies.parts.part import Part
 
+LONGEST = 1e9
+"""The most seconds of anything that lasts, so that sums of them are finite."""
+
 
 class VirtualClock(Part):
     """Base of the clocks. All draws follow from seed, round and client."""
 
     stage = "clock"
-    idle: float = number(default=1.0, about="Seconds of a round that asks nobody.", above=0.0)
+    idle: float = number(
+        default=1.0, about="Seconds of a round that asks nobody.", above=0.0, high=LONGEST
+    )
 
     loses, links, shared = False, False, False
     """Whether replies may be lost, bytes take time, and several clients share a device."""
+
+    def open(self) -> None:
+        """Read its file, if it has one, before the run; raise ``ValueError`` for a wrong one."""
 
     def begins(self, seed: int, server_round: int, client: int) -> float:
         """Return the seconds until the client begins its work."""

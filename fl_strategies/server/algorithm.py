@@ -7,18 +7,34 @@ declared hyperparameters alone. So a round can be computed without Flower, and s
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from inspect import getattr_static
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
-from fl_strategies.core.hyperparameters import number
-from fl_strategies.core.randomness import draw, share, stream
-from fl_strategies.core.records import NOTHING, Round, Upload
-from fl_strategies.core.schedules import at
+from fl_strategies.core.client_half import ClientHalf
+from fl_strategies.core.hyperparameters import Hyperparameter, number
+from fl_strategies.core.layout import Arrays
+from fl_strategies.core.metric_names import in_evaluation, in_training
+from fl_strategies.core.randomness import draw, share
+from fl_strategies.core.records import CATCH_UP, NOTHING, Round, Upload
+from fl_strategies.core.schedules import at, check_names
 from fl_strategies.core.vectors import Vector
+from fl_strategies.messages.bounds import NormBound
+from fl_strategies.messages.codes import CODEC, DOWNLOAD, asked_for
+from fl_strategies.messages.description import DESCRIBE, OWN_FIRST
+from fl_strategies.messages.folding import DISTANCE, ROUNDING
+from fl_strategies.messages.heeding import IN_EVALUATION, IN_TRAINING
+from fl_strategies.messages.identity import Identity
+from fl_strategies.messages.wire import Expected
+from fl_strategies.parts.deadline import Deadline
 from fl_strategies.parts.selection import Selection
+from fl_strategies.server.asked import Policy
 from fl_strategies.server.composition import Averages
-from fl_strategies.server.declared import check_declared
 from fl_strategies.server.options import Options
+from fl_strategies.solvers.local import default_training
 
 State: TypeAlias = Any
 """The state of an algorithm's server: an immutable record of named fields (a named tuple or frozen
@@ -36,7 +52,36 @@ NUM_CLIENTS: Any = number(
 
 
 GETS_UPLOADS = ("unusable", "aggregate", "skipped", "use", "aggregate_train")
-"""The hooks that see uploads: a class that overrides one may have another rule than its base."""
+"""The hooks that see uploads: a class that overrides one may have another rule than its base, and
+inherits neither what it ``averages`` nor that it ``folds``."""
+
+
+KEYS = frozenset(
+    {
+        "algorithm", "run-id", "server-round", "round", "acked-round", "kept-rounds", "seed",
+        "layout", "frozen", "checksums", "clipping-norm", "secure-range", "secure-max-weight",
+        "secure-alike", CATCH_UP, CODEC, DOWNLOAD, DESCRIBE, OWN_FIRST,
+    }
+)  # fmt: skip
+"""Keys of a request that say no hyperparameter."""
+OLDER = {
+    "configure_fit": "select says who is asked, and client_config what a client is told",
+    "aggregate_fit": "the server rule is aggregate(state, round, uploads), or on messages"
+    " aggregate_train(server_round, replies)",
+    "initialize_parameters": "start(grid, initial_arrays) gets the initial model",
+    "evaluate": "start(evaluate_fn=...) tests the model, clients evaluate it by messages",
+    "num_fit_clients": "fraction_train and min_train_nodes say how many are asked",
+    "num_evaluation_clients": "fraction_evaluate and min_evaluate_nodes say how many are asked",
+}
+"""Hooks of Flower's older strategies (``flwr.server.strategy``), and what is in their place."""
+CALLED = {"configure_train", "configure_evaluate", "aggregate_train", "aggregate_evaluate"}
+"""Flower's hooks that are called."""
+OWN = frozenset(
+    {
+        "state", "parts", "ledger", "nodes", "run", "sender", "reader", "phases", "caller", "model",
+    }
+)  # fmt: skip
+"""Attributes that every strategy sets itself."""
 
 
 class Card(NamedTuple):
@@ -69,6 +114,8 @@ class Algorithm(Options):
     """Name by which strategies, commands and replies know the algorithm."""
     runs: ClassVar[str] = ""
     """The algorithm whose clients train, if it is another: this one changes the server alone."""
+    client_half: ClassVar[ClientHalf | None] = None
+    """What clients do. Their class is derived from it, unless one is written."""
     card: ClassVar[Card]
     """Its row in a table of algorithms; an algorithm that is in no table needs no card."""
     uses_local: ClassVar[bool] = True
@@ -84,15 +131,21 @@ class Algorithm(Options):
     accumulates_changes: ClassVar[bool] = False
     """Whether uploads are changes that the server and the client both add to their states."""
     compresses: ClassVar[bool] = True
-    """Whether all uploads of a client are models, or all are changes, so that codes fit them."""
+    """Whether all uploads of a client are models, or all are changes: compressed in one way."""
     moves_received: ClassVar[bool] = False
     """Whether an uploaded model is the received one as training moved it. Then the rule is one of
     these moves: if the received model was rounded, they count from the exact one. It is so where
     ``averages`` is "models", unless the class says otherwise."""
     weight: ClassVar[Callable[..., float]] = staticmethod(equal)
     """The weight of an upload in the rule. Its keyword arguments are hyperparameters."""
+    weighs: ClassVar[bool] = False
+    """Whether :meth:`aggregate` has the weights from :meth:`weighted`, so that a class of its own
+    may override :attr:`weight` alone. A class with an ``aggregate`` of its own says it anew."""
     folds: ClassVar[bool] = False
     """Whether the rule needs only sum_i weight_i v_i of the uploads v_i: hosts may send means."""
+    fixes_own: ClassVar[bool] = False
+    """Whether arrays that are each client's own keep their first values, which must then be the
+    initial model's."""
     folds_distances: ClassVar[bool] = False
     """Whether the rule also needs ||v_i - theta||^2 of each upload (``Upload.distance2``)."""
     unnamed: ClassVar[str] = ""
@@ -104,11 +157,15 @@ class Algorithm(Options):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         check_declared(cls, cls.declarations)
-        declared = vars(cls)
+        declared = added(cls)
         if declared.get("averages") == "models" and "moves_received" not in declared:
             cls.moves_received = True
         if "algorithm" in declared and not cls.runs and "unnamed" not in declared:
             cls.unnamed = ""
+        if {*GETS_UPLOADS} & declared.keys() and "folds" not in declared:
+            cls.folds = False
+        if "aggregate" in declared and "weighs" not in declared:
+            cls.weighs = False
         for base in cls.__mro__:
             if "averages" in vars(base) or not cls.averages:
                 break
@@ -139,7 +196,8 @@ class Algorithm(Options):
     @property
     def chooses_clients(self) -> bool:
         """Whether the algorithm itself says which clients are asked."""
-        return type(self).select is not Algorithm.select
+        cls = type(self)
+        return (cls.select, cls.sample) != (Algorithm.select, Algorithm.sample)
 
     @property
     def takes_late_changes(self) -> bool:
@@ -175,8 +233,13 @@ class Algorithm(Options):
 
     @property
     def can_fold(self) -> bool:
-        """Whether hosts may send means: the rule and the parts need no upload by itself."""
-        return self.folds and not self.needs_each_upload
+        """Whether hosts may send means: the rule and the parts need no upload by itself, and hosts
+        know its weights and where ``clipping_norm`` measures from."""
+        name, cls = self.runs or self.algorithm, type(self)
+        bases: Iterable[type[Any]] = cls.__mro__
+        named = next((base for base in bases if vars(base).get("algorithm") == name), cls)
+        known = cls.weight is named.weight and cls.reference is named.reference
+        return self.folds and known and not self.needs_each_upload
 
     @property
     def sends_distances(self) -> bool:
@@ -218,6 +281,11 @@ class Algorithm(Options):
         options = self.weight_options(round.number)
         return [type(self).weight(upload, **options) for upload in uploads]
 
+    def weighted(self, round: Round, uploads: Sequence[Upload]) -> Iterator[tuple[Vector, float]]:
+        """Yield the vector [d] and the weight of each of ``uploads``, for :meth:`aggregate`."""
+        weights = self.weights_of(round, uploads)
+        return zip((upload.vector for upload in uploads), weights, strict=True)
+
     def proximal_rate(self, server_round: int) -> float | None:
         """Return c, if argmin_v g(v) + (1/(2 c)) ||v - theta||^2 of each aggregated theta is the
         algorithm's own method for the clients' mean loss plus g; else None."""
@@ -251,7 +319,7 @@ class Algorithm(Options):
         """Return a random share of the connected clients, ascending, by the stream ``purpose``."""
         there = len(round.connected)
         size = min(max(share(fraction, there), least), there)
-        return sorted(draw(stream(round.seed, purpose, round.number), round.connected, size))
+        return sorted(draw(round.stream(purpose), round.connected, size))
 
     def client_config(self, state: State, round: Round, client: int) -> Mapping[str, Any]:
         """Return what ``client`` is told besides the hyperparameters that are declared as sent."""
@@ -265,7 +333,14 @@ class Algorithm(Options):
         """Return the vector [d] that a client is sent, whose last reply used is of round ``since``.
 
         -1: none was used. A training request carries it for that client alone, where it is not
-        None, of the model's types; the client's ``step`` finds it in ``received.catch_up``.
+        None, of the model's types; the client rule gets it as ``catch_up``.
+        """
+        return None
+
+    def for_client(self, state: State, round: Round, client: int) -> Vector | None:
+        """Return the vector [d] that ``client`` alone is sent, in place of a ``catch_up``.
+
+        As by that, where it is not None; the client rule gets it as ``for_client``.
         """
         return None
 
@@ -289,12 +364,87 @@ class Algorithm(Options):
 
     def replies_needed(self, round: Round) -> int:
         """Return the number of usable replies below which the round is skipped."""
-        return self.min_replies
+        return self.uploads_needed(round.rejected)
+
+    def uploads_needed(self, rejected: int = 0) -> int:
+        """Return the fewest uploads that the parts and ``min_replies`` allow a round.
+
+        In the round so many replies were ``rejected``.
+        """
+        if self.privacy is not None:
+            return 0
+        least = 1 if self.combine is None else self.combine.after(rejected).least
+        return max(self.min_replies, least)
+
+    def policy(self, state: State, round: Round, model: Arrays) -> Policy:
+        """Return what the replies to training requests must hold, and how they count.
+
+        ``model`` are the arrays of the global model as they are sent.
+        """
+        assert round.layout is not None
+        every, most = self.evaluation_policy(round), self.clipping_norm
+        most = math.inf if most is None else most
+        reference = partial(self.reference, state, round)
+        bound = NormBound(most, reference, self.accumulates_changes, model)
+        codec, changes = self.compression, self.uploads_changes
+        bounds = dict(self.scalar_bounds)
+        expected = every.expected._replace(bounds=bounds, admit=every.identity.admit)
+        farthest = most * (1.0 + ROUNDING)
+        squares = {DISTANCE: (0.0, farthest * farthest)}  # infinite where ** overflows
+        return replace(
+            every,
+            expected=expected,
+            called=partial(in_training, reports=self.reports),
+            phase="",
+            aggregation=self.train_metrics_aggr_fn,
+            heeded=IN_TRAINING,
+            settings=tuple(self.local),
+            extra_vectors=self.extra_vectors,
+            codec=codec,
+            coded="" if codec is None else asked_for(codec, changes=changes),
+            uploads_changes=changes,
+            bound=None if most == math.inf else bound,
+            folded=expected._replace(bounds=bounds | squares) if self.sends_distances else None,
+            most_work=self.most_work if "work" in bounds else None,
+            unusable=partial(self.unusable, state, round),
+            weights=partial(self.weights_of, round),
+            clock=None if self.counts_time else self.clock,
+            deadline=self.pace if isinstance(self.pace, Deadline) else None,
+            most_steps=self.most_steps,
+        )
+
+    def evaluation_policy(self, round: Round) -> Policy:
+        """Return what the replies to evaluation requests must hold, and how they count."""
+        assert round.layout is not None
+        wire = round.layout.with_vectors(self.extra_vectors)
+        name = self.runs or self.algorithm
+        return Policy(
+            Identity(type(self).__name__, name, self.trust, round.layout),
+            wire,
+            Expected(len(wire.shapes), self.weighted_by_key, self.max_samples, {}),
+            called=in_evaluation,
+            phase="eval-",
+            aggregation=self.evaluate_metrics_aggr_fn,
+            heeded=IN_EVALUATION,
+        )
 
     # ---- time ---------------------------------------------------------------------------------
 
     counts_time: ClassVar[bool] = False
     """Whether the algorithm itself counts virtual seconds."""
+
+    @classmethod
+    def most_steps(cls, config: Mapping[str, Any], local: float, samples: int) -> float:
+        """Return the most local steps, each one gradient on a mini-batch, that a request allows.
+
+        ``config`` is the request, ``local`` the steps of local training by its settings, and
+        ``samples`` the number of the client's samples. By default the client trains once.
+        """
+        return local
+
+    def most_work(self, config: Mapping[str, Any]) -> float:
+        """Return the most ``work`` that a reply to a request may report, if it must report any."""
+        return math.inf
 
     def virtual_seconds(self, state: State) -> float | None:
         """Return the virtual seconds so far, if the algorithm counts them itself."""
@@ -312,3 +462,97 @@ class Algorithm(Options):
     def communication_rounds(self, state: State, num_rounds: int) -> int:
         """Return the number of communication rounds in a run of ``num_rounds``."""
         return num_rounds
+
+
+# ---- what a class declares ----------------------------------------------------------------------
+
+
+def added(cls: type) -> dict[str, Any]:
+    """Return what the class has of its own and of its mixins, and not from another algorithm."""
+    known = {one for base in cls.__bases__ if issubclass(base, Algorithm) for one in base.__mro__}
+    new = {n: v for base in cls.__mro__[::-1] if base not in known for n, v in vars(base).items()}
+    return {name: value for name, value in new.items() if getattr_static(cls, name) is value}
+
+
+def check_declared(cls: type[Algorithm], declarations: Mapping[str, Hyperparameter]) -> None:
+    """Raise ``TypeError`` for a declaration that would be misunderstood or overwritten."""
+    for attribute in ("extra_vectors", "reports"):
+        check_names(cls, attribute)
+    taken = dict.fromkeys(KEYS, "the run itself")
+    taken |= dict.fromkeys(default_training().settings, "a setting of `local`")
+    for name, declaration in declarations.items():
+        if whose := _owner(cls, name):
+            raise TypeError(f"{cls.__name__}.{name} is {whose}: choose another name")
+        if not (key := declaration.sent):
+            continue
+        told = f"{cls.__name__}.{name} is sent as {key!r}"
+        if "_" in key:
+            raise TypeError(f"{told}, and clients read {key.replace('_', '-')!r}: send it as that")
+        if key in taken:
+            raise TypeError(f"{told}, which requests use for {taken[key]}: choose another key")
+        taken[key] = f"the hyperparameter {name!r}"
+    _check_readers(cls)
+    _check_calls(cls)
+
+
+def _check_readers(cls: type[Algorithm]) -> None:
+    """Raise ``TypeError`` for a hook that the class overrides, and that its rule does not read."""
+    own = added(cls)
+    rule = next(base for base in cls.__mro__ if "aggregate" in vars(base))
+    inherited = "aggregate" not in own and rule.__name__ != "Algorithm"
+    if "weight" in own and inherited and not cls.weighs:
+        raise TypeError(
+            f"{cls.__name__} has its own weight, and {rule.__name__}.aggregate does not read it:"
+            " define aggregate as well, or derive from FedAvg, whose rule does; a rule that takes"
+            " its weights from self.weighted says weighs = True"
+        )
+    takes = [*inspect.signature(cls.weight).parameters] if "weight" in own else []
+    if unknown := [name for name in takes[1:] if not hasattr(cls, name)]:
+        raise TypeError(
+            f"{cls.__name__}.weight takes {unknown}, which are no hyperparameters: it is a"
+            " staticmethod (upload, *, hyperparameter ...)"
+        )
+    if "asked_of" in own and not {"select", "sample"} & own.keys():
+        raise TypeError(
+            f"{cls.__name__} has its own asked_of, which select does not read: define select, too"
+        )
+
+
+def _check_calls(cls: type) -> None:
+    """Raise ``TypeError`` for hooks of Flower's older strategies, which nobody calls."""
+    methods = {name: method for name, method in added(cls).items() if inspect.isfunction(method)}
+    for name in OLDER.keys() & methods.keys():
+        # a helper of this name has other arguments
+        if name != "evaluate" or _takes(methods[name], ["server_round", "parameters"]):
+            raise TypeError(f"{cls.__name__}.{name} is never called: {OLDER[name]}")
+    base = next(base for base in cls.__bases__ if issubclass(base, Algorithm))
+    for name in CALLED & methods.keys():
+        wanted = [*inspect.signature(getattr(base, name, methods[name])).parameters]
+        if not _takes(methods[name], wanted[1:]):
+            raise TypeError(
+                f"{cls.__name__}.{name} takes {inspect.signature(methods[name])}, and is called"
+                f" with ({', '.join(wanted[1:])}), as in Flower's strategies for messages"
+            )
+
+
+def _takes(method: Callable[..., Any], arguments: Sequence[str]) -> bool:
+    """Return whether a method can be called with so many arguments."""
+    try:
+        inspect.signature(method).bind(None, *arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def _owner(cls: type, name: str) -> str:
+    """Return what else ``name`` is, if a class of an algorithm declares it; "" if nothing."""
+    owners = [base for base in cls.__mro__ if name in vars(base)]
+    ours = [base for base in owners if base.__module__.startswith("fl_strategies.server.")]
+    if name == "num_clients" or owners[:1] == ours[:1]:
+        return ""
+    if name in OWN:
+        return "an attribute of every strategy"
+    if not ours:
+        return ""
+    option = isinstance(vars(ours[0])[name], Hyperparameter)
+    return "an option of every strategy" if option else "a hook or attribute of every strategy"

@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from logging import WARNING
+from dataclasses import fields, is_dataclass
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,25 +25,24 @@ import numpy.typing as npt
 
 from fl_strategies.core.files import DamagedFile, FolderLock, load_arrays, save_arrays
 from fl_strategies.core.log import log
-from fl_strategies.core.schedules import check
-from fl_strategies.core.spelling import hinted, unknown
-from fl_strategies.server.watched import check_metric
+from fl_strategies.core.schedules import check, shown
+from fl_strategies.server.callbacks import Watched
 
 PREFIX, SUFFIX = "round-", ".safetensors"
 RUN = frozenset(
-    {"settings", "run-id", "rounds-before", "round", "stopped", "clients", "metrics", "history",
+    {"settings", "run-id", "rounds-before", "round", "ended-by", "clients", "metrics", "history",
      "devices", "roles"}
 )  # fmt: skip
 """The content of ``Checkpoint.run``."""
-VERSION = 5
+VERSION = 7
 """The version of the format."""
 
 
 class Checkpoint(NamedTuple):
     """A file's content: the model's arrays by name, the states, the ledger, the run so far.
 
-    ``states`` holds, by whose state it is ("algorithm"), the fields of its record by name; a state
-    that is None has none.
+    ``states`` holds, by whose state it is ("algorithm", "clients" for what is known of them, a
+    part's stage), the fields of its record by name; a state that is None has none.
     """
 
     model: dict[str, npt.NDArray[Any]]
@@ -51,7 +51,6 @@ class Checkpoint(NamedTuple):
     run: dict[str, Any]
 
 
-@hinted
 class Checkpoints:
     """Where checkpoints are written, how often, and which of them are kept.
 
@@ -86,11 +85,10 @@ class Checkpoints:
         check("every", every, low=1, integer=True)
         check("keep", keep, low=1, integer=True)
         self.directory, self.every, self.keep = Path(directory), every, keep
-        check_metric(type(self).__name__, best, "loss" if smaller else "accuracy")
         self.best, self.smaller = best, smaller
         self._held: dict[int, tuple[dict[int, int], float]] = {}
+        self._watched = Watched(type(self).__name__, best, "loss" if smaller else "accuracy")
         self._lock = FolderLock(self.directory)
-        self._said_missing = False
 
     def path(self, number: int) -> Path:
         """Return the file of the checkpoint after round ``number``."""
@@ -141,6 +139,7 @@ class Checkpoints:
                 " resume, or choose another directory"
             )
         self._held = {}
+        self._watched.begin()
 
     def save(self, number: int, checkpoint: Checkpoint) -> None:
         """Write the checkpoint after round ``number``, then delete those that are not kept."""
@@ -161,15 +160,8 @@ class Checkpoints:
     def last(self) -> Checkpoint | None:
         """Return the last checkpoint that is not damaged; None if there are no checkpoints.
 
-        Raises ``ValueError`` if all are damaged.
+        Writes nothing. Raises ``ValueError`` if all are damaged.
         """
-        for leftover in self.directory.glob(f".{PREFIX}*"):
-            if leftover.is_file():
-                leftover.unlink()
-        return self.read()
-
-    def read(self) -> Checkpoint | None:
-        """As :meth:`last`, and write nothing: its run may continue in another process."""
         found, self._held = None, {}
         for number in self.rounds():
             try:
@@ -206,26 +198,26 @@ class Checkpoints:
         return found
 
     def _hold(self, number: int, checkpoint: Checkpoint) -> None:
-        metrics = checkpoint.run["metrics"]
-        if self.best is not None and self.best not in metrics and not self._said_missing:
-            self._said_missing = True
-            said = "%s: round %d has no metric %s, so it cannot be the best; it has %.300s"
-            log(
-                WARNING,
-                said,
-                self.directory,
-                number,
-                unknown([self.best], metrics),
-                sorted(metrics),
-            )
-        value = metrics.get(self.best, math.nan)
+        value = None if self.best is None else self._watched.value(checkpoint.run["metrics"])
+        value = math.nan if value is None else value
         acked = dict(checkpoint.ledger["acked"])  # the ledger changes its own
         self._held[number] = (acked, -value if self.smaller else value)
 
+    def run_ended(self) -> None:
+        """Say where the last checkpoint and the best one are."""
+        if self._held:
+            log(INFO, "  %s, the last round", self.path(max(self._held)))
+        if self.best is not None and self._watched.came("no checkpoint is the best"):
+            for number in self._best():
+                log(INFO, "  %s, round %d, the best %s", self.path(number), number, self.best)
+
+    def _best(self) -> list[int]:
+        """Return the round with the best value, if any round had a value."""
+        rated = {n: value for n, (_, value) in self._held.items() if not math.isnan(value)}
+        return [max(rated, key=lambda number: (rated[number], -number))] if rated else []
+
     def _dropped(self) -> list[int]:
-        kept = set(sorted(self._held)[-self.keep :])
-        if rated := {n: value for n, (_, value) in self._held.items() if not math.isnan(value)}:
-            kept.add(max(rated, key=lambda number: (rated[number], -number)))
+        kept = {*sorted(self._held)[-self.keep :], *self._best()}
         return [number for number in self._held if number not in kept]
 
 
@@ -260,3 +252,37 @@ def _unpack(value: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
     if isinstance(value, list):
         return [_unpack(item, arrays) for item in value]
     return value
+
+
+def fields_of(state: Any) -> dict[str, Any]:
+    """Return a server state's fields by name; the state None has none."""
+    if state is None:
+        return {}
+    if is_dataclass(state):
+        return {f.name: getattr(state, f.name) for f in fields(state)}
+    found: dict[str, Any] = state._asdict()
+    return found
+
+
+def check_state(hook: str, state: Any) -> None:
+    """Raise ``TypeError`` unless a checkpoint can hold the ``state`` that ``hook`` returned."""
+    if not (state is None or is_dataclass(state) or hasattr(state, "_asdict")):
+        must = f"{hook} must return a state that is a named tuple, a frozen dataclass or None"
+        raise TypeError(f"{must}, got {shown(state)}")
+    for name, value in fields_of(state).items():
+        if not can_hold(value):
+            must = f"{hook} must return a state of numbers, texts, NumPy arrays, lists and dicts"
+            raise TypeError(f"{must}, got {shown(value)} as {name}")
+
+
+def restored(state: Any, saved: Mapping[str, Any], where: object) -> Any:
+    """Return a record like ``state`` with the fields that a checkpoint ``saved``.
+
+    Raises ``ValueError``, which names the file ``where``, if the fields are another record's.
+    """
+    ours = fields_of(state)
+    if ours.keys() != saved.keys():
+        raise ValueError(
+            f"{where} holds {sorted(saved)} of the server, and this version keeps {sorted(ours)}"
+        )
+    return state if state is None else type(state)(**saved)

@@ -11,12 +11,11 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from logging import WARNING
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
-from flwr.app import ConfigRecord
 
-from fl_strategies.core.layout import Layout, few
+from fl_strategies.core.layout import Arrays, Layout, few
 from fl_strategies.core.log import log
 from fl_strategies.core.records import BadReply, Reply, Round
 from fl_strategies.messages.wire import checksum
@@ -54,11 +53,11 @@ class Caller:
             " wrapper be made for fewer"
         )
 
-    def intact(self, averages: Averages, wire: Layout) -> Collection[str]:
+    def intact(self, averages: Averages, wire: Layout) -> frozenset[str]:
         """Return the names of the arrays that must arrive as the client sent them."""
         if self.masked:
-            return ()
-        return wire.buffers if averages == "models" else wire.shapes.keys()
+            return frozenset()
+        return frozenset(wire.buffers if averages == "models" else wire.shapes)
 
 
 def check_wrapper(strategy: str, averages: Averages, *, watched: bool) -> None:
@@ -114,18 +113,20 @@ def check_hosts(strategy: str, caller: Caller, hosts: Collection[int]) -> None:
         )
 
 
-def told_bound(config: ConfigRecord) -> float:
+def told_bound(config: Mapping[str, Any]) -> float:
     """Return the norm to which a wrapper tells clients to clip, infinite if it does not."""
     bound = config.get(KEY_CLIPPING_NORM)
     return float(bound) if isinstance(bound, int | float) else math.inf
 
 
-def check_intact(reply: Reply, strategy: str, intact: Collection[str], wire: Layout) -> None:
-    """Raise :class:`BadReply` if something changed an array that must be ``intact``."""
-    sent = reply.words.get("checksums")
-    if not sent:  # not asked for, or a foreign client
-        return
-    sums, arrays = dict(zip(wire.shapes, sent.split(), strict=False)), reply.arrays
+def check_intact(
+    arrays: Arrays, sent: str, strategy: str, intact: Collection[str], wire: Layout
+) -> None:
+    """Raise :class:`BadReply` if something changed an array that must be ``intact``.
+
+    ``sent`` are the checksums of all arrays as the client sent them.
+    """
+    sums = dict(zip(wire.shapes, sent.split(), strict=False))
     changed = [n for n in arrays if n in intact and checksum(arrays[n]) != sums.get(n)]
     if changed:
         raise BadReply(
@@ -137,10 +138,8 @@ def check_intact(reply: Reply, strategy: str, intact: Collection[str], wire: Lay
         )
 
 
-def check_clipped(reply: Reply, caller: Caller, bound: float, round: Round) -> None:
-    """Raise :class:`BadReply` if a wrapper told clients to clip, and this client did not."""
-    told = reply.numbers.get("clipping-norm") if caller.legacy else None
-    bound = min(bound, told if isinstance(told, int | float) else math.inf)
+def check_clipped(reply: Reply, bound: float, round: Round) -> None:
+    """Raise :class:`BadReply` unless the client clipped its update to the ``bound`` it was told."""
     if bound == math.inf:
         return
     layout = round.layout

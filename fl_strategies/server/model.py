@@ -10,6 +10,7 @@ from flwr.app import ArrayRecord
 from fl_strategies.core.layout import Arrays, Layout
 from fl_strategies.core.vectors import Vector
 from fl_strategies.messages.codes import lengthened, shortened
+from fl_strategies.messages.description import digest
 from fl_strategies.messages.encoding import encoded
 from fl_strategies.messages.wire import decode
 
@@ -46,6 +47,14 @@ class Model:
         if len(self.record) == len(self.layout.shapes):
             return self.record
         return ArrayRecord({name: self.record[name] for name in self.layout.shapes})
+
+    @property
+    def digests_of_unshared(self) -> str:
+        """The digests of the arrays that do not travel, each after its name."""
+        stay = {
+            name: decode(a) for name, a in self.record.items() if name not in self.layout.shapes
+        }
+        return " ".join(f"{name} {digest(array)}" for name, array in stay.items())
 
     def record_with(self, arrays: Arrays) -> ArrayRecord:
         """Return the record of all arrays, of which ``arrays`` are those that travel."""

@@ -19,14 +19,15 @@ from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from fl_strategies.core.log import log
-from fl_strategies.core.reasons import brief, named, root_cause
+from fl_strategies.core.reasons import brief, named
 from fl_strategies.messages.wire import MAX_SAMPLES
-from fl_strategies.server.replies import is_reply_to, one_line
+from fl_strategies.server.replies import is_reply_to, one_line, reason_of
+from fl_strategies.server.waiting import ask
 
 ATTEMPTS = 2
 """After so many failed queries, a node's own id serves as its client's id."""
-NO_QUERY = "No query function registered"
-"""Flower's message for an app without a query function, which is permanent."""
+NO_QUERY = "No query function registered", "Invalid message type: query"
+"""What Flower says for an app without a query function, and for a legacy one: it is permanent."""
 
 
 ANY_HOST = -1
@@ -148,7 +149,7 @@ class Nodes:
         self._ask_again |= dict.fromkeys(new, now + 2 * self.patience)
         asked = {query.metadata.dst_node_id: query.metadata for query in queries}
         nameless: dict[str, list[int]] = {}
-        for reply in grid.send_and_receive(queries, timeout=self.patience):
+        for reply in ask(grid, queries, self.patience):
             node = reply.metadata.src_node_id
             if node not in asked or not is_reply_to(reply, asked[node]):
                 continue
@@ -156,11 +157,12 @@ class Nodes:
             if reply.has_content():
                 self._introduce(node, reply.content.config_records.get("client", {}))
             else:
-                reason = root_cause(reply.error.reason) if reply.has_error() else "no content"
+                reason = reason_of(reply) if reply.has_error() else "no content"
                 if self._fail(node, reason):
-                    nameless.setdefault(one_line(reason), []).append(node)
+                    kind = NO_QUERY[0] if answers_no_query(reason) else one_line(reason)
+                    nameless.setdefault(kind, []).append(node)
         for reason, mine in nameless.items():
-            if NO_QUERY in reason:
+            if reason == NO_QUERY[0]:
                 log(
                     INFO,
                     "%d clients answer no queries: their nodes' ids tell them apart",
@@ -177,7 +179,7 @@ class Nodes:
         """
         self._failures[node] = self._failures.get(node, 0) + 1
         self._ask_again[node] = 0.0
-        if self._failures[node] < ATTEMPTS and NO_QUERY not in reason:
+        if self._failures[node] < ATTEMPTS and not answers_no_query(reason):
             return False
         self._introduce(node, {})
         return True
@@ -287,6 +289,11 @@ class Nodes:
         self._node_of[client] = self._last[client] = node
         self.known.add(client)
         return True
+
+
+def answers_no_query(reason: str) -> bool:
+    """Return whether a client's app has no function for a query, and never will."""
+    return any(text in reason for text in NO_QUERY)
 
 
 def _natural(value: object) -> bool:

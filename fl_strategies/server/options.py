@@ -11,9 +11,9 @@ from flwr.app import MetricRecord, RecordDict
 from fl_strategies.core.hyperparameters import Declared, Scalar, choice, flag, number, option
 from fl_strategies.core.ledger import LostState
 from fl_strategies.core.records import Round
-from fl_strategies.core.schedules import shown
-from fl_strategies.core.spelling import listed, meant, unknown
+from fl_strategies.core.spelling import listed, unknown
 from fl_strategies.messages.wire import MAX_SAMPLES
+from fl_strategies.parts import STAGES
 from fl_strategies.parts.availability import Availability
 from fl_strategies.parts.combine import Combine
 from fl_strategies.parts.compression import BFloat16, Compression
@@ -145,7 +145,7 @@ class Options(Declared):
         about="Digests, by name, of the frozen arrays, which nobody trains and which do not"
         " travel: a client with other arrays is refused. You need not give them: clients describe"
         " their models. If `buffers`, `ties` and `frozen` are all given"
-        " (`**clients.FlatModel(module).layout_options`), no client is asked.",
+        " (`**clients.Border(module).layout_options`), no client is asked.",
     )
     assume_algorithm: bool = flag(
         default=False,
@@ -179,8 +179,8 @@ class Options(Declared):
         " leave its replies out (refuse), or treat it as new with a warning (warn). What"
         " the lost state added to the global model remains there: the server keeps no copy of it."
         ' So the default is "warn" if the server adds up changes (`accumulates_changes`: FedADMM,'
-        ' FedDyn, A-FedPD, SCAFFOLD, FedBCD), else "reset". Use "refuse" if you can restore the'
-        " state from a backup.",
+        ' FedDyn, A-FedPD, SCAFFOLD, ProxSkip, FedBCD ...), else "reset". Use "refuse" if you can'
+        " restore the state from a backup.",
     )
     callbacks: Sequence[Callback] = option(
         default=(),
@@ -234,7 +234,7 @@ class Options(Declared):
     )
     fold_memory: int = number(
         default=250,
-        about='`fold="auto"` folds if the uploads of a round take more MB than this.',
+        about='`fold="auto"` sends means if the uploads of a round take more MB than this.',
         integer=True,
         low=0,
     )
@@ -282,8 +282,8 @@ class Options(Declared):
     compression: Compression | None = part(
         Compression,
         "codec",
-        about="How clients code what they upload: `compression=TopK(share=0.01)`. Clients keep what"
-        " the codes leave out, and need a store for it, but for `QSGD`.",
+        about="How clients compress what they upload: `compression=TopK(share=0.01)`. Clients keep"
+        " what is left out, and need a store for it, but for `QSGD`.",
     )
     privacy: Gaussian | None = part(
         Gaussian,
@@ -327,6 +327,18 @@ class Options(Declared):
         ' `order="arrival"` in real time.',
     )
 
+    @property
+    def around(self) -> dict[str, Part]:
+        """The parts around the algorithm by stage, in the order of a round."""
+        given = {stage: getattr(self, stage) for stage in STAGES}
+        return {stage: part for stage, part in given.items() if isinstance(part, Part)}
+
+    @property
+    def described(self) -> str:
+        """The class with its parts, for messages."""
+        parts = ", ".join(f"{stage}={part!r}" for stage, part in self.around.items())
+        return f"{type(self).__name__} with {parts}" if parts else type(self).__name__
+
     @classmethod
     def hyperparameters(cls) -> dict[str, Any]:
         """Return the algorithm's own hyperparameters, with their defaults."""
@@ -334,15 +346,11 @@ class Options(Declared):
 
     @classmethod
     def unknown_names(cls, arguments: Mapping[str, Any]) -> str:
-        """As the base; settings of clients are shown in ``local``, and only its own are listed."""
-        own = {name.replace("_", "-") for name in cls.declarations}
-        settings = default_training().settings.keys() - own
-        use = {
-            name: f"local={{{setting!r}: {shown(value)}}}"
-            for name, value in arguments.items()
-            if (setting := name if name in settings else meant(name, settings, 0.85))
-        }
-        text = f"{cls.__name__} has no argument {unknown(arguments, cls.declarations, use)}"
+        """As the base; settings of clients are told apart, and only its own are listed."""
+        text = f"{cls.__name__} has no argument {unknown(arguments, cls.declarations)}"
+        settings = default_training().settings if getattr(cls, "uses_local", True) else {}
+        if of_clients := [name for name in arguments if name.replace("_", "-") in settings]:
+            text += f"; local={{...}} takes {listed(of_clients)}"
         return f"{text}; its own are {listed(cls.hyperparameters())}"
 
 

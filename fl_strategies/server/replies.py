@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from logging import DEBUG, WARNING
-from typing import Any, Generic, TypeAlias, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
-from flwr.app import ConfigRecord, Message, Metadata, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, Metadata, MetricRecord, RecordDict
 
 from fl_strategies.core.log import log
-from fl_strategies.core.metric_names import BUSY, is_taken
-from fl_strategies.core.reasons import TRACEBACK, brief, by_reason, named, root_cause
+from fl_strategies.core.metric_names import BUSY
+from fl_strategies.core.reasons import TRACEBACK, brief, by_reason, named
 from fl_strategies.core.records import BadReply, Reply
-from fl_strategies.messages.folding import Fold
 from fl_strategies.messages.hosting import busy_seconds, unpack_reply
 from fl_strategies.messages.wire import MAX_METRICS, Content, Failed
 from fl_strategies.server.asked import Asked, Request
 
 T = TypeVar("T")
 
+LONGEST = 100_000
+"""The most characters of a reason that are read: the text comes from a client."""
 MOST_HOSTS = 16
 """The most hosts whose share of a phase is shown one by one."""
 
-Naming: TypeAlias = Callable[[str], str]
-"""Returns a number's metric name: ``metric_names.in_training`` or ``in_evaluation``."""
+FOR_LEGACY = (
+    "its app is ClientApp(client_fn=...), which a legacy server alone can ask: make it by"
+    " client_app(client_fn), or run the strategy in a legacy server, by as_legacy(strategy)"
+)
+"""Why a client fails at which Flower looks for what a legacy server sends."""
+
+Names: TypeAlias = Mapping[str, str]
+"""The metric's name by the name of a client's number."""
+Fault: TypeAlias = tuple[int | None, BadReply]
+"""Why a client's reply is not used; no client, if it answers no request."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,7 @@ class Sifted(Generic[T]):
     """The usable replies, by client, ascending; the faults of the others; their counts.
 
     ``unusable`` are the faults of clients that did answer; ``busy`` holds, by host, the seconds for
-    which it says that it worked.
+    which it says that it worked, ``took`` by client those from request to reply by a virtual clock.
     """
 
     good: dict[int, T]
@@ -41,118 +51,132 @@ class Sifted(Generic[T]):
     counts: dict[str, int]
     unusable: dict[int, str]
     busy: dict[int, float] = field(default_factory=dict)
+    took: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass
+class Arrived:
+    """What came of a phase: each client's first answer, and who answered ``again``.
+
+    ``faults`` are those of messages that answer no request, or say that one was lost.
+    """
+
+    first: dict[int, Content | BadReply] = field(default_factory=dict)
+    again: list[int] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    bytes_up: int = 0
+    busy: dict[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, replies: Iterable[Message], asked: Asked) -> Arrived:
+        """Return what ``replies`` have, in the order of their arrival."""
+        came = cls()
+        for message in replies:
+            if message.has_error() and (lost := lost_request(message, asked)) is not None:
+                fault = BadReply(f"none came: {reason_of(message)}")
+                came.faults += [(client, fault) for client in lost.clients]
+                continue
+            try:
+                came.take(message, sender(message, asked))
+            except BadReply as fault:
+                came.faults.append((None, fault))
+        return came
+
+    def take(self, message: Message, request: Request) -> None:
+        """Take in a reply to ``request``."""
+        part = len(request.clients) / len(request.together or request.clients)
+        self.bytes_up += int(part * _bytes(message))
+        if request.hosted and message.has_content():
+            seconds = part * busy_seconds(message.content)
+            self.busy[request.node] = self.busy.get(request.node, 0.0) + seconds
+        for client, content in contents(message, request).items():
+            if client not in request.clients:
+                if client not in request.together:
+                    self.faults.append((None, _not_asked(request.node, client)))
+            elif client in self.first:
+                self.again.append(client)
+            else:
+                self.first[client] = content
+
+
+def _not_asked(node: int, client: int) -> BadReply:
+    return BadReply(f"node {brief(node)} answers for client {client}, of which it was not asked")
 
 
 def sift(
     replies: Iterable[Message],
     asked: Asked,
     read: Callable[[int, Content], T],
-    check: Callable[[Sequence[T]], Mapping[int, str]] = lambda good: {},
-    check_fold: Callable[[Sequence[T]], None] = lambda folded: None,
+    check: Callable[[dict[int, T]], dict[int, BadReply]] = lambda good: {},
     told: set[str] | None = None,
 ) -> Sifted[T]:
     """Tell usable replies from the rest.
 
     A usable reply answers a request of this phase, is the first from its client, and passes
-    ``read`` and ``check``, which returns faults by client. ``check_fold`` raises
-    :class:`BadReply` if replies that share one mean contradict it. Replies are read in the order
-    of clients, not of arrival. The log has one line for each distinct reason not to use replies,
-    and one for clients without a reply. The set ``told`` holds the errors of clients that the log
-    has already: these are for debugging alone.
+    ``read`` and ``check``, which returns faults by client. Replies are read in the order of
+    clients, not of arrival. ``told`` holds the errors of clients that the log has already.
     """
-    told = set() if told is None else told
-    good: dict[int, T] = {}
-    came: dict[int, Content | BadReply] = {}
-    again: list[int] = []
-    failed: set[int] = set()
-    found: list[tuple[int | None, str]] = []
-    unforeseen: dict[str, BaseException | None] = {}
-    bytes_up = 0
-    busy: dict[int, float] = {}
-
-    def left_out(client: int | None, fault: BadReply) -> None:
-        reason = one_line(str(fault))
-        found.append((client, reason))
-        # an error that no check foresaw may be our mistake
-        unforeseen.setdefault(reason, fault.__cause__)
-
-    for message in replies:
-        lost = lost_request(message, asked)
-        if lost is not None:
-            for client in lost.clients:
-                left_out(client, BadReply(f"none came: {root_cause(message.error.reason)}"))
-            continue
+    came = Arrived.of(replies, asked)
+    faults, good = came.faults, dict[int, T]()
+    for client in sorted(came.first):
+        content = came.first[client]
         try:
-            request = sender(message, asked)
+            if isinstance(content, BadReply):
+                raise content
+            good[client] = read(client, content)
         except BadReply as fault:
-            left_out(None, fault)
-            continue
-        part = len(request.clients) / len(request.together or request.clients)
-        bytes_up += int(part * _bytes(message))
-        if request.hosted and message.has_content():
-            seconds = part * busy_seconds(message.content)
-            busy[request.node] = busy.get(request.node, 0.0) + seconds
-        for client, content in contents(message, request).items():
-            if client not in request.clients:
-                if client in request.together:
-                    continue
-                left_out(
-                    None,
-                    BadReply(
-                        f"node {brief(request.node)} answers for client {client}, of which it"
-                        " was not asked"
-                    ),
-                )
-            elif client in came:
-                again.append(client)
-            else:
-                came[client] = content
-    for client, content in sorted(came.items(), key=lambda pair: pair[0]):
-        failed |= {client} if isinstance(content, Failed) else set()
-        try:
-            good[client] = content_as(client, content, read)
-        except BadReply as fault:
-            left_out(client, fault)
-    for client, why in check([*good.values()]).items():
+            faults.append((client, fault))
+        except Exception as error:  # which is due to the content
+            unforeseen = BadReply(f"{type(error).__name__}: {error}")
+            unforeseen.__cause__ = error
+            faults.append((client, unforeseen))
+    for client, why in check(good).items():
         del good[client]
-        left_out(client, BadReply(why))
-    fold_of = {client: getattr(content, "fold", None) for client, content in came.items()}
-    folds: dict[int, Fold] = {id(fold): fold for fold in fold_of.values() if fold is not None}
-    for fold in folds.values():
-        mine = [client for client in fold.clients if fold_of.get(client) is fold]
-        try:
-            if spoilt := [c for c in fold.clients if c not in mine or c not in good]:
-                said = f"its host folded it with {named(spoilt)}, which cannot be taken out"
-                raise BadReply(said)
-            check_fold([good[client] for client in mine])
-        except BadReply as fault:
-            for client in [client for client in mine if client in good]:
-                del good[client]
-                left_out(client, fault)
-    for client in again:  # after the fault of the first
-        left_out(client, BadReply("it answered before in this round"))
-    for reason, clients in by_reason(found).items():
-        whose = f"repl{'y' if len(clients) == 1 else 'ies'} of {named(clients)}"
-        hint = TRACEBACK if failed.issuperset(clients) and reason not in told else ""
-        level = DEBUG if reason in told else WARNING
-        log(level, "%s left out: %s%s", whose, reason, hint, exc_info=unforeseen[reason])
-        log(DEBUG, "ids: %s", clients)
-        told |= {reason} if failed.issuperset(clients) else set()
-    if missing := sorted(set(asked.clients).difference(came, asked.late)):
-        log(WARNING, "no reply from %s", named(missing))
-        log(DEBUG, "ids: %s", missing)
+        faults.append((client, why))
+    faults += [(client, BadReply("it answered before in this round")) for client in came.again]
+    reasons = [(client, one_line(str(fault))) for client, fault in faults]
+    failed = {client for client, content in came.first.items() if isinstance(content, Failed)}
+    missing = sorted(set(asked.clients).difference(came.first, asked.late))
+    if reasons or missing:
+        causes = {reason: f.__cause__ for (_, reason), (_, f) in zip(reasons, faults, strict=True)}
+        _log_left_out(reasons, causes, failed, missing, set() if told is None else told)
     counts = {
         "clients-asked": len(asked.clients),
         "clients-used": len(good),
-        "clients-rejected": len(came) - len(good),
+        "clients-rejected": len(came.first) - len(good),
         "clients-failed": len(failed),  # of the rejected clients, those that answered by an error
         "clients-lost": len(missing),
         "bytes-down": asked.bytes_down,
-        "bytes-up": bytes_up,
+        "bytes-up": came.bytes_up,
     }
-    first = dict(reversed(found))
-    unusable = {client: first[client] for client in sorted(came.keys() - good.keys())}
-    return Sifted(good, dict(found), counts, unusable, busy)
+    first = dict(reversed(reasons))
+    unusable = {client: first[client] for client in sorted(came.first.keys() - good.keys())}
+    return Sifted(good, dict(reasons), counts, unusable, came.busy)
+
+
+def _log_left_out(
+    reasons: Iterable[tuple[int | None, str]],
+    causes: Mapping[str, BaseException | None],
+    failed: Collection[int | None],
+    missing: Sequence[int],
+    told: set[str],
+) -> None:
+    """Log a line for each distinct reason not to use replies, one for clients without a reply.
+
+    ``causes`` are errors that no check foresaw, which may be our mistakes. An error of the clients
+    that ``failed`` is for debugging alone once it was ``told``.
+    """
+    for reason, clients in by_reason(reasons).items():
+        whose = f"repl{'y' if len(clients) == 1 else 'ies'} of {named(clients)}"
+        theirs = {*clients} <= {*failed}
+        hint = TRACEBACK if theirs and reason not in told else ""
+        level = DEBUG if reason in told else WARNING
+        log(level, "%s left out: %s%s", whose, reason, hint, exc_info=causes[reason])
+        log(DEBUG, "ids: %s", clients)
+        told |= {reason} if theirs else set()
+    if missing:
+        log(WARNING, "no reply from %s", named(missing))
+        log(DEBUG, "ids: %s", missing)
 
 
 def lost_request(message: Message, asked: Asked) -> Request | None:
@@ -170,7 +194,7 @@ def sender(message: Message, asked: Asked) -> Request:
     """Return the request that ``message`` answers; raise :class:`BadReply` if there is none."""
     node = message.metadata.src_node_id
     if node not in asked.by_node:
-        reason = f": {root_cause(message.error.reason)}" if message.has_error() else ""
+        reason = f": {reason_of(message)}" if message.has_error() else ""
         raise BadReply(f"node {brief(node)} was not asked{reason}")
     found = [request for request in asked.by_node[node] if is_reply_to(message, request.about)]
     if not found:
@@ -197,11 +221,13 @@ def contents(message: Message, request: Request) -> Mapping[int, Content | BadRe
     """
     fault: BadReply | None = None
     if message.has_error():
-        fault = Failed(root_cause(message.error.reason))
+        reason = reason_of(message)
+        legacy = "'fitins." in reason or "'evaluateins." in reason
+        fault = Failed(FOR_LEGACY if legacy else reason)
     elif not message.has_content():
         fault = BadReply("it has no content")
     elif not request.hosted:
-        return {request.clients[0]: cast(Content, message.content)}
+        return {request.clients[0]: Content.of(message.content)}
     else:
         try:
             return unpack_reply(message.content, folds=request.folds)
@@ -210,71 +236,58 @@ def contents(message: Message, request: Request) -> Mapping[int, Content | BadRe
     return dict.fromkeys(request.clients, fault)
 
 
-def content_as(client: int, content: Content | BadReply, read: Callable[[int, Content], T]) -> T:
-    """Return ``read(content)``; raise :class:`BadReply` if the content is bad.
-
-    Any other exception of ``read`` is due to the content, and becomes the cause of a BadReply.
-    """
-    if isinstance(content, BadReply):
-        raise content
-    try:
-        return read(client, content)
-    except BadReply:
-        raise
-    except Exception as error:
-        raise BadReply(f"{type(error).__name__}: {error}") from error
+def reason_of(message: Message) -> str:
+    """Return why a client failed, as its error reply says."""
+    return str(message.error.reason or "no reason given")[:LONGEST]
 
 
 def one_line(text: str) -> str:
-    """Return a foreign ``text`` as one line of at most 500 characters.
+    """Return a ``text`` from elsewhere as one line of at most 500 characters: its ends if longer.
 
     Characters that a terminal would obey or not show are escaped as in Python.
     """
-    line = " ".join(text.split())[:500]
+    line = " ".join(text.split())
     shown = [c if c.isprintable() else c.encode("unicode_escape").decode() for c in line]
-    return "".join(shown)[:500]
+    line = "".join(shown)
+    # a traceback ends with what was raised
+    return line if len(line) <= 500 else f"{line[:245]} ... {line[-250:]}"
 
 
-def as_records(content: Any) -> RecordDict:
-    """Return a client's numbers and texts as Flower's records."""
-    if isinstance(content, RecordDict):
-        return content
-    said: Any = {**content.metric_records, **content.config_records}
-    kinds = {**dict.fromkeys(content.metric_records, MetricRecord),
-             **dict.fromkeys(content.config_records, ConfigRecord)}  # fmt: skip
-    return RecordDict({name: kinds[name](dict(record)) for name, record in said.items()})
+def as_records(content: Content) -> RecordDict:
+    """Return what a client sent as Flower's records; of a host's client its numbers and texts."""
+    numbers, words, arrays, _ = content
+    return RecordDict(
+        {name: MetricRecord(dict(record)) for name, record in numbers.items()}
+        | {name: ConfigRecord(dict(record)) for name, record in words.items()}
+        | {name: record for name, record in arrays.items() if isinstance(record, ArrayRecord)}
+    )
 
 
 def _bytes(message: Message) -> int:
-    records = message.content.array_records.values() if message.has_content() else ()
-    return sum(len(array.data) for record in records for array in record.values())
+    records = message.content.values() if message.has_content() else ()
+    arrays = (array for r in records if isinstance(r, ArrayRecord) for array in r.values())
+    return sum(len(array.data) for array in arrays)
 
 
-def by_client(
-    replies: Iterable[Reply],
-    samples: str,
-    called: Naming,
-    known: Mapping[int, Mapping[str, float]],
-) -> dict[int, dict[str, float]]:
-    """Return ``known`` with each reply's numbers added, and its samples as ``samples``."""
-    rows = {client: dict(row) for client, row in known.items()}
-    for reply in replies:
-        row = rows.setdefault(reply.client, {})
-        row |= _numbers(reply, called)
-        row[samples] = reply.num_examples
-    return rows
+def names_of(replies: Iterable[Reply], called: Callable[[str], str]) -> dict[str, str]:
+    """Return the metric's name for each name of a number that clients report."""
+    return {name: called(name) for name in {n: 0 for reply in replies for n in reply.numbers}}
 
 
-def summary(replies: Iterable[Reply], called: Naming = str) -> MetricRecord:
+def summary(
+    replies: Sequence[Reply], names: Names, numbers: Mapping[int, Mapping[str, float]]
+) -> MetricRecord:
     """Summarize each metric over clients: its mean weighted by samples, its plain mean, variance,
     minimum and maximum, and its value at the clients with the fewest and the most samples.
 
     If there are more than ``MAX_METRICS`` names, those that most clients report are summarized; a
-    log line counts the others.
+    log line counts the others. A list has its weighted mean alone, entry by entry, as Flower has
+    it, over the clients whose list has the most usual length; a log line names lists of others.
+    ``numbers`` are those of each client, under their metrics' names.
     """
     values: dict[str, list[tuple[float, float]]] = {}
     for reply in replies:
-        for name, value in _numbers(reply, called).items():
+        for name, value in numbers[reply.client].items():
             values.setdefault(name, []).append((float(value), float(reply.num_examples)))
     if len(values) > MAX_METRICS:
         first = sorted(values, key=lambda name: (-len(values[name]), name))[:MAX_METRICS]
@@ -291,24 +304,32 @@ def summary(replies: Iterable[Reply], called: Naming = str) -> MetricRecord:
         metrics[f"{name}-max"] = float(each.max())
         metrics[f"{name}-smallest"] = min(pairs, key=lambda pair: pair[1])[0]
         metrics[f"{name}-largest"] = max(pairs, key=lambda pair: pair[1])[0]
-    return metrics
+    return MetricRecord({**_mean_lists(replies, names), **metrics})
 
 
-def _numbers(reply: Reply, called: Naming) -> dict[str, float]:
-    """Return the reply's numbers under their metrics' names."""
-    return renamed({n: v for n, v in reply.numbers.items() if not isinstance(v, list)}, called)
+def _mean_lists(replies: Sequence[Reply], names: Names) -> dict[str, list[float]]:
+    """Return the mean of each list, weighted by samples, over those of the most usual length."""
+    lists: dict[str, list[tuple[list[Any], float]]] = {}
+    for reply in replies:
+        found = {n: v for n, v in reply.numbers.items() if isinstance(v, list)}
+        for name, values in renamed(found, names).items() if found else ():
+            lists.setdefault(name, []).append((values, float(reply.num_examples)))
+    means, left_out = dict[str, list[float]](), list[str]()
+    for name, pairs in sorted(lists.items())[:MAX_METRICS]:
+        (usual, count), *_ = Counter(len(values) for values, _ in pairs).most_common(1)
+        left_out += [name] if count < len(pairs) else []
+        rows, weights = zip(*(pair for pair in pairs if len(pair[0]) == usual), strict=True)
+        with np.errstate(over="ignore", invalid="ignore"):
+            means[name] = np.average(np.array(rows, float), axis=0, weights=weights).tolist()
+    if left_out:
+        log(WARNING, "clients' lists of another length than most are left out: %.300r", left_out)
+    return means
 
 
-def renamed(numbers: Mapping[str, Any], called: Naming) -> dict[str, Any]:
+def renamed(numbers: Mapping[str, Any], names: Names) -> dict[str, Any]:
     """Return ``numbers`` under their metrics' names; of "loss" and "eval-loss" the latter stays."""
-    kept = {name: value for name, value in numbers.items() if called(name) == name}
-    return {called(name): value for name, value in numbers.items()} | kept
-
-
-def taken_names(replies: Iterable[Reply], called: Naming) -> list[str]:
-    """Return the names of clients' numbers that belong to another source."""
-    reported = {name for reply in replies for name in reply.numbers}
-    return sorted(name for name in reported if is_taken(name, called(name)))
+    kept = {name: value for name, value in numbers.items() if names[name] == name}
+    return {names[name]: value for name, value in numbers.items()} | kept
 
 
 def busy_shares(

@@ -8,31 +8,42 @@ are not used, and model, server state and ledger stay as they were.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from fl_strategies.core.layout import Arrays, Layout, negative_variance
+from fl_strategies.core.metric_names import (
+    BUSY,
+    EVALUATED,
+    FOREIGN,
+    REPORTED,
+    SERVER,
+    SPREAD,
+    TESTED,
+)
 from fl_strategies.core.records import NOTHING, Round, Upload
-from fl_strategies.core.schedules import shown
-from fl_strategies.core.vectors import finite
-from fl_strategies.server.returned import checked_info
-from fl_strategies.server.run import fields_of
+from fl_strategies.core.schedules import plain, shown
+from fl_strategies.core.vectors import Pieces, Vector, finite
+from fl_strategies.server.algorithm import Algorithm
+from fl_strategies.server.checkpoints import fields_of
 from fl_strategies.server.stages import (
+    STEP,
     States,
     aged,
     as_moved,
     merged,
     stepped,
-    weights_of,
     with_mean,
 )
 
-if TYPE_CHECKING:
-    from fl_strategies.server.algorithm import Algorithm
-    from fl_strategies.server.reading import Read
+WORK = ("train-loss", "train-accuracy", "residual", "steps", "epochs")
+"""What clients report of their training."""
+TAKEN = (SERVER - REPORTED).union(WORK, (f"{n}{end}" for n in WORK for end in SPREAD))
+"""Names of others' numbers of a round; virtual seconds may be the algorithm's own."""
 
 
 class Outcome(NamedTuple):
@@ -76,7 +87,7 @@ def next_model(
                 aggregated = round.theta + (aggregated - around.theta)
             theta, kept, numbers = stepped(algorithm, parts, round, aggregated, uploads)
             model = round.layout.unpack(np.asarray(theta), merged(algorithm, round, uploads))
-        if not (fault := _unusable(model, after, round.layout)):
+        if not (fault := _unusable(model, [after, kept.get(STEP)], round.layout)):
             return Outcome(model, after, {**info, **numbers, **ages}, parts=kept)
     after, info = algorithm.skipped(state, round, uploads)
     info = checked_info(f"{type(algorithm).__name__}.skipped", info, algorithm.scalar_bounds)
@@ -107,25 +118,24 @@ def _aggregated(
     return made[0], made[1], checked_info(name, made[2], algorithm.scalar_bounds)
 
 
-def _unusable(model: Arrays, state: Any, layout: Layout) -> str:
-    """Return why nobody can use the aggregated ``model`` and ``state``, or "" if they can be."""
+def _unusable(model: Arrays, states: Iterable[Any], layout: Layout) -> str:
+    """Return why nobody can use the aggregated ``model`` and ``states``, or "" if they can be."""
     if not finite(model.values()):
         return "the aggregated model is not finite"
-    if not finite(v for v in fields_of(state).values() if isinstance(v, np.ndarray)):
+    kept = (value for state in states for value in fields_of(state).values())
+    if not finite(value for value in kept if isinstance(value, np.ndarray)):
         return "the server's next state is not finite"
     wrong = negative_variance(model, layout.buffers)
     return f"the aggregated model cannot be used: {wrong}" if wrong else ""
 
 
 def shares(
-    algorithm: Algorithm, read: Read
+    rows: Mapping[int, Mapping[str, float]], weights: Mapping[int, float]
 ) -> tuple[dict[int, dict[str, float]], dict[str, float]]:
     """Return clients' numbers with each one's share of the samples and of the next global model.
 
     Also returns both shares of the clients with the fewest and the most samples, as metrics.
     """
-    rows, given = read.rows, weights_of(algorithm, read.round, read.uploads)
-    weights = {u.client: w for u, w in zip(read.uploads, given, strict=True)}
     total, samples = sum(weights.values()), sum(row["samples"] for row in rows.values())
     shared = {
         client: {
@@ -142,3 +152,56 @@ def shares(
     return shared, {
         f"{name}-{end}": row[name] for name in ("weight-share", "data-share") for end, row in ends
     }
+
+
+# ---- what hooks return --------------------------------------------------------------------------
+
+
+def checked_vector(hook: str, what: str, value: object, size: int) -> npt.NDArray[Any]:
+    """Return ``value``, which ``hook`` returned as ``what``, as an array.
+
+    Raises ``TypeError`` or ``ValueError`` for anything but a finite vector [size].
+    """
+    must = f"{hook} must return {what} [{size}]"
+    if not isinstance(value, np.ndarray | Pieces):
+        raise TypeError(f"{must}, a NumPy array, got {shown(value)}")
+    if value.shape != (size,):
+        raise ValueError(f"{must}, got {value.shape}")
+    array = np.asarray(value)
+    if array.dtype.kind not in "fiub":
+        raise ValueError(f"{must} of real numbers, got the type {array.dtype}")
+    if not finite([array]):
+        where = int(np.flatnonzero(~np.isfinite(array))[0])
+        raise ValueError(f"{must} of finite numbers, got {array[where]} at {where}")
+    return array
+
+
+def checked_vectors(hook: str, made: object, names: Sequence[str], size: int) -> list[Vector]:
+    """Return the vectors [size] that ``hook`` returned by name, in the order of ``names``.
+
+    Raises ``TypeError`` or ``ValueError`` for other names, and as :func:`checked_vector`.
+    """
+    if not isinstance(made, Mapping):
+        raise TypeError(f"{hook} must return a vector for each of {[*names]}, got {shown(made)}")
+    if made.keys() != {*names}:
+        raise ValueError(f"{hook} must return vectors of the names {[*names]}, got {[*made]}")
+    return [checked_vector(hook, repr(name), made[name], size) for name in names]
+
+
+def checked_info(hook: str, info: object, scalars: Collection[str]) -> dict[str, float]:
+    """Return the numbers of a round that ``hook`` returned, by name.
+
+    ``scalars`` are clients' own. Raises ``TypeError`` or ``ValueError`` for what is no number, and
+    for a name that clients or the server report already.
+    """
+    if not isinstance(info, Mapping):
+        raise TypeError(f"{hook} must return a dict of numbers as info, got {shown(info)}")
+    numbers = {name: plain(value) for name, value in info.items()}
+    for name, number in numbers.items():
+        if not isinstance(name, str) or not isinstance(number, int | float):
+            told = f"{hook} must return numbers by name as info"
+            raise TypeError(f"{told}, got {shown(info[name])} as {name!r:.60}")
+    prefixes = (TESTED, BUSY, FOREIGN, *EVALUATED)
+    if taken := [n for n in numbers if n in TAKEN or n in scalars or n.startswith(prefixes)]:
+        raise ValueError(f"{hook} must not report {taken[:3]}: clients or the server report these")
+    return numbers

@@ -2,36 +2,54 @@
 
 from __future__ import annotations
 
+import math
+import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from logging import INFO, WARNING
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Result as FlowerResult
 
+from fl_strategies.core.last_metrics import LastMetrics
 from fl_strategies.core.ledger import Ledger
 from fl_strategies.core.log import log
-from fl_strategies.core.metric_names import FOREIGN, SERVER, SKIPPED
-from fl_strategies.core.reasons import named
-from fl_strategies.core.records import Round
-from fl_strategies.core.schedules import plain, shown
+from fl_strategies.core.metric_names import FOREIGN, SERVER, SKIPPED, SPREAD
+from fl_strategies.core.reasons import NOT_FINITE, named
+from fl_strategies.core.schedules import plain
 from fl_strategies.server.asked import Asked
 from fl_strategies.server.callbacks import Callback, RoundInfo
-from fl_strategies.server.checkpoints import Checkpoint, Checkpoints, can_hold
-from fl_strategies.server.patience import Patience
-from fl_strategies.server.progress import round_line
+from fl_strategies.server.checkpoints import Checkpoint, Checkpoints, fields_of, restored
 from fl_strategies.server.replies import one_line
 from fl_strategies.server.settling import Roles
 
+LONGEST = 160
+"""Of a longer line, the clients and seconds remain: a million clients with every fault."""
+LONGEST_NAME = 20
+"""Metrics with longer names are not shown."""
 
+LAST = ("own-", "tuned-", "global-")
+"""Metrics of these models are shown only where there are no others."""
+
+WORDS = (("loss",), ("accuracy", "acc"))
+"""The words in the names of losses, and of accuracies."""
+_PLAIN = re.compile(r"[A-Za-z][\w.-]*", re.ASCII)
+
+
+@dataclass(repr=False)
 class Result(FlowerResult):
-    """Flower's ``Result``, which also says which rounds changed nothing.
+    """Flower's ``Result``, which also says which rounds changed nothing, and what ended the run.
 
     The keys of its mappings are the rounds that the log prints, and ``print`` shows the skipped
     rounds first.
     """
+
+    ended_by: str = ""
+    """What ended the run before its last round: "should_stop", "max_epsilon", or the name of a
+    callback; "" if nothing did."""
 
     @property
     def skipped(self) -> list[int]:
@@ -42,10 +60,70 @@ class Result(FlowerResult):
     def __repr__(self) -> str:
         """Return Flower's text, after a line about skipped rounds if there are any."""
         rounds, skipped, text = self.train_metrics_clientapp, self.skipped, super().__repr__()
+        if skipped:
+            end = ": the model is as it was" if len(skipped) == len(rounds) else ""
+            text = f"Skipped: {named(skipped, 'round')} of {len(rounds)}{end}\n\n{text}"
+        if self.ended_by:
+            text = f"Ended by {self.ended_by} after round {max(rounds, default=0)}\n\n{text}"
+        return text
+
+
+class NothingUsable(RuntimeError):
+    """Several rounds in a row were skipped, with unusable replies; the text tells each cause once.
+
+    ``diverged`` says that the only cause was numbers that are not finite.
+    """
+
+    def __init__(self, text: str, *, diverged: bool = False) -> None:
+        super().__init__(text)
+        self.diverged = diverged
+
+
+class Patience:
+    """Ends a run whose rounds are skipped, one after another, with unusable replies.
+
+    The run ends after ``rounds`` training rounds in a row that were skipped and had unusable
+    replies, if at least two clients answered in them (or the only client that exists). A round
+    without such a reply does not count.
+    """
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+        self._in_a_row = 0
+        self._used = 0
+        self._causes: dict[str, tuple[str, set[int]]] = {}
+
+    def settle(
+        self, used: int, unusable: Mapping[int, str], clients: int, *, skipped: bool
+    ) -> None:
+        """Note a round; raise :class:`NothingUsable` if it was one too many.
+
+        ``used`` replies were usable; ``clients`` is the number of clients ever connected.
+        """
         if not skipped:
-            return text
-        end = ": the model is as it was" if len(skipped) == len(rounds) else ""
-        return f"Skipped: {named(skipped, 'round')} of {len(rounds)}{end}\n\n{text}"
+            self._in_a_row, self._used, self._causes = 0, 0, {}
+        if not skipped or not unusable:
+            return
+        self._in_a_row += 1
+        self._used = max(self._used, used)
+        for client, reason in unusable.items():
+            # texts of one cause may differ in their numbers from client to client
+            self._causes.setdefault(re.sub(r"\d+", "#", reason), (reason, set()))[1].add(client)
+        answered = len(self._who()) + self._used
+        if self._in_a_row >= self.rounds and answered >= min(2, clients):
+            told = "; ".join(
+                f"{named(sorted(who))}: {reason}" for reason, who in self._causes.values()
+            )
+            rounds = f"{self._in_a_row} rounds in a row"
+            raise NothingUsable(
+                f"{rounds} were skipped, with {self._used} usable replies at most: {told}"
+                if self._used
+                else f"no reply of {rounds} was usable: {told}",
+                diverged=all(NOT_FINITE in reason for reason, _ in self._causes.values()),
+            )
+
+    def _who(self) -> set[int]:
+        return {client for _, who in self._causes.values() for client in who}
 
 
 @dataclass
@@ -71,20 +149,24 @@ class Run:
     devices: dict[int, str] = field(default_factory=dict)
     clients: dict[int, dict[str, float]] = field(default_factory=dict)
     """The numbers of each client in the current round."""
+    last_metrics: LastMetrics = field(default_factory=LastMetrics)
+    """What is known of each client that was ever asked to train."""
     tested: set[str] = field(default_factory=set)
     """Names of the metrics that the server's own tests have reported."""
     faults: Mapping[int | None, str] = field(default_factory=dict)
     """The faults of the last phase's unusable replies, by client."""
-    stopped: bool = False
-    """Whether a callback had ended the run when the checkpoint was made that it continues from."""
     known: set[int] = field(default_factory=set)
     """The clients ever connected, of that checkpoint."""
     roles: Roles | None = None
     """The roles of the model's arrays, once they are settled."""
-    asked: Asked = field(default_factory=lambda: Asked(Round()))
+    asked: Asked | None = None
     """Who was asked last, between Flower's hooks that configure and that aggregate."""
     opened: bool = False
     """Whether the strategy's ``start`` or ``open``, not a wrapper, began the run."""
+    began: float = field(default_factory=time.monotonic)
+    """When the current call began."""
+    waited_since: float = field(default_factory=time.monotonic)
+    """When the last round ended, or the current call began."""
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.algorithm}-{secrets.token_hex(8)}"
@@ -117,6 +199,7 @@ class Run:
         """Begin a call: forget the result of the last."""
         self.num_rounds, self.result, self.tested = num_rounds, Result(arrays=arrays), set()
         self.opened = True
+        self.began = self.waited_since = time.monotonic()
 
     def close(self) -> None:
         """End a call."""
@@ -153,25 +236,53 @@ class Run:
         ]
 
     def tell(
-        self, arrays: ArrayRecord, callbacks: Sequence[Callback]
-    ) -> tuple[bool, list[Exception]]:
-        """Log the round and call the callbacks; return whether one ends the run, and errors."""
+        self,
+        arrays: ArrayRecord,
+        callbacks: Sequence[Callback],
+        should_stop: Callable[[int, Result], bool] | None = None,
+    ) -> list[Exception]:
+        """Log the round, call the callbacks, note which one ends the run; return their errors."""
         self.result.arrays = arrays
-        metrics = self.metrics(self.number)
-        line = round_line(self.number, self.last, metrics)
-        log(INFO, line, extra={"round_line": True})
-        info = RoundInfo(
-            self.number, self.last, arrays, metrics, self.clients, frozenset(self.tested)
-        )
-        stopped, errors = False, list[Exception]()
+        number, last, now = self.number, self.last, time.monotonic()
+        metrics = self.metrics(number)
+        seconds, self.waited_since = now - self.waited_since, now
+        log(INFO, round_line(number, last, metrics, seconds), extra={"round_line": True})
+        tested = frozenset(self.tested)
+        info = RoundInfo(number, last, arrays, metrics, self.clients, tested, seconds)
+        errors = list[Exception]()
         for callback in callbacks:
             try:
-                stopped |= plain(callback(info)) is True
+                if plain(callback(info)) is True:
+                    self.result.ended_by = getattr(callback, "__name__", type(callback).__name__)
             except Exception as error:
                 errors.append(error)
+        try:
+            if should_stop is not None and should_stop(number, self.result):
+                self.result.ended_by = "should_stop"
+        except Exception as error:
+            errors.append(error)
         for other in errors[1:]:
             log(WARNING, "another callback raised %s", one_line(f"{type(other).__name__}: {other}"))
-        return stopped, errors
+        return errors
+
+    def ending(self) -> Iterator[str]:
+        """Yield the lines about the whole call that a person reads at its end."""
+        result = self.result
+        by = f", ended by {result.ended_by}" if result.ended_by else ""
+        count, seconds = self.round - self.first + 1, time.monotonic() - self.began
+        yield f"{self.algorithm}: {count} rounds in {seconds:.1f} s{by}"
+        rows = {number: self.metrics(number) for number in result.train_metrics_clientapp}
+        yield from ending_lines(rows)
+
+    def say_how_it_ended(self, others: Iterable[object]) -> None:
+        """Log the result and the best round; have ``others`` say where models lie."""
+        if (skipped := self.result.skipped) and skipped == [*self.numbers]:
+            log(WARNING, "every round was skipped (%d): the model is as it was", len(skipped))
+        for line in self.ending():
+            log(INFO, line)
+        for one in others:
+            if run_ended := getattr(one, "run_ended", None):
+                run_ended()
 
     # ---- checkpoints --------------------------------------------------------------------------
 
@@ -182,8 +293,6 @@ class Run:
         states: Mapping[str, Any],
         ledger: Ledger,
         known: Iterable[int],
-        *,
-        stopped: bool,
     ) -> Checkpoint:
         """Return the checkpoint after the current round, ``arrays`` being what trains next."""
         run = {
@@ -191,7 +300,7 @@ class Run:
             "rounds-before": self.rounds_before,
             "round": self.round,
             "run-id": self.id,
-            "stopped": stopped,
+            "ended-by": self.result.ended_by,
             "clients": sorted(known),
             "devices": sorted(self.devices.items()),
             "roles": self.roles._asdict() if self.roles else {},
@@ -252,7 +361,7 @@ class Run:
         ledger.restore(last.ledger)
         self.id, self.devices = saved["run-id"], dict(saved["devices"])
         self.rounds_before, self.round = saved["rounds-before"], saved["round"]
-        self.known, self.stopped = set(saved["clients"]), bool(saved["stopped"])
+        self.known, self.result.ended_by = set(saved["clients"]), saved["ended-by"]
         self.result.arrays = ArrayRecord({n: Array(array) for n, array in last.model.items()})
         for phase, rows in zip(self.phases, saved["history"], strict=True):
             phase.update({number: MetricRecord(row) for number, row in rows})
@@ -268,35 +377,86 @@ class Run:
         checkpoints.sign(self.id)
 
 
-def fields_of(state: Any) -> dict[str, Any]:
-    """Return a server state's fields by name; the state None has none."""
-    if state is None:
-        return {}
-    if is_dataclass(state):
-        return {f.name: getattr(state, f.name) for f in fields(state)}
-    found: dict[str, Any] = state._asdict()
-    return found
+# ---- what a person reads -------------------------------------------------------------------------
 
 
-def check_state(hook: str, state: Any) -> None:
-    """Raise ``TypeError`` unless a checkpoint can hold the ``state`` that ``hook`` returned."""
-    if not (state is None or is_dataclass(state) or hasattr(state, "_asdict")):
-        must = f"{hook} must return a state that is a named tuple, a frozen dataclass or None"
-        raise TypeError(f"{must}, got {shown(state)}")
-    for name, value in fields_of(state).items():
-        if not can_hold(value):
-            must = f"{hook} must return a state of numbers, texts, NumPy arrays, lists and dicts"
-            raise TypeError(f"{must}, got {shown(value)} as {name}")
+def round_line(number: int, of: int, metrics: Mapping[str, float], seconds: float) -> str:
+    """Return round ``number`` of ``of``, which took ``seconds``, in at most 160 characters.
 
+    Loss and accuracy are the first of ``metrics`` with this word in their name; those of ``LAST``
+    come last, so that both are of one model where it has both. Of the clients that
+    were asked, the line counts those that were used, and what happened to the others: lost (no
+    reply), failed (an error), rejected (a reply that cannot be used).
 
-def restored(state: Any, saved: Mapping[str, Any], where: object) -> Any:
-    """Return a record like ``state`` with the fields that a checkpoint ``saved``.
-
-    Raises ``ValueError``, which names the file ``where``, if the fields are another record's.
+    Examples
+    --------
+    >>> counts = {"clients-asked": 10, "clients-used": 8, "clients-lost": 2}
+    >>> round_line(3, 30, {"test-loss": 0.51, "test-accuracy": 0.8, **counts}, 1.26)
+    'round 3/30: test-loss 0.5100, test-accuracy 0.8000, 8 of 10 clients (2 lost), 1.3 s'
     """
-    ours = fields_of(state)
-    if ours.keys() != saved.keys():
-        raise ValueError(
-            f"{where} holds {sorted(saved)} of the server, and this version keeps {sorted(ours)}"
-        )
-    return state if state is None else type(state)(**saved)
+    parts = [f"{name} {_digits(metrics[name])}" for name in _loss_and_accuracy(metrics)]
+    place = len(parts)
+    parts += [_clients(metrics, ""), _clients(metrics, "eval-"), f"{seconds:.1f} s"]
+    line = f"round {number}/{of}: {', '.join(filter(None, parts))}"
+    if len(line) <= LONGEST:
+        return line
+    return f"round {number}/{of}: {', '.join([parts[place], parts[-1]])}"
+
+
+def ending_lines(rows: Mapping[int, Mapping[str, float]]) -> Iterator[str]:
+    """Yield the result of a run and its best round, from the metrics of its rounds.
+
+    The best round has the largest accuracy, or else the smallest loss, of those that
+    :func:`round_line` shows in the round with the most metrics; none of training counts.
+
+    Examples
+    --------
+    >>> list(ending_lines({1: {"eval_acc": 0.8}, 2: {"eval_acc": 0.75}}))
+    ['  result, round 2: eval_acc 0.7500', '  best, round 1: eval_acc 0.8000']
+    """
+    for number, row in [*rows.items()][-1:]:
+        shown = [f"{name} {_digits(row[name])}" for name in _loss_and_accuracy(row)]
+        if shown:
+            yield f"  result, round {number}: {', '.join(shown)}"
+    tests = {n: 0.0 for n in max(rows.values(), key=len, default=()) if not n.startswith("train")}
+    for found in reversed(_loss_and_accuracy(tests)):
+        sign = -1.0 if "loss" in _words(found) else 1.0
+        values = {n: row[found] for n, row in rows.items() if found in row}
+        if rated := {n: sign * value for n, value in values.items() if not math.isnan(value)}:
+            best = max(rated, key=lambda number: rated[number])
+            yield f"  best, round {best}: {found} {_digits(values[best])}"
+            return
+
+
+def _loss_and_accuracy(metrics: Mapping[str, float]) -> list[str]:
+    plain = [
+        name
+        for name in metrics
+        if len(name) <= LONGEST_NAME and _PLAIN.fullmatch(name) and not name.endswith(SPREAD)
+    ]
+    plain.sort(key=lambda name: name.startswith(LAST))
+    found = [
+        next((name for name in plain if not _words(name).isdisjoint(words)), "") for words in WORDS
+    ]
+    return [name for name in found if name]
+
+
+def _words(name: str) -> set[str]:
+    return {*re.split("[-_.]", name.lower())}
+
+
+def _digits(value: float) -> str:
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 else f"{value:.3g}"
+
+
+def _clients(metrics: Mapping[str, float], phase: str) -> str:
+    """Return the counts of a phase; of an evaluation without a fault nothing is said."""
+    asked, used, lost, failed, rejected = (
+        int(metrics.get(f"{phase}clients-{what}", 0))
+        for what in ("asked", "used", "lost", "failed", "rejected")
+    )
+    counts = {"lost": lost, "failed": failed, "rejected": rejected - failed}
+    faults = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    if phase:
+        return f"evaluation {used} of {asked} ({faults})" if faults else ""
+    return f"{used} of {asked} clients" + (f" ({faults})" if faults else "")

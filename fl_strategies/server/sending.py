@@ -20,17 +20,20 @@ from fl_strategies.core.log import log
 from fl_strategies.core.records import CATCH_UP, Round
 from fl_strategies.core.schedules import at
 from fl_strategies.core.spread import expected_work, spread
+from fl_strategies.core.vectors import Vector
+from fl_strategies.messages.description import OWN_FIRST
 from fl_strategies.messages.encoding import encoded
 from fl_strategies.messages.folding import Terms
+from fl_strategies.messages.heeding import CHECKSUMS, STEP_LIMIT, asks_to_heed
 from fl_strategies.messages.hosting import pack_request, per_message
+from fl_strategies.messages.tables import in_common
 from fl_strategies.server.algorithm import Algorithm, State
-from fl_strategies.server.asked import Asked, Request
-from fl_strategies.server.composition import Caller
+from fl_strategies.server.asked import Asked, Policy, Request
+from fl_strategies.server.composition import Caller, told_bound
 from fl_strategies.server.model import Model
 from fl_strategies.server.nodes import ANY_HOST, Nodes
-from fl_strategies.server.returned import checked_vector, checked_vectors
-from fl_strategies.server.stages import requested
-from fl_strategies.server.timing import step_limits
+from fl_strategies.server.round import checked_vector, checked_vectors
+from fl_strategies.server.stages import requested, step_limits, wanted_replies
 
 
 @dataclass
@@ -57,36 +60,38 @@ class Sender:
         Each client has its own message, except clients of a host: a host gets the model once.
         ``nodes`` gives each client's node.
         """
-        wire = model.layout.with_vectors(self.algorithm.extra_vectors)
-        sent = model
+        trains, sent = message_type == MessageType.TRAIN, model
         if self.algorithm.download is not None:
             sent = model.rounded()
             round = replace(round, rounded=sent.theta)
-        asked = Asked(round, sent.arrays, wire, started=time.monotonic())
-        trains = message_type == MessageType.TRAIN
+        policy = self._policy(state, round, sent, config, caller, trains=trains)
+        asked = Asked(round, policy, sent.arrays, started=time.monotonic())
         arrays = model.travelling
         if trains and self.algorithm.extra_vectors:
             arrays = self._with_vectors(state, asked, arrays)
         size = _bytes(arrays)  # an upload's
         arrays = arrays if sent is model else ArrayRecord({**arrays, **sent.travelling})
         each = _bytes(arrays)
+        if trains and self.algorithm.fixes_own:
+            config = {**config, OWN_FIRST: model.digests_of_unshared}
         configs = self._configs(state, round, config, caller)
         if trains:
             self._add_catch_up(state, asked, configs)
         bytes_of = {c: each + len(config.get(CATCH_UP, b"")) for c, config in configs.items()}
         for client, limit in step_limits(self.algorithm, round, bytes_of, size, trains=trains):
-            configs[client]["step-limit"] = limit
+            configs[client][STEP_LIMIT] = limit
         requests, messages, down = [], [], 0
         terms = self._terms(round, configs, nodes, size) if trains else None
-        work = self._expected(configs, trains=trains)
         keys = self.algorithm.arrayrecord_key, self.algorithm.configrecord_key
-        for node, clients in self._by_node(nodes, work, size if trains else 0):
+        hosts = {ANY_HOST, *self.nodes.hosts}
+        records = _config_records({c: told for c, told in configs.items() if nodes[c] not in hosts})
+        for node, clients in self._by_node(nodes, configs, size if trains else 0, trains=trains):
             hosted = node in self.nodes.hosts
             if hosted:
                 theirs = {client: configs[client] for client in clients}
                 content = pack_request(keys, arrays, theirs, self._fold(terms, clients))
             else:
-                content = RecordDict({keys[0]: arrays, keys[1]: ConfigRecord(configs[clients[0]])})
+                content = RecordDict({keys[0]: arrays, keys[1]: records[clients[0]]})
             message = Message(content, dst_node_id=node, message_type=message_type)
             messages.append(message)
             folds = hosted and terms is not None
@@ -97,7 +102,40 @@ class Sender:
             else:
                 down += each + sum(map(len, {*catch_ups}))
         return replace(
-            asked, messages=messages, requests=requests, bytes_down=down, bytes_of=bytes_of
+            asked,
+            messages=messages,
+            requests=requests,
+            bytes_down=down,
+            bytes_of=bytes_of,
+            configs=configs,
+            told={
+                key: {c for c, told in configs.items() if key in told and asks_to_heed(told, key)}
+                for key in policy.heeded
+            },
+        )
+
+    def _policy(
+        self,
+        state: State,
+        round: Round,
+        sent: Model,
+        config: Mapping[str, Any],
+        caller: Caller,
+        *,
+        trains: bool,
+    ) -> Policy:
+        """Return how the replies are to be read."""
+        algorithm = self.algorithm
+        if not trains:
+            return algorithm.evaluation_policy(round)
+        policy = algorithm.policy(state, round, sent.arrays)
+        return replace(
+            policy,
+            intact=caller.intact(algorithm.mean_of, policy.wire),
+            told_bound=told_bound(config),
+            tells_bound=caller.legacy,
+            hosts=tuple(sorted(self.nodes.hosts)),
+            wanted=wanted_replies(algorithm, round),
         )
 
     # ---- what clients are told ----------------------------------------------------------------
@@ -116,12 +154,13 @@ class Sender:
         alike = {name: value for name, value in declared.items() if name not in of_each}
         alike = {**config, **self._alike(round, caller, alike)}
 
-        def own(client: int) -> dict[str, Any]:
-            numbers = {name: of_client(name, value, client) for name, value in of_each.items()}
-            theirs = {**numbers, **algorithm.client_config(state, round, client)}
-            return _at(theirs, round.number) | self.ledger.request_fields(client)
-
-        return {client: {**alike, **own(client)} for client in round.asked}
+        configs: dict[int, dict[str, Any]] = {}
+        for client in round.asked:
+            own = {name: of_client(name, value, client) for name, value in of_each.items()}
+            own |= algorithm.client_config(state, round, client)
+            told = _at(own, round.number) if own else {}
+            configs[client] = {**alike, **told, **self.ledger.request_fields(client)}
+        return configs
 
     def _alike(
         self, round: Round, caller: Caller, declared: Mapping[str, Any]
@@ -140,33 +179,32 @@ class Sender:
             if layout.frozen:
                 alike["frozen"] = layout.frozen_digests
             if caller.intact(algorithm.mean_of, layout):
-                alike["checksums"] = True
+                alike[CHECKSUMS] = True
         return alike
 
     def _add_catch_up(
         self, state: State, asked: Asked, configs: Mapping[int, dict[str, Any]]
     ) -> None:
-        """Add each catch-up vector: the same bytes for all clients that were last used together."""
-        layout, hook = asked.round.layout, f"{type(self.algorithm).__name__}.catch_up"
-        assert layout is not None
+        """Add each client's vector: the same bytes for all clients that were last used together,
+        unless the algorithm has one for each."""
+        name = type(self.algorithm).__name__
         known: dict[int, bytes] = {}
         for client, config in configs.items():
+            vector = self.algorithm.for_client(state, asked.round, client)
+            data = _packed(f"{name}.for_client", vector, asked.round)
             since = asked.round.acked.get(client, -1)
-            if since not in known:
-                known[since], vector = b"", self.algorithm.catch_up(state, since)
-                if vector is not None:
-                    size = len(asked.round.theta)
-                    known[since] = layout.to_bytes(checked_vector(hook, "a vector", vector, size))
-            if known[since]:
-                config[CATCH_UP] = known[since]
+            if not data and since not in known:
+                vector = self.algorithm.catch_up(state, since)
+                known[since] = _packed(f"{name}.catch_up", vector, asked.round)
+            if data := data or known[since]:
+                config[CATCH_UP] = data
 
     def _with_vectors(self, state: State, asked: Asked, arrays: ArrayRecord) -> ArrayRecord:
         """Return ``arrays``, followed by the arrays of the extra vectors."""
-        assert asked.wire is not None
         theta, hook = asked.round.theta, f"{type(self.algorithm).__name__}.vectors"
         made, names = self.algorithm.vectors(state, asked.round), self.algorithm.extra_vectors
         every = [theta, *checked_vectors(hook, made, names, len(theta))]
-        unpacked = asked.wire.unpack(np.concatenate(every), asked.model)
+        unpacked = asked.policy.wire.unpack(np.concatenate(every), asked.model)
         return ArrayRecord(
             {name: encoded(array) for name, array in unpacked.items()} | dict(arrays)
         )
@@ -195,7 +233,7 @@ class Sender:
             line = "uploads of %d clients take %.0f MB%s: hosts send weighted means in their place"
             log(INFO, line, len(hosted), memory, why)
         for client in hosted:
-            configs[client].pop("checksums", None)  # nothing is between a client and its host
+            configs[client].pop(CHECKSUMS, None)  # nothing is between a client and its host
         assert layout is not None
         return Terms(
             hyperparameters=algorithm.weight_options(round.number),
@@ -238,20 +276,43 @@ class Sender:
         }
 
     def _by_node(
-        self, nodes: Mapping[int, int], work: Mapping[int, float], size: int
+        self,
+        nodes: Mapping[int, int],
+        configs: Mapping[int, Mapping[str, Any]],
+        size: int,
+        *,
+        trains: bool,
     ) -> Iterator[tuple[int, list[int]]]:
         """Yield the node and the clients of each message; ``size`` is that of a client's upload."""
         of: dict[int, list[int]] = {}
-        for client in work:
-            if nodes[client] != ANY_HOST:
-                of.setdefault(nodes[client], []).append(client)
-        hosts = sorted(node for node, any_client in self.nodes.hosts.items() if any_client)
-        shared = {client: each for client, each in work.items() if nodes[client] == ANY_HOST}
-        of |= spread(shared, hosts)
+        for client in configs:
+            of.setdefault(nodes[client], []).append(client)
+        if shared := of.pop(ANY_HOST, None):
+            work = self._expected(configs, trains=trains)
+            hosts = sorted(node for node, any_client in self.nodes.hosts.items() if any_client)
+            of |= spread({client: work[client] for client in shared}, hosts)
         most = min(self.algorithm.clients_per_message, per_message(size))
         for node, clients in of.items():
             for start in range(0, len(clients), most):
                 yield node, clients[start : start + most]
+
+
+def _packed(hook: str, vector: Vector | None, round: Round) -> bytes:
+    """Return a hook's vector as it travels; nothing for None."""
+    if vector is None:
+        return b""
+    assert round.layout is not None
+    return round.layout.to_bytes(checked_vector(hook, "a vector", vector, len(round.theta)))
+
+
+def _config_records(configs: Mapping[int, Mapping[str, Any]]) -> dict[int, ConfigRecord]:
+    """Return each client's record; Flower checks what all are told once."""
+    common, rows = in_common(configs) if configs else ({}, {})
+    alike = ConfigRecord(common)
+    records = {client: alike.copy() for client in rows}
+    for client, row in rows.items():
+        records[client].update(row)
+    return records
 
 
 def _bytes(arrays: ArrayRecord) -> int:

@@ -20,7 +20,7 @@ from flwr.serverapp import Grid
 
 from fl_strategies.core.layout import Arrays, Layout, conventional_buffers, few
 from fl_strategies.core.log import log
-from fl_strategies.core.reasons import by_reason, named, root_cause
+from fl_strategies.core.reasons import by_reason, named
 from fl_strategies.core.records import BadReply
 from fl_strategies.messages.description import (
     DESCRIBE,
@@ -32,9 +32,10 @@ from fl_strategies.messages.description import (
     type_and_shape,
 )
 from fl_strategies.messages.wire import Failed
-from fl_strategies.server.nodes import ANY_HOST, NO_QUERY, Nodes
+from fl_strategies.server.nodes import ANY_HOST, Nodes, answers_no_query
 from fl_strategies.server.options import Options
-from fl_strategies.server.replies import is_reply_to, one_line
+from fl_strategies.server.replies import is_reply_to, one_line, reason_of
+from fl_strategies.server.waiting import ask
 
 MOST_ASKED = 5
 """The most clients that are asked to describe their models."""
@@ -104,7 +105,7 @@ def settled(
 # ---- asking -------------------------------------------------------------------------------------
 
 
-def described(nodes: Nodes, grid: Grid, needed: int) -> dict[int, Description | None]:
+def descriptions(nodes: Nodes, grid: Grid, needed: int) -> dict[int, Description | None]:
     """Return what a few clients say of their models, None of those that know no descriptions.
 
     They are the connected clients of the lowest ids, of a host one, once ``needed`` are connected.
@@ -115,17 +116,17 @@ def described(nodes: Nodes, grid: Grid, needed: int) -> dict[int, Description | 
         whose = {WHOSE: client} if node in nodes.hosts else {}
         content = RecordDict({DESCRIBE: ConfigRecord({DESCRIBE: True, **whose})})
         asked[node] = client, Message(content, dst_node_id=node, message_type=QUERY)
-    descriptions: dict[int, Description | None] = {}
+    found: dict[int, Description | None] = {}
     faults: dict[int, BadReply] = {}
     silent = {client for client, _ in asked.values()}
     queries = [query for _, query in asked.values()]
-    for reply in grid.send_and_receive(queries, timeout=nodes.patience):
+    for reply in ask(grid, queries, nodes.patience):
         client, query = asked.get(reply.metadata.src_node_id, (0, None))
         if query is None or client not in silent or not is_reply_to(reply, query.metadata):
             continue
         silent.remove(client)
         try:
-            descriptions[client] = _read(reply)
+            found[client] = _read(reply)
         except BadReply as fault:
             faults[client] = fault
     faults |= dict.fromkeys(silent, Failed("none came"))
@@ -133,7 +134,7 @@ def described(nodes: Nodes, grid: Grid, needed: int) -> dict[int, Description | 
         reasons = {c: one_line(str(fault)) for c, fault in faults.items() if type(fault) is kind}
         for reason, clients in by_reason(reasons.items()).items():
             log(level, "no description of the model from %s: %s", named(clients), reason)
-    return dict(sorted(descriptions.items()))
+    return dict(sorted(found.items()))
 
 
 def _few_of(nodes: Nodes, connected: Mapping[int, int]) -> Iterator[tuple[int, int]]:
@@ -154,10 +155,10 @@ def _few_of(nodes: Nodes, connected: Mapping[int, int]) -> Iterator[tuple[int, i
 def _read(reply: Message) -> Description | None:
     """Return the description in a reply; raise :class:`BadReply` if it cannot be read."""
     if not reply.has_content():
-        reason = str(reply.error.reason) if reply.has_error() else "no content"
-        if NO_QUERY in reason:
+        reason = reason_of(reply) if reply.has_error() else "no content"
+        if answers_no_query(reason):
             return None
-        raise Failed(root_cause(reason))
+        raise Failed(reason)
     answers = [about for about in reply.content.config_records.values() if DESCRIPTION in about]
     return Description.of(answers[0][DESCRIPTION]) if answers else None
 

@@ -17,7 +17,7 @@ g(.; b) gradient, on mini-batch b, of the function that the algorithm's clients 
 eta_k   step size; moved / changed is the inverse of the curvature along the last step
 theta_k factor by which the step size grew
 gamma   share of that inverse curvature, > 0 (paper's experiments: 2)
-delta   growth, >= 0 (paper's experiments: 0.1)
+delta   growth, >= 0 (paper's experiments, by its Appendix B.1: 0.1; its Algorithm 1: 1)
 
 Both gradients of (1) are on the current mini-batch, so a step costs two gradients. If ``moved`` or
 ``changed`` is 0, no curvature is known, and (2) takes its second term.
@@ -26,8 +26,8 @@ Options, off by default. With ``same_batch=False`` each gradient of (1) is on th
 own step, which costs one gradient a step and a vector of memory; the paper names this form and does
 not use it. ``Options.authors_rule`` is the authors' published code: its first step has x_{-1} =
 x_0, so that (2) grows eta_0 before the first step (``amplify_first``); it adds 1e-8 to every step
-size (``epsilon``); and it has delta = 0.02. ``Options.paper_rule`` are the options as printed, and
-the defaults.
+size (``epsilon``); and it has delta = 0.02. ``Options.paper_rule`` are the options of the paper's
+experiments, and the defaults.
 
 Reference: Kim, Toghani, Uribe, Kyrillidis, "Adaptive Federated Learning with Auto-Tuned Clients",
 ICLR 2024, Algorithm 1.

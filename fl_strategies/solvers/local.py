@@ -8,16 +8,18 @@ solver of torch that has options or is named by its class.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
-from fl_strategies.core.schedules import at, brief, check, check_flag, one_of, plain, shown
+from fl_strategies.core.schedules import at, check, check_flag, one_of, plain, shown
 from fl_strategies.core.settings_text import parse_params
-from fl_strategies.core.spelling import hinted, listed, unknown, unknown_of
+from fl_strategies.core.spelling import listed, unknown, unknown_of
 from fl_strategies.solvers import delta_sgd, sps
+from fl_strategies.solvers.rates import check_schedule
 
 OURS: dict[str, type] = {"delta-sgd": delta_sgd.Options, "sps": sps.Options}
 """The options of the solvers that are not torch's."""
@@ -25,6 +27,14 @@ OURS: dict[str, type] = {"delta-sgd": delta_sgd.Options, "sps": sps.Options}
 TORCH = {"gd": "SGD", "sgd": "SGD", "adam": "Adam", "adagrad": "Adagrad", "lbfgs": "LBFGS"}
 """Our names for classes of ``torch.optim``. ``gd`` and ``lbfgs`` run on the full batch; ``lbfgs``
 uses the line search "strong_wolfe"."""
+
+PACKAGED = {
+    "prodigy": ("prodigyopt", "prodigyopt", "Prodigy"),
+    "dog": ("dog-optimizer", "dog", "DoG"),
+    "schedule-free": ("schedulefree", "schedulefree", "SGDScheduleFree"),
+}
+"""Our names for optimizers of other packages: the package's name on the index, its module, and the
+optimizer. A strategy and its clients need the package."""
 
 TAKES: dict[str, tuple[str, ...]] = {
     "gd": ("momentum", "nesterov", "weight_decay"),
@@ -39,7 +49,10 @@ FULL_BATCH = ("gd", "lbfgs")
 WITHOUT_SAM = ("lbfgs", *OURS)
 """Solvers whose step sizes need the gradient at w."""
 
-RATES: dict[str, float] = {name: record().lr for name, record in OURS.items()}
+RATES: dict[str, float] = {
+    **{name: record().lr for name, record in OURS.items()},
+    **dict.fromkeys(PACKAGED, 1.0),
+}
 """Default learning rates; all other solvers have ``RATE``."""
 RATE = 0.1
 
@@ -49,12 +62,13 @@ OFFERED = ("module", "batch_share")
 
 FINE_TUNE = ("off", "train", "test-batch")
 VARIANCE_REDUCTION = ("off", "svrg", "sarah")
-"""The allowed values of ``fine_tune`` and ``variance_reduction``."""
-NOT_NEGATIVE = ("steps", "step_limit", "batch_size", "momentum", "weight_decay", "extrapolation",
-                "box", "sam", "residual", "fine_tune_lr")  # fmt: skip
+SAM_DIRECTION = ("local", "global")
+"""The allowed values of ``fine_tune``, ``variance_reduction`` and ``sam_direction``."""
+NOT_NEGATIVE = ("steps", "step_limit", "batch_size", "momentum", "weight_decay", "max_grad_norm",
+                "extrapolation", "box", "sam", "residual", "fine_tune_lr",
+                "fine_tune_epochs")  # fmt: skip
 
 
-@hinted
 @dataclass(frozen=True)
 class LocalTraining:
     """How a client solves its subproblem. Each field can be set from the server (kebab-case).
@@ -62,12 +76,17 @@ class LocalTraining:
     Parameters
     ----------
     solver : str or callable (default "sgd")
-        A name in ``clients.SOLVERS``, a class name in ``torch.optim``, or, on a client only,
-        ``make([parameter], lr=...)``.
+        A name in ``clients.SOLVERS``, a class name in ``torch.optim``, "module:function" of one's
+        own, or, on a client only, such a function: ``make(parameters, lr=...)`` builds any
+        optimizer. If it takes ``module``, it gets the torch module, for parameter groups by name.
     lr : float > 0, optional
-        Learning rate; by default 0.2 for "delta-sgd", 1 for "sps" and 0.1 for all others
-        (:attr:`rate`). For "delta-sgd" it is eta_0; for "sps" it bounds the first step of a round,
-        together with ``growth``.
+        Learning rate; by default 0.2 for "delta-sgd", 1 for "sps" and the solvers of packages, and
+        0.1 for all others (:attr:`rate`). For "delta-sgd" it is eta_0; for "sps" it bounds the
+        first step of a round, together with ``growth``.
+    lr_schedule : str (default "": constant)
+        How the learning rate changes from step to step within a round
+        (``fl_strategies.solvers.rates``): "cosine warm-up=10", "linear", or
+        "step every=20 factor=0.5".
     solver_params : str (default "")
         Further arguments of the solver, as text: "gamma=2 delta=0.1".
     epochs : int >= 1 (default 1)
@@ -88,6 +107,9 @@ class LocalTraining:
         Nesterov's momentum; needs ``momentum`` > 0.
     weight_decay : float >= 0 (default 0)
         The term (weight_decay/2) ||w||^2 of f_i, handed to the optimizer like ``momentum``.
+    max_grad_norm : float >= 0 (default 0: no bound)
+        Before each step the gradient of f_i is clipped to this norm, by
+        ``torch.nn.utils.clip_grad_norm_``; the algorithm's terms are not.
     extrapolation : float >= 0 (default 0)
         Each step is taken at e = w + extrapolation (w - w_previous) instead of w.
     box : float >= 0 (default 0: no bound)
@@ -97,6 +119,10 @@ class LocalTraining:
         Radius of sharpness-aware minimisation: each gradient of f_i is taken at w + sam g / ||g||,
         g being the one at w (``clients.learning.sam``). It doubles the work of a step. Not for
         "lbfgs", "delta-sgd" and "sps", whose step sizes need the gradient at w.
+    sam_direction : "local" or "global" (default "local")
+        The direction of ``sam``: that of g, or FedLESAM's, the global model that the client
+        received in its last round less the one it received now. With "global" a step takes one
+        gradient, clients keep the model, and a new client takes its gradients at w.
     variance_reduction : "off", "svrg" or "sarah" (default "off")
         Correct each mini-batch's gradient of f_i by the one on all of the client's samples, which
         each epoch begins with (``clients.learning.variance_reduction``). For the solvers that take
@@ -112,6 +138,8 @@ class LocalTraining:
         (FedBC-FineTune and Per-FedAvg in FedBC's Table 3).
     fine_tune_lr : float >= 0, optional
         Learning rate of this step, by default ``lr``.
+    fine_tune_epochs : int >= 0 (default 0: one step)
+        With ``fine_tune="train"``: measure models after plain gradient steps on so many epochs.
 
     Raises
     ------
@@ -122,6 +150,7 @@ class LocalTraining:
 
     solver: str | Callable[..., Any] = "sgd"
     lr: float | None = None
+    lr_schedule: str = ""
     solver_params: str = ""
     epochs: int = 1
     random_epochs: bool = False
@@ -132,13 +161,16 @@ class LocalTraining:
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
+    max_grad_norm: float = 0.0
     extrapolation: float = 0.0
     box: float = 0.0
     sam: float = 0.0
+    sam_direction: str = "local"
     variance_reduction: str = "off"
     residual: float | None = None
     fine_tune: str = "off"
     fine_tune_lr: float | None = None
+    fine_tune_epochs: int = 0
 
     def __post_init__(self) -> None:
         check("lr", self.rate, above=0.0)
@@ -147,11 +179,18 @@ class LocalTraining:
             if (value := getattr(self, name)) is not None:
                 check(name, value, low=0)
         one_of("variance_reduction", self.variance_reduction, VARIANCE_REDUCTION)
+        one_of("sam_direction", self.sam_direction, SAM_DIRECTION)
         one_of("fine_tune", self.fine_tune, FINE_TUNE)
+        if (epochs := self.fine_tune_epochs) and self.fine_tune != "train":
+            raise ValueError(
+                f"fine_tune_epochs = {epochs} needs fine_tune train, got {self.fine_tune}"
+            )
         for name in ("random_epochs", "random_steps", "nesterov"):
             check_flag(name, getattr(self, name))
-        whole = dict.fromkeys(("epochs", "steps", "step_limit", "batch_size"), int)
-        for name, kind in {**whole, "solver_params": str}.items():
+        whole = dict.fromkeys(
+            ("epochs", "steps", "step_limit", "batch_size", "fine_tune_epochs"), int
+        )
+        for name, kind in {**whole, "solver_params": str, "lr_schedule": str}.items():
             if not isinstance(value := getattr(self, name), kind):
                 noun = "an integer" if kind is int else "a text"
                 raise ValueError(f"{name} must be {noun}, got {shown(value)}")
@@ -159,6 +198,12 @@ class LocalTraining:
             raise ValueError(f"random_steps needs steps >= 1, got {self.steps}")
         if self.nesterov and not self.momentum:
             raise ValueError(f"nesterov needs a momentum > 0, got {self.momentum}")
+        check_schedule("lr_schedule", self.lr_schedule)
+        if self.lr_schedule and self.solver in OURS:
+            raise ValueError(
+                f"lr_schedule must be empty with the solver {self.solver!r}, which tunes its own"
+                f" step size, got {self.lr_schedule!r}"
+            )
         if self.sam and self.solver in WITHOUT_SAM:
             raise ValueError(f"sam must be 0 with the solver {self.solver!r}, got {self.sam}")
         if (reduction := self.variance_reduction) != "off":
@@ -179,6 +224,11 @@ class LocalTraining:
         return RATES.get(self.solver, RATE) if isinstance(self.solver, str) else RATE
 
     @property
+    def climbs_globally(self) -> bool:
+        """Whether gradients are taken up the last change of the global model."""
+        return self.sam > 0.0 and self.sam_direction == "global"
+
+    @property
     def full_batch(self) -> bool:
         """Whether each step is on all samples."""
         return self.batch_size == 0 or self.solver in FULL_BATCH
@@ -188,6 +238,7 @@ class LocalTraining:
         """r in the term (r/2) ||w||^2 of f_i: ``weight_decay``, unless the solver decouples it."""
         options = parse_params(self.solver_params)
         decoupled = self.solver == "AdamW" or options.get("decoupled_weight_decay", False)
+        decoupled = decoupled or (self.solver == "prodigy" and options.get("decouple", True))
         return 0.0 if decoupled else self.weight_decay
 
     @property
@@ -205,11 +256,14 @@ class LocalTraining:
         """Return the number of mini-batches in an epoch of ``samples`` samples."""
         return 1 if self.full_batch else math.ceil(samples / self.batch_size)
 
-    def most_steps(self, samples: int) -> float:
-        """Return the most steps; a step with ``max_iter`` iterations counts as ``max_iter``."""
+    def most_steps(self, samples: int, per_epoch: int | None = None) -> float:
+        """Return the most steps; a step with ``max_iter`` iterations counts as ``max_iter``.
+
+        An epoch has ``per_epoch`` mini-batches, by default as many as :meth:`batches` says.
+        """
         iterations = parse_params(self.solver_params).get("max_iter", 1)
         per_step = iterations if isinstance(iterations, int | float) else 1
-        steps = self.steps or self.epochs * self.batches(samples)
+        steps = self.steps or self.epochs * (per_epoch or self.batches(samples))
         return min(steps, self.step_limit or steps) * max(per_step, 1)
 
     def updated(self, config: Mapping[str, Any]) -> LocalTraining:
@@ -226,14 +280,15 @@ class LocalTraining:
     def _check_solver(self) -> None:
         solver, params = self.solver, parse_params(self.solver_params, "solver_params")
         named = solver if isinstance(solver, str) else ""
-        make: Callable[..., Any] | None = None
+        if ":" in named:
+            return  # the client has the function
         if named in OURS:
             accepted: tuple[str, ...] = ()
             options = tuple(field.name for field in fields(OURS[named]))
         elif named in TORCH and not params:
             accepted, options = TAKES[named], ()
         else:
-            make = solver if callable(solver) else torch_solver(solver)
+            make = solver if callable(solver) else named_solver(solver)
             accepted = options = _arguments(make)[1:]
         wanted = {name for name in HANDED_ON if getattr(self, name)}
         if lacking := sorted(wanted - set(accepted)):
@@ -244,20 +299,6 @@ class LocalTraining:
             raise ValueError(f"solver_params: {fault}")
         if named in OURS:
             OURS[named](lr=self.rate, **params)
-        elif make is not None:
-            self._check_optimizer(make)
-
-    def _check_optimizer(self, make: Callable[..., Any]) -> None:
-        """Let torch check the options: it does so when it builds an optimizer."""
-        import torch
-
-        try:
-            build(make, self, [torch.nn.Parameter(torch.zeros(1))], module=None, batch_share=1.0)
-        except TypeError as error:
-            raise ValueError(
-                f"solver {shown(self.solver)} cannot be built with {shown(self.handed_on)}:"
-                f" {brief(str(error))}"
-            ) from error
 
 
 def build(
@@ -268,20 +309,36 @@ def build(
     return make(parameters, lr=training.rate, **training.handed_on, **taken)
 
 
-def torch_solver(name: str) -> Callable[..., Any]:
-    """Return torch's optimizer of our name or torch's name; ``ValueError`` if there is none."""
+def named_solver(name: str) -> Callable[..., Any]:
+    """Return the function "module:function", or the optimizer of our name or torch's name.
+
+    Raises ``ValueError`` if there is none, and ``ImportError`` if its package is not installed.
+    """
     from torch import optim
 
     if name == "lbfgs":
         return functools.partial(optim.LBFGS, line_search_fn="strong_wolfe")
-    if name in ("Adafactor", "Muon"):
-        what = "takes other steps for a matrix than for a vector, and local solvers see one vector"
-        raise ValueError(f"solver {name!r} {what}")
-    kind = getattr(optim, TORCH.get(name, name), None) if isinstance(name, str) else None
-    if isinstance(kind, type) and issubclass(kind, optim.Optimizer) and kind != optim.Optimizer:
+    if isinstance(name, str) and name in PACKAGED:
+        package, module, optimizer = PACKAGED[name]
+        try:
+            return cast(Callable[..., Any], getattr(importlib.import_module(module), optimizer))
+        except ImportError as error:
+            raise ImportError(f"solver {name!r}: {error}: pip install {package}") from None
+    if isinstance(name, str) and ":" in name:
+        module, _, function = name.partition(":")
+        made: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        if "lr" not in _arguments(made):  # a request must not have any other function called
+            raise ValueError(f"solver {name!r} must be a function with an argument lr")
+        return made
+    kinds = {
+        word: kind
+        for word, kind in vars(optim).items()
+        if isinstance(kind, type) and issubclass(kind, optim.Optimizer) and kind != optim.Optimizer
+    }
+    if isinstance(name, str) and (kind := kinds.get(TORCH.get(name, name))):
         return kind
-    known = [*TORCH, *OURS]
-    hint = unknown([name], known)
+    known = [*TORCH, *OURS, *PACKAGED]
+    hint = unknown([name], [*kinds, *known])
     raise ValueError(f"unknown solver {hint}; known: {known}, and the classes of torch.optim")
 
 
@@ -324,6 +381,8 @@ def idle(settings: Mapping[str, Any]) -> dict[str, str]:
         without_effect = dict.fromkeys(("epochs", "random-epochs"), counted)
     if settings.get("solver") in FULL_BATCH and settings.get("batch-size"):
         without_effect["batch-size"] = f"{settings['solver']} takes all samples in each step"
+    if not settings.get("sam", 0.0):
+        without_effect["sam-direction"] = "sam is 0"
     usual = default_training().settings
     return {n: why for n, why in without_effect.items() if settings.get(n, usual[n]) != usual[n]}
 

@@ -23,6 +23,8 @@ PLAIN: Mapping[str, Sequence[Any]] = MappingProxyType(
         "solver-params": ("",),
         "momentum": (0.0,),
         "nesterov": (False,),
+        "lr-schedule": ("",),
+        "max-grad-norm": (0.0,),
         "extrapolation": (0.0,),
         "box": (0.0,),
     }
@@ -36,7 +38,7 @@ OWN_STEPS: Mapping[str, Sequence[Any]] = MappingProxyType(
 must have."""
 
 
-FINE_TUNING = ("fine-tune", "fine-tune-lr", "lr", "batch-size")
+FINE_TUNING = ("fine-tune", "fine-tune-lr", "fine-tune-epochs", "lr", "batch-size")
 """The local settings that ``fine-tune`` reads."""
 
 
@@ -48,7 +50,14 @@ def check_plain_steps(
 
 
 def check_own_steps(algorithm: str, settings: Mapping[str, Any] | None) -> None:
-    """Raise ``ValueError`` if ``settings`` ask ``algorithm`` for more than its own steps."""
+    """Raise ``ValueError`` if ``settings`` ask ``algorithm`` for more than its own steps.
+
+    Examples
+    --------
+    >>> check_own_steps("fedsgd", {"lr": 0.1, "momentum": 0.5})
+    Traceback (most recent call last):
+    ValueError: momentum must be 0.0, got 0.5: fedsgd takes plain gradient steps
+    """
     check_plain_steps(settings, f"{algorithm} takes plain gradient steps", OWN_STEPS)
 
 

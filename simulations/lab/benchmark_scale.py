@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import resource
 import statistics
@@ -20,9 +19,8 @@ from torch.nn.functional import cross_entropy
 
 from clients import (
     AnyAlgorithmClient,
-    ContextStore,
+    Border,
     DirectoryStore,
-    FlatModel,
     InProcessGrid,
     Problem,
     client_app,
@@ -30,7 +28,6 @@ from clients import (
 )
 from fl_strategies import FedADMM, RoundInfo
 from fl_strategies.core.randomness import stream
-from simulations.lab.benchmark_server import in_turns, shown
 
 FEATURES, CLASSES = 60, 10
 LOCAL: dict[str, Any] = {"lr": 0.03, "batch-size": 10, "epochs": 5}
@@ -42,7 +39,7 @@ ROUNDS = 20
 class Clients:
     """A population whose clients' data, 20 to 60 samples, are made when a client is asked."""
 
-    def __init__(self, model: FlatModel, states: Path | None = None) -> None:
+    def __init__(self, model: Border, states: Path) -> None:
         self.model, self.states = model, states
 
     def data(self, client: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,22 +52,18 @@ class Clients:
     def client_fn(self, context: Context) -> AnyAlgorithmClient:
         """Return a client."""
         me = client_id(context)
-        store = (
-            DirectoryStore(self.states, me, durable=False) if self.states else ContextStore(context)
-        )
+        store = DirectoryStore(self.states, me, durable=False)
         problem = Problem(self.model, cross_entropy, *self.data(me))
         return AnyAlgorithmClient(problem, client_id=me, store=store)
 
 
-def logistic() -> FlatModel:
+def logistic() -> Border:
     """Return the model: 60 features, 10 classes."""
     torch.manual_seed(0)
-    return FlatModel(nn.Linear(FEATURES, CLASSES))
+    return Border(nn.Linear(FEATURES, CLASSES))
 
 
-def strategy(
-    population: int, asked: int, *, hosted: bool = True, callbacks: Sequence[Any] = ()
-) -> FedADMM:
+def strategy(population: int, asked: int, callbacks: Sequence[Any]) -> FedADMM:
     """Return FedADMM that asks so many clients a round."""
     return FedADMM(
         rho=0.1,
@@ -79,7 +72,7 @@ def strategy(
         fraction_evaluate=0.0,
         local=LOCAL,
         callbacks=callbacks,
-        shared_population=population if hosted else 0,
+        shared_population=population,
     )
 
 
@@ -99,7 +92,7 @@ def one_population(population: int, asked: int) -> dict[str, float]:
         app = client_app(Clients(model, Path(folder)).client_fn, hosts=population, stack="auto")
         started = time.perf_counter()
         grid = InProcessGrid(app, population, hosts=1)
-        one = strategy(population, asked, callbacks=[note])
+        one = strategy(population, asked, [note])
         one.start(grid, ArrayRecord(model.state_dict()), ROUNDS + 1)
     rounds = np.diff(ends).tolist()
     return {
@@ -124,64 +117,9 @@ def scale(folder: Path) -> list[list[str]]:
     20), of the first, and peak memory."""
     rows = [["clients", "a round", "first round, s", "round, s", "peak memory, MB"]]
     cells = [(many, 100) for many in POPULATIONS] + [(10_000, asked) for asked in COUNTS]
-    durations = []
     for population, asked in cells:
         made = in_a_process(population, asked)
-        durations.append({"population": population, "asked": asked, **made})
         times = f"{made['round']:.3f} ({made['least']:.3f} ... {made['most']:.3f})"
         about = [f"{population:,}", f"{asked:,}", f"{made['first']:.2f}", times]
         rows.append([*about, f"{made['memory']:.0f}"])
-    (folder / "scale.json").write_text(json.dumps(durations, indent=2))
-    return rows
-
-
-def rounds(folder: Path, population: int = 1000, asked: int = 100) -> list[list[str]]:
-    """A round of 100 of 1,000 such clients with FedADMM, messages, state and checks included, and a
-    plain PyTorch loop of the same steps, by turns: ms, median and range; and times the loop's."""
-    torch.set_num_threads(1)
-    model = logistic()
-    made = Clients(model)
-    sizes = [len(made.data(client)[1]) for client in range(population)]
-    data = [made.data(client) for client in range(population)]
-
-    class Ready(Clients):
-        def data(self, client: int) -> tuple[torch.Tensor, torch.Tensor]:
-            return data[client]
-
-    def engine(stack: Any, hosts: int) -> Any:
-        app = client_app(Ready(model).client_fn, hosts=population if hosts else None, stack=stack)
-        grid = InProcessGrid(app, population, hosts=hosts)
-        one = strategy(population, asked, hosted=bool(hosts))
-        initial = ArrayRecord(model.state_dict())
-        return lambda: one.start(grid, initial, 1)
-
-    plain = nn.Linear(FEATURES, CLASSES)
-
-    def loop() -> None:
-        rng = np.random.default_rng(0)
-        for client in rng.choice(population, asked, replace=False):
-            x, y = data[client]
-            optimizer = torch.optim.SGD(plain.parameters(), lr=LOCAL["lr"])
-            for _ in range(LOCAL["epochs"]):
-                order = torch.from_numpy(rng.permutation(sizes[client]))
-                for batch in torch.split(order, LOCAL["batch-size"]):
-                    optimizer.zero_grad()
-                    cross_entropy(plain(x[batch]), y[batch]).backward()  # type: ignore[no-untyped-call]
-                    optimizer.step()
-
-    times = in_turns(
-        {
-            "plain PyTorch loop": loop,
-            "a node for each client": engine("off", 0),
-            "one host, one by one": engine("off", 1),
-            "one host, stacked": engine("auto", 1),
-        },
-        9,
-    )
-    base = statistics.median(times["plain PyTorch loop"])
-    rows = [["", "ms a round", "times the loop"]]
-    rows += [
-        [name, shown(durations), f"{statistics.median(durations) / base:.2f}"]
-        for name, durations in times.items()
-    ]
     return rows

@@ -1,4 +1,4 @@
-"""What the server half costs next to Flower's own: aggregation, and meeting many nodes."""
+"""What the server's aggregation costs next to Flower's own."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
-from clients.node.in_process import node_ids
-from clients.node.records import become_server
 from fl_strategies import FedAvg
-from fl_strategies.server.nodes import Nodes
+from fl_strategies.messages.one_process import become_server, node_ids
 
 TURNS = 9
 
@@ -89,18 +87,4 @@ def aggregation(folder: Path, clients: int = 10) -> list[list[str]]:
         times = in_turns({n: partial(a, 1, replies) for n, a in aggregate.items()}, TURNS)
         ratio = statistics.median(times["ours"]) / statistics.median(times["flower"])
         rows.append([f"{d:.0e}", shown(times["flower"]), shown(times["ours"]), f"{ratio:.2f}"])
-    return rows
-
-
-def nodes(folder: Path) -> list[list[str]]:
-    """Nodes met for the first time, in one process: seconds until all clients are known by id."""
-    rows: list[list[str]] = [["nodes", "seconds"]]
-    become_server()
-    for many in (1_000, 10_000, 100_000):
-        grid: Any = Stub(many)
-        directory = Nodes(60.0)
-        started = time.perf_counter()
-        ids = directory.wait(grid, many)
-        assert len(ids) == many
-        rows.append([f"{many:,}", f"{time.perf_counter() - started:.2f}"])
     return rows

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from clients import FedAvgClient, FlatModel, Problem
+from clients import Border, FedAvgClient, Problem
 from clients.stacking import choice
 from clients.stacking.fit import fit_all
 from fl_strategies.core.randomness import stream
@@ -22,6 +22,8 @@ from simulations import models
 
 SAMPLES, EPOCHS, BATCHES, COUNTS = 50, 2, (10, 50), (5, 10, 30, 100)
 """Of a client; mini-batch sizes, of which a row has the lesser gain; clients of a stack."""
+
+GAINS = Path(choice.__file__).with_name("gains.json")
 
 MODELS: dict[str, tuple[tuple[int, ...], Callable[[tuple[int, ...]], nn.Module]]] = {
     "logistic": ((60,), lambda shape: models.build("logistic", shape, 10, seed=1)),
@@ -47,11 +49,11 @@ MODELS: dict[str, tuple[tuple[int, ...], Callable[[tuple[int, ...]], nn.Module]]
 }
 
 
-def gain(model: FlatModel, shape: tuple[int, ...], clients: int, batch_size: int) -> float:
+def gain(model: Border, shape: tuple[int, ...], clients: int, batch_size: int) -> float:
     """Return how many times faster a stack trains FedAvg's clients: the median of five turns."""
     rng = stream(0, "benchmark-stack")
     x = torch.from_numpy(rng.normal(size=(clients * SAMPLES, *shape)).astype(np.float32))
-    x, y = x.to(model.vector.device), torch.from_numpy(rng.integers(10, size=len(x)))
+    x, y = x.to(model.device), torch.from_numpy(rng.integers(10, size=len(x)))
     rows = torch.split(torch.arange(len(x)), SAMPLES)
     members = [
         FedAvgClient(Problem(model, cross_entropy, x, y, rows=samples), client_id=i)
@@ -61,7 +63,7 @@ def gain(model: FlatModel, shape: tuple[int, ...], clients: int, batch_size: int
     arrays = model.arrays(model.vector)
     configs = [settings | {"server-round": 1, "seed": 1}] * clients
 
-    on_gpu = model.vector.device.type == "cuda"
+    on_gpu = model.device.type == "cuda"
     clock = time.perf_counter if on_gpu else time.process_time
 
     def seconds(stack: choice.Setting) -> float:
@@ -76,22 +78,23 @@ def gain(model: FlatModel, shape: tuple[int, ...], clients: int, batch_size: int
     return statistics.median(ratios)
 
 
-def stack(folder: Path) -> list[list[str]]:
+def stack(folder: Path, write: bool = False) -> list[list[str]]:
     """Gain of a stack over one by one, FedAvg, 50 samples a client, CPU time or a GPU's; the
-    lesser of that with B = 10 and B = 50. Written to clients/stacking/gains.json."""
+    lesser of that with B = 10 and B = 50."""
     torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     others = [row for row in choice.table() if row["device"] != device.type]
     rows = [["model", "kind", "d", *(f"{clients} clients" for clients in COUNTS)]]
     for name, (shape, build) in MODELS.items():
-        model = FlatModel(build(shape), device=device)
-        kind, d = choice.kind_of(model.module), len(model.vector)
+        model = Border(build(shape).to(device))
+        kind, d = choice.kind_of(model.module), model.size
         gains = [min(gain(model, shape, n, size) for size in BATCHES) for n in COUNTS]
         rows.append([name, kind, f"{d:,}", *(f"{g:.2f}" for g in gains)])
         others += [
             {"device": device.type, "kind": kind, "d": d, "clients": n, "gain": round(g, 2)}
             for n, g in zip(COUNTS, gains, strict=True)
         ]
-    lines = ",\n".join(f" {json.dumps(row)}" for row in others)
-    Path(choice.__file__).with_name("gains.json").write_text(f"[\n{lines}\n]\n")
+    if write:
+        lines = ",\n".join(f" {json.dumps(row)}" for row in others)
+        GAINS.write_text(f"[\n{lines}\n]\n")
     return rows

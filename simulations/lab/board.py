@@ -10,34 +10,28 @@ hyperparameters (``tuned_by``), which is then that of one setting for all of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fl_strategies.core.settings_text import format_params, parse_params
 from simulations.config import RunConfig
 from simulations.lab.experiments import Experiment
 from simulations.lab.measured import summary, value
 from simulations.lab.runs import run_one
-from simulations.lab.settings import Setting, small
+from simulations.lab.studies import Setting
 from simulations.lab.tuners import Space
 from simulations.lab.tuning import Search
 from simulations.lab.verdicts import Judged, Row, judge
+from simulations.models import TEXT
 from simulations.problems import parts
 
 
 def placed(setting: Setting, folder: Path, rule: str, name: str) -> RunConfig:
     """Return the checked config of a run of ``rule`` into ``folder / setting / name``."""
-    one = setting.rules[rule]
-    return RunConfig.parse(
-        {
-            **setting.config,
-            **one.config,
-            "algorithm": one.algorithm,
-            "params": format_params(dict(one.params)),
-            "output": str(folder / (setting.runs_in or setting).name / name),
-        }
-    )
+    output = folder / (setting.runs_in or setting).name / name
+    return RunConfig.parse({**setting.config, **setting.rules[rule].config, "output": str(output)})
 
 
 def experiment(setting: Setting, folder: Path) -> Experiment:
@@ -85,16 +79,16 @@ def run(
         if setting.impossible:
             continue
 
-        def task(
-            rule: str, config: RunConfig, _: bool, setting: Setting = setting
-        ) -> Callable[[], None]:
-            return partial(run_one, config, server=setting.rules[rule].server, quiet=quiet)
-
         made = experiment(setting, folder)
         if todo := made.unfinished():
             parts(todo[0])  # what is wrong with the data is said once, not by each run
         try:
-            made.run(task, rules=rules, jobs=jobs, on_done=partial(on_done, setting))
+            made.run(
+                lambda config, _: partial(run_one, config, quiet=quiet),
+                rules=rules,
+                jobs=jobs,
+                on_done=partial(on_done, setting),
+            )
         except RuntimeError as error:
             failed.append(f"{setting.name}: {error}")
     if failed:
@@ -147,6 +141,23 @@ def _chosen(config: RunConfig, space: Space) -> str:
 
 
 # ---- in short ------------------------------------------------------------------------------------
+
+
+SMALL = {"rounds": 2, "evaluate-every": 1, "stop-at-target": False}
+FEWER = {"epochs": 1, "steps": 2, "target": 0.05, "model": "logistic"}
+
+
+def small(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what makes a short run of ``config``: two rounds of two clients with a small model.
+
+    Where all clients train in each round they still do: FedPD asks all. A model of text stays.
+    """
+    changes = SMALL | {key: value for key, value in FEWER.items() if key in config}
+    if config.get("model") in TEXT:
+        del changes["model"]
+    if config.get("fraction", 1.0) < 1.0:
+        changes["fraction"] = min(1.0, 2 / int(config["clients"]))
+    return changes
 
 
 def shrunk(setting: Setting) -> Setting:

@@ -11,9 +11,9 @@ from typing import Any
 from simulations.config import RunConfig
 from simulations.figures import PANELS, draw_curves, save, styled, title
 from simulations.lab.measured import KINDS, summary
-from simulations.lab.settings import Setting
+from simulations.lab.studies import Setting
 from simulations.lab.tuning import Search
-from simulations.lab.verdicts import Interval, Judged, Row, interval
+from simulations.lab.verdicts import FEWEST, Interval, Judged, Row, each_seed, interval, one_by_one
 from simulations.tables import AXES, FIGURES, curve, grid, run_figures
 
 
@@ -88,7 +88,7 @@ def _section(judged: Judged, command: str) -> str:
             about += [row.chosen, str(len(row.values)), f"{row.seconds / 3600:.2f}"]
         rows.append([name, *about, *["-"] * (len(heads) - 1 - len(about))])
     verdict = f"Verdict: *{judged.verdict}*."
-    if judged.difference is not None and not _any_missed(judged):
+    if judged.difference is not None and _has_gap(judged):
         gap = judged.difference
         mean, low, high = (_plain(setting, number) for number in (gap.mean, gap.low, gap.high))
         of = f"{setting.ours} to {judged.best} (paired by seed)"
@@ -112,13 +112,15 @@ def _less(judged: Judged, row: Row) -> str:
         return "-"
     if _missed(judged.setting, (*ours.values, *row.values)):
         return "-"
-    pairs = zip(ours.values, row.values, strict=True)
-    return _plus_minus(judged.setting, interval([a - b for a, b in pairs]))
+    gaps = [a - b for a, b in zip(ours.values, row.values, strict=True)]
+    if one_by_one(judged.setting.figure, gaps):
+        return ", ".join(f"{gap:+g}" for gap in gaps)
+    return _plus_minus(judged.setting, interval(gaps))
 
 
 def _range(setting: Setting, values: Sequence[float]) -> str:
     ends = _ends(values)
-    if ends is None or _missed(setting, values):
+    if ends is None or _missed(setting, values) or one_by_one(setting.figure, values):
         return "-"
     low, high = (_plain(setting, end) for end in ends)
     return f"[{low}, {high}]"
@@ -131,10 +133,11 @@ def _missed(setting: Setting, values: Sequence[float]) -> int:
     return sum(value > setting.horizon for value in values)
 
 
-def _any_missed(judged: Judged) -> int:
-    """Return how many runs of the compared pair did not reach the target."""
+def _has_gap(judged: Judged) -> bool:
+    """Whether the compared pair's difference has an interval that is shown."""
     pair = [row.values for row in judged.rows if row.rule in (judged.setting.ours, judged.best)]
-    return sum(_missed(judged.setting, values) for values in pair)
+    setting = judged.setting
+    return not any(_missed(setting, each) or one_by_one(setting.figure, each) for each in pair)
 
 
 def _published(setting: Setting, value: float) -> str:
@@ -145,6 +148,8 @@ def _published(setting: Setting, value: float) -> str:
 
 def _mean_text(setting: Setting, values: Sequence[float]) -> str:
     missed = _missed(setting, values)
+    if one_by_one(setting.figure, values):
+        return ", ".join(each_seed(values, missed))
     if missed == len(values):
         return f"> {setting.horizon}"
     if missed:
@@ -186,7 +191,8 @@ def _mean(judged: Judged, row: Row) -> str:
     if not row.values:
         return "-"
     lr = f" ({row.chosen})"
-    if len(row.values) < 2 or _missed(judged.setting, row.values):
+    alone = len(row.values) < 2 or one_by_one(judged.setting.figure, row.values)
+    if alone or _missed(judged.setting, row.values):
         return f"{_mean_text(judged.setting, row.values)}{lr}"
     return _plus_minus(judged.setting, interval(row.values)) + lr
 
@@ -194,7 +200,7 @@ def _mean(judged: Judged, row: Row) -> str:
 def _difference(judged: Judged) -> str:
     if judged.difference is None:
         return "-"
-    if _any_missed(judged):
+    if not _has_gap(judged):
         return f"to {judged.best}: *{judged.verdict}*"
     shown = _plus_minus(judged.setting, judged.difference)
     return f"{shown} to {judged.best}: *{judged.verdict}*"
@@ -208,7 +214,8 @@ def _plus_minus(setting: Setting, ends: Interval) -> str:
 def to_target(setting: Setting, runs: Sequence[tuple[str, RunConfig]]) -> str:
     """Return when each rule's runs reached the target, on the axes of the setting's ``curves``.
 
-    Means over the seeds that reached it, with 95 % t intervals; ``(2 of 3)`` if not all did.
+    Means over the seeds that reached it, with 95 % t intervals of five seeds or more; ``(2 of 3)``
+    if not all did.
     """
     names = [name for name, column in AXES.items() if column in setting.curves]
     heads = [FIGURES[f"{n}_to_target"][0].format(target="the target") for n in names]
@@ -228,7 +235,7 @@ def _reached(values: Sequence[float | None]) -> str:
     if not reached:
         return "-"
     shown = f"{fmean(reached):.1f}"
-    if len(reached) > 1:
+    if len(reached) >= FEWEST:
         shown += f" ± {interval(reached).half:.1f}"
     return shown + f" ({len(reached)} of {len(values)})" * (len(reached) < len(values))
 
@@ -264,7 +271,10 @@ def draw(judged: Judged, path: Path) -> None:
     for place, row in enumerate(rows):
         ends = interval(row.values)
         colour = "C1" if row.rule == setting.ours else "C0"
-        axes.errorbar(unit * ends.mean, place, xerr=unit * ends.half, fmt="o", color=colour)
+        if one_by_one(setting.figure, row.values):
+            axes.plot(row.values, [place] * len(row.values), "o", color=colour)
+        else:
+            axes.errorbar(unit * ends.mean, place, xerr=unit * ends.half, fmt="o", color=colour)
         if row.published is not None and math.isfinite(row.published):
             axes.plot(unit * row.published, place, "x", color="0.4")
     axes.set_yticks(range(len(rows)), [title(row.rule) for row in rows])
@@ -274,7 +284,9 @@ def draw(judged: Judged, path: Path) -> None:
     axes.grid(visible=False, axis="y")
     crosses = "; crosses: published" if setting.published else ""
     seeds = max(len(row.values) for row in rows)
-    figure.supxlabel(f"Means over {seeds} seeds, 95 % intervals{crosses}.", fontsize="small")
+    few = one_by_one(setting.figure, max((row.values for row in rows), key=len))
+    what = f"Each of {seeds} seeds" if few else f"Means over {seeds} seeds, 95 % intervals"
+    figure.supxlabel(f"{what}{crosses}.", fontsize="small")
     save(figure, path)
 
 

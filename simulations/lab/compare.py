@@ -20,13 +20,13 @@ DIR gets
 ``report.html``    all of these in one file
 
 and a results folder per run: ``ALGORITHM``, or ``ALGORITHM-seedN`` with several seeds, and
-``tuning/ALGORITHM-lrX`` for each trial. If clients evaluate, DIR also gets the files of
-``simulations.lab.fairness``.
+``tuning/ALGORITHM-lrX`` for each trial.
 """
 
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -41,7 +41,6 @@ from simulations.experiment import prepare
 from simulations.figures import draw_curves
 from simulations.lab.command_line import Command, imported, numbers
 from simulations.lab.experiments import Experiment
-from simulations.lab.fairness import fairness
 from simulations.lab.report import write_report
 from simulations.lab.runs import ENGINES, STATES, finished, interrupted, makes_states, run_one
 from simulations.lab.superlink import check_one_machine
@@ -142,8 +141,6 @@ class Comparison:
             rows = [row for config in runs for row in curve(config)]
             draw_curves(rows, self.folder / "curves.png")
             write_report(self.folder, runs, self.command)
-            if runs[0].fraction_evaluate > 0.0:
-                fairness({Path(c.output).name: Path(c.output) for c in runs}, self.folder)
         return summaries
 
     def report(self) -> list[dict[str, Any]]:
@@ -210,7 +207,7 @@ class Comparison:
             states = str(Path(states) / name)
         return replace(config, output=str(folder), state_dir=states)
 
-    def _task(self, _: str, config: RunConfig, tries: bool) -> Callable[[], None]:
+    def _task(self, config: RunConfig, tries: bool) -> Callable[[], None]:
         return partial(self._run, config, quiet=self.quiet_trials if tries else self.quiet)
 
 
@@ -219,6 +216,40 @@ def main(
 ) -> list[dict[str, Any]]:
     """Compare from the command line; ``parser`` may be that of another command."""
     parser = parser or Command("compare", __doc__)
+    add_options(parser)
+    add_settings(parser)
+    args = parser.read(arguments)
+    settings = settings_of(args)
+    refuse_contradictions(parser, args, settings)
+    folder: Path = args.output.expanduser().absolute()
+    with parser.explained(verbose=args.verbose):
+        configs = configs_for(args.algorithms.split(","), args.param, settings, folder)
+        comparison = Comparison(
+            configs,
+            folder,
+            seeds=args.seeds,
+            tune=spaces(configs, args.tune),
+            trials=args.trials or 0,
+            tuner=args.tuner or "grid",
+            share=0.2 if args.tune_share is None else args.tune_share,
+            tune_by=args.tune_by or "accuracy",
+            engine=args.engine,
+            workers=args.workers or 0,
+            verbose=args.verbose,
+            quiet=args.quiet,
+            command=parser.typed(arguments),
+        )
+        try:
+            summaries = comparison.run(args.jobs)
+        except KeyboardInterrupt:
+            raise SystemExit(interrupted(folder)) from None
+    print((folder / "table.md").read_text())
+    print(f"results: {folder}")
+    return summaries
+
+
+def add_options(parser: Command) -> None:
+    """Add the options of a comparison."""
     known = ", ".join(sorted(STRATEGIES))
     about = f"names with commas, of {known}; with parts (fedprox+adam), of {', '.join(PARTS)}"
     parser.add_argument("--algorithms", required=True, metavar="NAME,NAME,...", help=about)
@@ -281,6 +312,10 @@ def main(
         "--verbose", action="store_true", help="show Flower's log, and the traceback of an error"
     )
     parser.add_argument("--quiet", action="store_true", help="print no line for each round")
+
+
+def add_settings(parser: Command) -> None:
+    """Add an option for each setting of the runs, which are None if not given."""
     for key in fields(RunConfig):
         if key.name in ("algorithm", "params", "output"):
             continue
@@ -291,14 +326,19 @@ def main(
         else:
             shown = "" if default in ("", -1) else f" ({default})"
             parser.add_argument(flag, type=type(default), help=about + shown)
-    args = parser.read(arguments)
-    settings = {
+
+
+def settings_of(args: Namespace) -> dict[str, Any]:
+    """Return the settings of the runs that were given, by their names in a run-config."""
+    return {
         key.name.replace("_", "-"): getattr(args, key.name)
         for key in fields(RunConfig)
-        if getattr(args, key.name, None) is not None
+        if key.name != "output" and getattr(args, key.name, None) is not None
     }
-    del settings["output"]
-    folder: Path = args.output.expanduser().absolute()
+
+
+def refuse_contradictions(parser: Command, args: Namespace, settings: Mapping[str, Any]) -> None:
+    """End the command for options that exclude each other."""
     if args.seed is not None and args.seeds:
         parser.error("either --seed or --seeds")
     for name, value in (("jobs", args.jobs), ("workers", args.workers), ("trials", args.trials)):
@@ -318,33 +358,8 @@ def main(
         parser.error("--jobs is for --engine in-process; Ray has --workers")
     if args.jobs > 1 and args.workers is not None:
         parser.error("either --jobs, which does several runs at a time, or --workers, for one run")
-    names = args.algorithms.split(",")
-    if "" in names:
+    if "" in args.algorithms.split(","):
         parser.error(f"--algorithms has an empty name, got {args.algorithms!r}")
-    with parser.explained(verbose=args.verbose):
-        configs = configs_for(names, args.param, settings, folder)
-        comparison = Comparison(
-            configs,
-            folder,
-            seeds=args.seeds,
-            tune=spaces(configs, args.tune),
-            trials=args.trials or 0,
-            tuner=args.tuner or "grid",
-            share=0.2 if args.tune_share is None else args.tune_share,
-            tune_by=args.tune_by or "accuracy",
-            engine=args.engine,
-            workers=args.workers or 0,
-            verbose=args.verbose,
-            quiet=args.quiet,
-            command=parser.typed(arguments),
-        )
-        try:
-            summaries = comparison.run(args.jobs)
-        except KeyboardInterrupt:
-            raise SystemExit(interrupted(folder)) from None
-    print((folder / "table.md").read_text())
-    print(f"results: {folder}")
-    return summaries
 
 
 if __name__ == "__main__":

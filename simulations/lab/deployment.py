@@ -3,9 +3,11 @@
     python -m simulations.lab.deployment [--supernodes 3] [--rounds 3] [--algorithm fedadmm]
 
 Starts a SuperLink and SuperNodes on the loopback interface, with TLS and with authentication of the
-SuperNodes by keys, all made for this run; runs the Flower App of this repository on them through
-``flwr run``; runs the same settings in-process; and compares the two models. All started processes
-are stopped at the end, also on failure and on Ctrl-C. DEPLOYMENT.md shows the same by hand.
+SuperNodes by keys, all made for this run. No other machine can reach them: who reaches the port of
+a SuperLink can run code on its machine (DEPLOYMENT.md, "Who reaches the port"). Then it runs the
+Flower App of this repository on them through ``flwr run``; runs the same settings in-process; and
+compares the two models. All started processes are stopped at the end, also on failure and on
+Ctrl-C. DEPLOYMENT.md shows the same by hand.
 """
 
 from __future__ import annotations

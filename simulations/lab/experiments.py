@@ -17,8 +17,8 @@ from simulations.lab.runs import finished, run_all
 from simulations.lab.tuners import Space, Trial, best_of
 from simulations.lab.tuning import Search, Tuning, with_values
 
-Task = Callable[[str, RunConfig, bool], Callable[[], object]]
-"""Returns the function that makes a rule's run; true for one that only tries values."""
+Task = Callable[[RunConfig, bool], Callable[[], object]]
+"""Returns the function that makes a run; true for one that only tries values."""
 
 
 class Experiment:
@@ -60,14 +60,14 @@ class Experiment:
         """Return the finished trials of each rule that is tuned."""
         return {rule: tuning.look()[0] for rule, tuning in self.tunings.items()}
 
-    def waiting(self, rules: Sequence[str] = ()) -> dict[RunConfig, str]:
-        """Return the trials to run next, each with its rule."""
-        return {
-            config: rule
+    def waiting(self, rules: Sequence[str] = ()) -> list[RunConfig]:
+        """Return the trials to run next."""
+        return [
+            config
             for rule, tuning in self.tunings.items()
             if not rules or rule in rules
             for config in tuning.look()[1]
-        }
+        ]
 
     def runs(self) -> dict[tuple[str, int], RunConfig]:
         """Return the runs that are compared, seed by seed, of the rules whose choice is made."""
@@ -111,13 +111,13 @@ class Experiment:
         later = len(wanted) * len(self.seeds)
         try:
             while waiting := self.waiting(rules):
-                work = {config: task(rule, config, True) for config, rule in waiting.items()}
+                work = {config: task(config, True) for config in waiting}
                 run_all(work, jobs=jobs, later=later, on_done=on_done)
         except RuntimeError as error:
             failed.append(error)
         on_trials()
         work = {
-            config: task(rule, config, False)
+            config: task(config, False)
             for (rule, _), config in self.runs().items()
             if rule in wanted
         }

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from simulations.figures import save, styled
+from simulations.lab.verdicts import one_by_one
 
 COLOURS = {"reproduced": "C2", "order only": "C0", "not": "C1"}
 """By verdict."""
@@ -37,7 +38,11 @@ def draw(records: Records, path: Path) -> None:
         for place, record in enumerate(panels[name]):
             low, high = (unit * end for end in record["interval"])
             middle, colour = (low + high) / 2, COLOURS.get(record["verdict"], "0.6")
-            if record["missed"]:  # the mean is a lower bound
+            if one_by_one(record["figure"], record["values"]):
+                last = max(record["values"]) if record["missed"] else None
+                for value in record["values"]:
+                    axes.plot(value, place, ">" if value == last else "o", color=colour)
+            elif record["missed"]:  # the mean is a lower bound
                 axes.plot(middle, place, ">", color=colour)
             else:
                 axes.errorbar(middle, place, xerr=middle - low, fmt="o", color=colour)
@@ -51,7 +56,7 @@ def draw(records: Records, path: Path) -> None:
             axes.set_xlim(left=0.0)
         else:
             axes.set_xlim(right=100.0)
-    key = [("|", "black", "published"), ("o", "0.6", "ours, mean and 95 % interval")]
+    key = [("|", "black", "published"), ("o", "0.6", "ours, mean and 95 % interval, or each seed")]
     key += [("o", colour, verdict) for verdict, colour in COLOURS.items()]
     handles = [grid[0].plot([], [], m, color=c, label=text)[0] for m, c, text in key]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(key))

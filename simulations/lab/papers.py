@@ -1,4 +1,4 @@
-"""The Board's page: what papers publish, and what it came to here, a table for each paper.
+"""The Board's page: what papers publish, and what runs here reach, a table for each paper.
 
     python -m simulations.lab.papers --add DIR
 
@@ -7,14 +7,16 @@ puts what ``reproduce`` has written into ``DIR/board.json`` in the place of the 
 of them. Without ``--add`` it makes both alone.
 
 ``board.json`` has two parts. ``records`` are the numbers, an object per setting and rule.
-``papers`` are the rows: a row names its setting, or has its cells as words where there is no such
-number, as for curves; ``note`` leads to the settings and the command, ``cause`` says why a number
-did not come out, and ``against`` names the baseline if it is not the best published one.
+``papers`` are the rows: a row names its setting, or several with one cause (``settings``, by name
+what is said of each), or has its cells as words where there is no such number, as for curves;
+``note`` leads to the settings and the command, ``cause`` says why a number did not come out, and
+``against`` names the baseline if it is not the best published one.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -24,11 +26,11 @@ from fl_strategies.core.files import write_atomically
 from simulations.lab import forest
 from simulations.lab.command_line import Command
 from simulations.lab.forest import Records
-from simulations.lab.front import PAGES
 from simulations.lab.measured import KINDS
-from simulations.lab.verdicts import interval
+from simulations.lab.verdicts import each_seed, interval, one_by_one
 from simulations.tables import grid
 
+PAGES = Path(__file__).resolve().parents[2] / "notebooks/pages"
 HEADS = (
     "cell",
     "published",
@@ -38,13 +40,15 @@ HEADS = (
     "verdict",
     "cause, or what is missing",
 )
-HEAD = """# Board
-
-What the papers publish, and what it came to here.
-
+PUBLISHED = ("reproduced", "order only", "not", "not possible here", "not run", "no verdict")
+COMPARED = ("ahead", "level", "behind")
+"""Verdicts on what is published, and on comparisons in which nothing is."""
+HEAD = """
 ![A line for each published number: the paper's, and ours with interval and verdict](board.svg)
-*Published numbers of which at least three seeds ran here. A triangle is a lower bound: the target
-was not reached.*
+*Published numbers of which at least three seeds ran here. A triangle is a run that did not reach
+the target. The tables say why of each: fewer rounds than the paper's (Delta-SGD), local training
+that starts where the paper prints it (FedBC's Table 7), or a baseline that is better here than
+published.*
 
 The tables and the figure are made from `board.json` by `python -m simulations.lab.papers`. A cell
 links to its note, which has the settings, the command, the date and all rules.
@@ -52,17 +56,17 @@ links to its note, which has the settings, the command, the date and all rules.
 ## How to read the tables
 
 Accuracies are in per cent, means over the seeds have 95 % t intervals, and *difference to it
-(paired by seed)* is the mean of ours less the baseline over runs with the same seed. The baseline
-is the best published one that ran here. Hyperparameters are chosen on training samples held out,
-unless a note says otherwise; in the notes the choice is in brackets. E is the number of local
-epochs, B the batch size.
+(paired by seed)* is ours less the baseline over runs with the same seed. Rounds to a target of
+fewer than five seeds stand one by one: an interval of the first round that touches a value is far
+too short with so few. The baseline is the best published one that ran here. Hyperparameters are
+chosen on training samples held out, unless a note says otherwise. E is the number of local epochs.
 
-A verdict needs three seeds: *reproduced* is the published order with its whole interval and the
-published number in our interval of prediction, *order only* the order alone, else *not*. Where
-nothing is published, our rule is *ahead* of the best baseline, *level* with it or *behind* it.
-With fewer seeds, or far fewer rounds than the paper's, there is *no verdict*.
-Every *not* has a cause that a run has tested, or says that none was tested. Where values were kept
-to three digits, the last one may differ from the note's.
+A verdict needs three seeds. *Order only*: the rules are in the published order, and the whole
+interval of the difference says so. *Reproduced*: moreover, the published number lies in the
+interval in which one more run of ours is expected. *Not*: the order is another one, or is not
+certain. Where nothing is published, our rule is *ahead* of the best baseline, *level* with it or
+*behind* it. With fewer seeds, or far fewer rounds than the paper's, there is *no verdict*.
+Every *not* has a cause that a run has tested, or says that none was tested.
 """
 TAIL = """## Which algorithm?
 
@@ -87,7 +91,7 @@ def page(papers: Sequence[Mapping[str, Any]], records: Records) -> str:
     settings: dict[str, Records] = {}
     for record in records:
         settings.setdefault(record["setting"], []).append(record)
-    sections = []
+    sections = [f"# Board\n\n{counted(papers, settings)}{HEAD}"]
     for paper in papers:
         rows = []
         for row in paper["rows"]:
@@ -97,14 +101,53 @@ def page(papers: Sequence[Mapping[str, Any]], records: Records) -> str:
             texts = [first, *(cells.get(name, "") for name in names)]
             rows.append([text.replace("|", r"\|") for text in texts])
         sections.append(f"## {paper['paper']}\n\n{paper['about']}\n\n{grid(HEADS, rows)}")
-    return "\n".join([HEAD, *sections, TAIL])
+    return "\n".join([*sections, TAIL])
 
 
-def cells_of(row: Mapping[str, str], settings: Mapping[str, Records]) -> dict[str, str]:
-    """Return the cells of a row: its own words, and the numbers of its setting."""
-    if "setting" not in row:
-        return dict(row)
-    return numbers(settings[row["setting"]], row.get("against", "")) | dict(row)
+def counted(papers: Sequence[Mapping[str, Any]], settings: Mapping[str, Records]) -> str:
+    """Return the first sentence, which counts the verdicts."""
+    verdicts = Counter(
+        verdict.strip("*")
+        for paper in papers
+        for row in paper["rows"]
+        for verdict in verdicts_of(row, settings)
+    )
+
+    def listed(names: Sequence[str]) -> str:
+        return ", ".join(f"{verdicts[name]} *{name}*" for name in names if verdicts[name])
+
+    published, compared = (sum(verdicts[name] for name in names) for names in (PUBLISHED, COMPARED))
+    others = verdicts.total() - published - compared
+    return (
+        f"The verdicts on {published} published numbers and curves are {listed(PUBLISHED)};\n"
+        f"those on {compared} comparisons in which nothing is published are {listed(COMPARED)};\n"
+        f"{others} show the published order on another model or other data.\n"
+    )
+
+
+def verdicts_of(row: Mapping[str, Any], settings: Mapping[str, Records]) -> list[str]:
+    """Return the verdict of each line of a row."""
+    cells = cells_of(row, settings)
+    verdicts = cells["verdict"].split("<br>")
+    return verdicts * (len(cells["cell"].split("<br>")) // len(verdicts))
+
+
+def cells_of(row: Mapping[str, Any], settings: Mapping[str, Records]) -> dict[str, str]:
+    """Return the cells of a row: its own words, and the numbers of its settings, one a line."""
+    against = row.get("against", "")
+    own = {name: text for name, text in row.items() if isinstance(text, str)}
+    if "settings" in row:
+        each = [numbers(settings[name], against) for name in row["settings"]]
+        names = dict.fromkeys(name for cells in each for name in cells)
+        lines = {name: [cells.get(name, "") for cells in each] for name in names}
+        lines["cell"] = [*row["settings"].values()]
+        return {name: "<br>".join(one_or_all(texts)) for name, texts in lines.items()} | own
+    return numbers(settings[row["setting"]], against) | own if "setting" in row else own
+
+
+def one_or_all(texts: Sequence[str]) -> Sequence[str]:
+    """Return one text if all are equal."""
+    return texts if len(set(texts)) > 1 else texts[:1]
 
 
 def numbers(records: Records, against: str = "") -> dict[str, str]:
@@ -124,7 +167,12 @@ def numbers(records: Records, against: str = "") -> dict[str, str]:
     def mean(record: Mapping[str, Any]) -> float:
         return fmean(record["values"] or record["interval"])
 
+    def listed(record: Mapping[str, Any]) -> bool:
+        return one_by_one(record["figure"], record["values"])
+
     def reached(record: Mapping[str, Any]) -> str:
+        if listed(record):
+            return ", ".join(each_seed(record["values"], record["missed"]))
         return f"{'at least ' * (record['missed'] > 0)}{text(mean(record))}"
 
     sign = 1.0 if kind.less_is_better else -1.0
@@ -140,9 +188,11 @@ def numbers(records: Records, against: str = "") -> dict[str, str]:
         "baseline": f"{name} {reached(baseline)}",
         "verdict": f"*{ours['verdict']}*",
     }
-    if not ours["missed"]:
-        low, high = map(text, ours["interval"])
-        cells["ours"] += f" [{low}, {high}]"
+    if not ours["missed"] and not listed(ours):
+        low, high = ours["interval"]
+        if kind.unit == 100.0:  # a share is at most 1, whatever its t interval says
+            low, high = max(low, 0.0), min(high, 1.0)
+        cells["ours"] += f" [{text(low)}, {text(high)}]"
     cells["ours"] += f" ({len(ours['seeds'])})"
     if ours["published"] is not None:
         best = min(stated, key=lambda record: sign * record["published"])
@@ -150,8 +200,11 @@ def numbers(records: Records, against: str = "") -> dict[str, str]:
     if ours["values"] and not ours["missed"] and not baseline["missed"]:
         by_seed = dict(zip(baseline["seeds"], baseline["values"], strict=True))
         pairs = zip(ours["seeds"], ours["values"], strict=True)
-        gap = interval([value - by_seed[seed] for seed, value in pairs if seed in by_seed])
+        gaps = [value - by_seed[seed] for seed, value in pairs if seed in by_seed]
+        gap = interval(gaps)
         cells["difference"] = f"{kind.unit * gap.mean:+.1f} ± {text(gap.half)}"
+        if listed(ours):
+            cells["difference"] = ", ".join(f"{value:+g}" for value in gaps)
     elif not ours["values"]:  # of means that were kept without their seeds
         low, high = ours["difference"]
         cells["difference"] = f"{kind.unit * (low + high) / 2:+.1f} ± {text((high - low) / 2)}"

@@ -1,8 +1,9 @@
 """A comparison as one page: ``report.html``, one file that needs neither other files nor a network.
 
-It holds the table, which a click on a column sorts; the curves and the partition as vectors; the
-settings in which the runs differ and those that all share; and the command. ``compare`` writes it
-next to the tables and figures from which it is made.
+It holds the date, the seeds and the versions; the table, which a click on a column sorts; the
+curves and the partition as vectors; each algorithm's hyperparameters and the settings in which the
+runs differ, those that all share; and the command. ``compare`` writes it next to the tables and
+figures from which it is made.
 """
 
 from __future__ import annotations
@@ -10,13 +11,18 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from markdown_it import MarkdownIt
+
 from fl_strategies.core.files import write_atomically
-from simulations.config import RunConfig
+from fl_strategies.core.settings_text import format_params, parse_params
+from simulations.config import RunConfig, hyperparameter_defaults
 from simulations.figures import title as title_of
 from simulations.tables import grid
 
@@ -44,6 +50,7 @@ pre {{ overflow-x: auto; padding: .6rem; border: 1px solid #8888; }}
 </head>
 <body>
 <h1>{title}</h1>
+<p>{head}</p>
 {body}
 <script>
 for (const head of document.querySelectorAll("th")) head.addEventListener("click", () => {{
@@ -63,6 +70,7 @@ for (const head of document.querySelectorAll("th")) head.addEventListener("click
 """
 PLACED = ("output", "state_dir", "seed")
 """Settings that differ between runs by where and with which seed they ran."""
+PACKAGES = ("fl-strategies", "flwr", "torch", "numpy")
 
 
 def write_report(folder: Path, configs: Sequence[RunConfig], command: str = "") -> None:
@@ -75,7 +83,7 @@ def write_report(folder: Path, configs: Sequence[RunConfig], command: str = "") 
             "Partition",
             picture(folder / "partition.svg", "p", "Samples of each class at each client"),
         ),
-        ("Settings of each algorithm", from_markdown(differing(configs))),
+        ("Settings of each algorithm", from_markdown(of_each(configs))),
         ("Settings of all", f"<pre>{html.escape(common(configs))}</pre>"),
     ]
     if (folder / "tuning.md").exists():
@@ -86,30 +94,23 @@ def write_report(folder: Path, configs: Sequence[RunConfig], command: str = "") 
     rules = ", ".join(dict.fromkeys(title_of(config.rule) for config in configs))
     first = configs[0]
     title = html.escape(f"{rules} on {first.dataset}, {first.clients:,} clients")
-    write_atomically(folder / "report.html", PAGE.format(title=title, body=body).encode())
+    page = PAGE.format(title=title, head=html.escape(head_of(configs)), body=body)
+    write_atomically(folder / "report.html", page.encode())
+
+
+def head_of(configs: Sequence[RunConfig]) -> str:
+    """Return the report's date, its runs' seeds, and the versions of the packages."""
+    seeds = sorted({config.seed for config in configs})
+    named = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
+    what = "Seed" if len(seeds) == 1 else "Seeds"
+    return f"{date.today().isoformat()}. {what} {', '.join(map(str, seeds))}. {named}."
 
 
 def from_markdown(text: str) -> str:
-    """Return Markdown as HTML: tables and paragraphs, as a comparison writes no other Markdown."""
-    blocks = []
-    if not text:
-        return ""
-    for block in re.split(r"\n\s*\n", text.strip()):
-        lines = block.splitlines()
-        if not lines[0].startswith("|"):
-            blocks.append(f"<p>{html.escape(block)}</p>")
-            continue
-        head, _, *rows = (
-            [cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines
-        )
-        cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
-        shown = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>\n"
-            for row in rows
-        )
-        table = f"<table><thead><tr>{cells}</tr></thead><tbody>\n{shown}</tbody></table>"
-        blocks.append(f'<div class="wide">{table}</div>')
-    return "\n".join(blocks)
+    """Return Markdown as HTML: tables, paragraphs, code and emphasis; the rest as it stands."""
+    markdown = MarkdownIt("zero").enable(["table", "backticks", "emphasis"])
+    page = str(markdown.render(text)).replace("<table>", '<div class="wide"><table>')
+    return page.replace("</table>", "</table></div>")
 
 
 def picture(path: Path, name: str, caption: str) -> str:
@@ -135,16 +136,24 @@ def common(configs: Sequence[RunConfig]) -> str:
     return "\n".join(f"{name} = {json.dumps(value)}" for name, value in alike.items())
 
 
-def differing(configs: Sequence[RunConfig]) -> str:
-    """Return the settings that differ, as a Markdown table with a row per algorithm."""
-    by_algorithm: dict[str, Mapping[str, Any]] = {c.rule: settings(c) for c in configs}
+def of_each(configs: Sequence[RunConfig]) -> str:
+    """Return a Markdown table: each algorithm's hyperparameters, and the settings that differ."""
+    by_rule: dict[str, RunConfig] = {config.rule: config for config in configs}
+    of_rule = {rule: settings(config) for rule, config in by_rule.items()}
     names = [
         name
         for name in settings(configs[0])
-        if len({str(values[name]) for values in by_algorithm.values()}) > 1
+        if name not in ("algorithm", "params")
+        and len({str(values[name]) for values in of_rule.values()}) > 1
     ]
-    if not names:
-        return ""
-    return grid(
-        names, [[str(values[name]) or "-" for name in names] for values in by_algorithm.values()]
-    )
+    rows = [
+        [rule, hyperparameters(by_rule[rule]), *(str(values[name]) or "-" for name in names)]
+        for rule, values in of_rule.items()
+    ]
+    return grid(["algorithm", "hyperparameters", *names], rows)
+
+
+def hyperparameters(config: RunConfig) -> str:
+    """Return the algorithm's own hyperparameters of a run, those by default as well."""
+    chosen = hyperparameter_defaults(config.algorithm) | parse_params(config.params)
+    return format_params({n: "none" if v is None else v for n, v in chosen.items()}) or "-"

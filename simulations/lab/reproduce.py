@@ -2,9 +2,9 @@
 
     python -m simulations.lab.reproduce STUDY --output DIR [--jobs 2] [--only TEXT] [--rules A,B]
 
-A study is a list of settings of the board (``simulations.lab.published``). Their numbers stand
-next to the published ones, with intervals over seeds and a verdict. A run that is finished under
-DIR, with the same settings, is not made again, so that an interrupted command can be repeated.
+A study is a list of settings, ``studies/STUDY.toml`` (``simulations.lab.studies``). Their numbers
+stand next to the published ones, with intervals over seeds and a verdict. A run that is finished
+under DIR, with the same settings, is not made again: an interrupted command can be repeated.
 After every run ``DIR/board.md`` and ``DIR/board.json`` are written anew, with the settings that are
 chosen or have runs under DIR; each chosen one gets a figure. A run ends at its number of rounds, at
 its target, or when all its clients diverge.
@@ -24,15 +24,14 @@ from simulations.config import RunConfig
 from simulations.folders import writable
 from simulations.lab import board, board_page
 from simulations.lab.command_line import Command
-from simulations.lab.published import BOARD
 from simulations.lab.runs import interrupted
-from simulations.lab.settings import Setting
+from simulations.lab.studies import STUDIES, Setting, load
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a study from the command line."""
     parser = Command("reproduce", __doc__)
-    parser.add_argument("study", choices=sorted(BOARD), help="the study")
+    parser.add_argument("study", choices=STUDIES, help="the study")
     parser.add_argument("--output", type=Path, required=True, help="folder for the results")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each (1)")
     parser.add_argument("--only", default="", help="run only settings with this in their name")
@@ -55,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run_settings(args: argparse.Namespace, folder: Path) -> str:
     """Run the settings of the board that ``--only`` chooses; return the study's part of it."""
-    settings = BOARD[args.study]
+    settings = load(args.study)
     if args.quick:
         settings = [board.shrunk(setting) for setting in chosen(settings, args.only)[:2]]
     options = f"{' --quick' * args.quick} --output {args.output}"

@@ -32,7 +32,6 @@ from fl_strategies.core.log import mute_below
 from simulations.config import RunConfig
 from simulations.differences import differences
 from simulations.experiment import run_in_process
-from simulations.lab.flower_server import run_under_flower
 from simulations.lab.superlink import flwr_run, gpu_share, print_progress
 from simulations.population import state_folder
 
@@ -63,13 +62,12 @@ def diverging_allowed(config: RunConfig) -> Iterator[None]:
 def run_one(
     config: RunConfig,
     *,
-    server: str = "",
     engine: str = "in-process",
     workers: int = 0,
     verbose: bool = False,
     quiet: bool = False,
 ) -> None:
-    """Run one on ``engine``, or under Flower's ``server`` if one is named.
+    """Run one on ``engine``.
 
     ``workers`` are processes, 0: as many as ``ENGINES`` says. That the run diverges is a result.
     ``verbose`` leaves Flower's log as it is; ``quiet`` shows only rounds with lost clients.
@@ -80,9 +78,7 @@ def run_one(
     if not config.resume:
         _drop_states(config)
     with diverging_allowed(config):
-        if server:
-            run_under_flower(config, server, quiet=quiet)
-        elif engine == "in-process":
+        if engine == "in-process":
             run_in_process(config, workers=workers, quiet=quiet)
         else:
             flwr_run(

@@ -304,7 +304,6 @@ def _environment(home: str, extra: Mapping[str, str]) -> dict[str, str]:
     """The environment of all processes started here; `extra` overrides."""
     env = dict(os.environ)
     env.pop("RAY_ADDRESS", None)  # would join another Ray
-    env.pop("FLWR_INTERNAL_GRPC_CONTROL_API", None)  # would open a second, fixed port
     scripts = sysconfig.get_path("scripts")  # `.venv/bin/python -m ...` does not put it on PATH
     env |= {
         "PATH": os.pathsep.join([scripts, env.get("PATH", os.defpath)]),

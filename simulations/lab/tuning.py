@@ -24,7 +24,7 @@ from simulations.lab.tuners import TUNERS, Domain, Space, Trial, Values, best_of
 from simulations.rules import given_to
 from simulations.tables import Row, curve, grid
 
-MEASURE = ("fine_tune", "fine_tune_lr", "residual")
+MEASURE = ("fine_tune", "fine_tune_lr", "fine_tune_epochs", "residual")
 """Local settings that measure, and do not train."""
 
 
@@ -169,6 +169,7 @@ class Tuning:
             fraction_evaluate=base.fraction_evaluate if search.own else 0.0,
             fine_tune="off",
             fine_tune_lr=-1.0,
+            fine_tune_epochs=0,
             gradient_norm="false",
         )
 

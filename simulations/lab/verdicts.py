@@ -26,7 +26,7 @@ from statistics import fmean, stdev
 from typing import Literal, NamedTuple
 
 from simulations.lab.measured import KINDS
-from simulations.lab.settings import Setting
+from simulations.lab.studies import Setting
 
 Verdict = Literal[
     "reproduced",
@@ -41,6 +41,8 @@ Verdict = Literal[
 ]
 
 CONFIDENCE = 0.95
+FEWEST = 5
+"""Seeds from which rounds to a target have an interval that is shown."""
 
 
 class Interval(NamedTuple):
@@ -73,6 +75,25 @@ def interval(values: Sequence[float], *, of_next: bool = False) -> Interval:
 
     half = float(t.ppf((1 + CONFIDENCE) / 2, n - 1)) * stdev(values) * factor
     return Interval(fmean(values), half)
+
+
+def one_by_one(figure: str, values: Sequence[float]) -> bool:
+    """Whether the seeds' numbers are shown, and no interval.
+
+    The first round that touches a value is far from normal: with few seeds its interval is too
+    short.
+    """
+    return figure == "rounds_to_target" and len(values) < FEWEST
+
+
+def each_seed(values: Sequence[float], missed: int) -> list[str]:
+    """Return each seed's rounds to a target, one text if all missed it.
+
+    ``missed`` are the runs that did not reach it: their value is one more than their rounds.
+    """
+    never = max(values) if missed else None
+    texts = [f"more than {n - 1:g}" if n == never else f"{n:g}" for n in values]
+    return texts[:1] if missed == len(values) else texts
 
 
 class Row(NamedTuple):

@@ -7,7 +7,7 @@ from flwr.clientapp import ClientApp
 from my_app.task import Net, load_data
 from torch import nn
 
-from clients import AnyAlgorithmClient, ContextStore, FlatModel, Problem, client_id
+from clients import AnyAlgorithmClient, ContextStore, Problem, client_id
 
 
 def client_fn(context: Context) -> Client:
@@ -18,12 +18,12 @@ def client_fn(context: Context) -> Client:
     trainloader, valloader = load_data(partition_id, num_partitions, batch_size)
 
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    model = FlatModel(Net(), device=device)
+    model = Net().to(device)
     loss = nn.CrossEntropyLoss()
     return AnyAlgorithmClient(
-        Problem(model, loss, trainloader.dataset),
+        Problem(model, loss, trainloader),
         client_id=client_id(context),
-        test=Problem(model, loss, valloader.dataset),
+        test=Problem(model, loss, valloader),
         store=ContextStore(context),
     ).to_client()
 

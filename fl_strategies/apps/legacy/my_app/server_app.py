@@ -14,12 +14,7 @@ def server_fn(context: Context) -> ServerAppComponents:
     global_model = Net()
     strategy = FedADMM(
         fraction_evaluate=config["fraction-evaluate"],
-        local={
-            "lr": config["learning-rate"],
-            "epochs": config["local-epochs"],
-            "batch-size": config["batch-size"],
-            "momentum": 0.9,
-        },
+        local={"lr": config["learning-rate"], "epochs": config["local-epochs"]},
         min_available_nodes=2,
     )
     return ServerAppComponents(

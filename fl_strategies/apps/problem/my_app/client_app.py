@@ -5,14 +5,7 @@ from flwr.app import Context
 from my_app.task import Net, load_data
 from torch import nn
 
-from clients import (
-    AnyAlgorithmClient,
-    ContextStore,
-    FlatModel,
-    Problem,
-    client_app,
-    client_id,
-)
+from clients import AnyAlgorithmClient, Problem, client_app
 
 
 def client_fn(context: Context) -> AnyAlgorithmClient:
@@ -23,13 +16,10 @@ def client_fn(context: Context) -> AnyAlgorithmClient:
     trainloader, valloader = load_data(partition_id, num_partitions, batch_size)
 
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    model = FlatModel(Net(), device=device)
+    model = Net().to(device)
     loss = nn.CrossEntropyLoss()
     return AnyAlgorithmClient(
-        Problem(model, loss, trainloader.dataset),
-        client_id=client_id(context),
-        test=Problem(model, loss, valloader.dataset),
-        store=ContextStore(context),
+        Problem(model, loss, trainloader), test=Problem(model, loss, valloader)
     )
 
 
