@@ -9,7 +9,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from fl_strategies.core.files import read_lines
 from simulations.config import RunConfig
@@ -46,7 +48,7 @@ while thread.is_alive():
 """
 """A ServerApp that makes data while the main thread starts processes by fork, as Ray does."""
 
-PARTS = {"server-step": "adam lr=0.05", "compression": "topk share=0.2", "download": "bfloat16"}
+PARTS = {"server-step": "adam lr=0.002", "compression": "topk share=0.2", "download": "bfloat16"}
 
 
 @pytest.mark.xdist_group("engine")
@@ -59,7 +61,11 @@ def test_tests_that_start_engines_run_in_one_process(request: pytest.FixtureRequ
 @pytest.mark.slow
 @pytest.mark.xdist_group("engine")  # one at a time: each takes all cores
 def test_ray_and_in_process_give_the_same_model(tmp_path: Path) -> None:
-    """FedADMM, so that state is kept too; a CNN on real images of digits, so that threads count."""
+    """FedADMM, so that state is kept too; a CNN on real images of digits, so that threads count.
+
+    PyTorch's kernels of a convolution may round otherwise in another process, which in this run
+    moves the model by less than 1e-7; one other draw, step or code moves it by more than 1e-4.
+    """
     config = RunConfig.parse(
         {
             "algorithm": "fedadmm",
@@ -78,10 +84,14 @@ def test_ray_and_in_process_give_the_same_model(tmp_path: Path) -> None:
     )
     lines: list[str] = []
     flwr_run(config.to_run_config(), num_supernodes=8, workers=2, on_line=lines.append)
-    on_ray = json.loads((tmp_path / "ray/summary.json").read_text())
     assert any(line.endswith(f"results: {tmp_path / 'ray'}") for line in lines)
-    assert on_ray["finished"]
-    assert on_ray["model_sha256"] == run_in_process(config).model_sha256
+    assert json.loads((tmp_path / "ray/summary.json").read_text())["finished"]
+    run_in_process(replace(config, output=str(tmp_path / "here")))
+    on_ray, here = (read_lines(tmp_path / run / "clients.jsonl") for run in ("ray", "here"))
+    assert [pytest.approx(row, rel=1e-4) for row in here] == on_ray
+    models = [load_file(tmp_path / run / "model.safetensors") for run in ("ray", "here")]
+    for name, array in models[0].items():
+        np.testing.assert_allclose(array, models[1][name], rtol=0, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.slow
