@@ -16,6 +16,8 @@ from problems import CLIENT_OF, DIM, grid, quadratics, to_record
 import clients.base
 from clients.compressing import compressed
 from fl_strategies import SCAFFOLD, FedADMM, FedAvg, FederatedStrategy
+from fl_strategies.core.layout import Layout
+from fl_strategies.messages.codes import decompressed
 from fl_strategies.messages.encoding import encoded
 from fl_strategies.parts import QSGD, BFloat16, Compression, TopK, parts_for
 from simulations.experiment import metrics_of
@@ -236,6 +238,23 @@ def test_a_round_counts_the_bytes_of_codes(codec: Compression) -> None:
     up = strategy.result.train_metrics_clientapp[4]["bytes-up"]
     codes = 6 * 2 * codec.encode(np.zeros(DIM), np.random.default_rng(0)).nbytes
     assert codes < up <= codes + 6 * 4 * 128  # headers of four arrays a client, at most
+
+
+def test_a_model_is_start_and_its_code_and_an_extra_vector_its_code_alone() -> None:
+    start = {name: array.numpy() for name, array in to_record(START).items()}
+    layout, codec = Layout.of(start), TopK(share=1.0)
+    change, extra = vector(DIM), vector(DIM, seed=1)
+    empty = {name: np.zeros(0, np.uint8) for name in layout.trainable[1:]}
+    sent = {}
+    for prefix, p in (("", change), ("c/", extra)):
+        code = codec.encode(p, np.random.default_rng(0))
+        sent |= {prefix + name: array for name, array in empty.items()}
+        sent[prefix + layout.trainable[0]] = code
+    got = decompressed(sent, layout, ("c",), codec.decode, start)
+    model = np.concatenate([got[name].ravel() for name in layout.trainable])
+    added = np.concatenate([got[f"c/{name}"].ravel() for name in layout.trainable])
+    np.testing.assert_allclose(model, change + layout.pack(start))
+    np.testing.assert_allclose(added, extra)
 
 
 # ---- hostile and foreign replies ----------------------------------------------------------------
