@@ -370,6 +370,17 @@ def test_a_liar_among_those_asked_changes_nothing(
     assert all(len(line) < 500 for line in lines)
 
 
+def test_a_description_that_comes_twice_is_read_once() -> None:
+    class Twice(InProcessGrid):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+            return [*super().send_and_receive(messages, timeout=timeout)] * 2
+
+    strategy = FedAvg(**QUIET)
+    strategy.open(initial(), 1)
+    strategy.settle(Twice(app_of(lambda _: model()), CLIENTS))
+    assert strategy.opened_model.layout == TRUTH
+
+
 def test_without_a_description_that_can_be_read_conventions_hold(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -73,8 +73,8 @@ class Description(NamedTuple):
             ties = tuple(_names(group) for group in fields["ties"])
             roles = [*buffers, *local, *_names([*frozen])]
             _names([*frozen.values(), *kinds.values()], distinct=False)
-            if len({*roles}) < len(roles) or not {*roles} <= {*arrays}:
-                raise ValueError("roles of arrays that it does not have, or two of one array")
+            if len({*roles}) < len(roles):
+                raise ValueError("two roles of one array")
             _names([name for group in ties for name in group])
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise BadReply(f"it cannot be read: {type(error).__name__}: {error}") from None
