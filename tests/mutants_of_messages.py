@@ -133,8 +133,14 @@ MESSAGES = [
             "c if c.isprintable() else": "c if True else",
             "line if len(line) <= 500 else": "line if True else",
             "{line[-250:]}": "",
-            "        del good[client]\n": "",
             "word.isascii() and word.isalnum()": "word",
+        },
+    ),
+    *of(
+        "fl_strategies/server/replies.py",
+        "tests/test_strategy.py tests/test_fedbcd_settings.py",
+        {
+            "        del good[client]\n": "",
             "weights=[weight for _, weight in pairs]": "weights=None",
         },
     ),

@@ -76,6 +76,15 @@ def test_fedavg_without_local_settings_takes_any_client_without_a_word(
     assert not lines(caplog, "does not say")
 
 
+@pytest.mark.parametrize(
+    ("said", "kept"), [("mps", "mps"), ("cuda\nERROR", ""), ("ｃｕｄａ", ""), ("c" * 17, "")]
+)
+def test_a_device_that_is_noted_is_a_short_word(said: str, kept: str) -> None:
+    strategy = FedAvg(fraction_evaluate=0.0)
+    strategy.start(InProcessGrid(vanilla(device=said), 2), to_record(START), 1)
+    assert {*strategy.run.devices.values()} == ({kept} if kept else set())
+
+
 @every_algorithm
 def test_a_user_can_say_that_a_client_of_another_make_implements_the_algorithm(row: Row) -> None:
     """On either side; numbers that the algorithm needs and the client does not report are named."""
