@@ -73,9 +73,9 @@ TAIL = """## Which algorithm?
 With the same rates to choose from and the same five seeds, A-FedPD, FedDyn and FedNova are ahead of
 FedAvg on both data sets of the
 [comparison of global models](../../simulations/lab/notes/comparisons.md#which-algorithm). Of the
-personalized models Ditto has the best mean on digits; on synthetic data pFedMe, FedBCD, Ditto and
-training alone are within two points, and far ahead of FedAvg. When to choose FedADMM and Delta-SGD:
-[What FedADMM needs](fedadmm-needs.md), [Delta-SGD](delta-sgd.md).
+personalized models Ditto has the best mean on digits; on synthetic data pFedMe, FedBCD, APFL, Ditto
+and training alone are within two points, and far ahead of FedAvg. When to choose FedADMM and
+Delta-SGD: [What FedADMM needs](fedadmm-needs.md), [Delta-SGD](delta-sgd.md).
 
 ## Other tables
 
