@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from logging import DEBUG, ERROR, INFO, WARNING
 from typing import Any
 
-from flwr.app import Message, MessageType, RecordDict
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from fl_strategies.core.log import log
@@ -155,7 +155,8 @@ class Nodes:
                 continue
             del asked[node]
             if reply.has_content():
-                self._introduce(node, reply.content.config_records.get("client", {}))
+                about = reply.content.get("client")
+                self._introduce(node, about if isinstance(about, ConfigRecord) else {})
             else:
                 reason = reason_of(reply) if reply.has_error() else "no content"
                 if self._fail(node, reason):
