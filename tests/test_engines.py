@@ -121,11 +121,12 @@ def test_asynchronous_training_by_the_clock_is_the_same_on_ray(tmp_path: Path) -
         }
     )
     flwr_run(config.to_run_config(), num_supernodes=8, workers=1, on_line=lambda line: None)
-    here = replace(config, output=str(tmp_path / "here"))
-    run_in_process(here)
+    on_ray = json.loads((tmp_path / "ray/summary.json").read_text())
+    here = run_in_process(replace(config, output=str(tmp_path / "here")))
+    assert on_ray["model_sha256"] == here.model_sha256
     rows = [read_lines(tmp_path / folder / "history.jsonl") for folder in ("ray", "here")]
     names = ("virtual-seconds", "clients-used", "clients-dropped", "reply-age", "test-loss")
-    on_ray, in_process = ([[row.get(n) for n in names] for row in run] for run in rows)
-    assert on_ray == in_process
+    numbers_on_ray, numbers_here = ([[row.get(n) for n in names] for row in run] for run in rows)
+    assert numbers_on_ray == numbers_here
     assert sum(row["clients-dropped"] for row in rows[0]) > 0
     assert max(row.get("oldest-reply", 0.0) for row in rows[0]) >= 1

@@ -374,9 +374,13 @@ class Attached(OwnTraining):
 class AttachedEvaluation(OwnEvaluation):
     """The user's ``@app.evaluate`` of the model as it is."""
 
+    def __init__(self, attached: Attached, config: Mapping[str, Any]) -> None:
+        super().__init__(attached, config)
+        self._measured = attached.measured
+
     def evaluate(self) -> Metrics:
         """Return the function's metrics, by their names."""
-        metrics = self._problem.measured()  # type: ignore[attr-defined]
+        metrics = self._measured()
         numbers = {n: v for n, v in metrics.items() if n != COUNT and not isinstance(v, list)}
         return Metrics(math.nan, math.nan, numbers)
 

@@ -250,16 +250,16 @@ def rounds_without_replies(subject: Subject) -> None:
     If the next round gets the replies that it gets without these rounds, it gives the same model,
     but for rounding.
     """
-    last, void = 2, (3, 4)
+    last, skipped = 2, (3, 4)
     found = subject.run(
-        subject.federation(lambda kind, phase, client: "lost" if phase in void else "")
+        subject.federation(lambda kind, phase, client: "lost" if phase in skipped else "")
     )
     if len(found.federation.asked) != subject.rounds:
         raise NotApplicable("the clients are not asked once in each round")
-    for number in void:
+    for number in skipped:
         when = f"after round {number}, without replies"
         expect_same(found.models[number], found.models[last], when, f"after round {last}")
-    next_round, same_round = void[-1] + 1, last + 1
+    next_round, same_round = skipped[-1] + 1, last + 1
     uploads, others = (
         found.federation.uploads(next_round),
         subject.plain.federation.uploads(same_round),
