@@ -5,6 +5,9 @@ READY := .venv/.installed-from-pyproject
 # A process per core, four at most, as each takes about a GB; tests of one xdist_group share one.
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadgroup
 
+# Where an image sets it, each process that a test starts would compile PyTorch's modules anew: 4 s more.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo deployment test test-all test-data lint format wheel release-check docs clean
 
 demo: $(READY)
@@ -42,6 +45,7 @@ release-check: PAGES := all
 release-check: wheel docs
 	$(BIN)/python .ci/release-check $(PUBLIC)
 	.ci/pythons all
+	$(BIN)/python tests/trajectories.py
 	$(PYTEST) -m release
 
 # Notebooks are shown with the outputs of the tests' last run of them. Where there is a Chromium it opens ten pages.
