@@ -287,7 +287,9 @@ IDIOMS: dict[str, Idiom] = {
     "attention": Idiom(Attentive, (5,), 7),
     "vision-transformer": Idiom(VisionTransformer, IMAGE),
     "batch-norm": Idiom(
-        convolved(64, lambda: [nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU()]), IMAGE
+        # batch norm takes a bias out again: its gradient is a rounding, or 0
+        convolved(64, lambda: [nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()]),
+        IMAGE,
     ),
     "group-norm": Idiom(
         convolved(64, lambda: [nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU()]), IMAGE
