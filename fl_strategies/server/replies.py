@@ -276,7 +276,7 @@ def names_of(replies: Iterable[Reply], called: Callable[[str], str]) -> dict[str
 
 def summary(
     replies: Sequence[Reply], names: Names, numbers: Mapping[int, Mapping[str, float]]
-) -> MetricRecord:
+) -> dict[str, float | list[float]]:
     """Summarize each metric over clients: its mean weighted by samples, its plain mean, variance,
     minimum and maximum, and its value at the clients with the fewest and the most samples.
 
@@ -293,18 +293,21 @@ def summary(
         first = sorted(values, key=lambda name: (-len(values[name]), name))[:MAX_METRICS]
         log(WARNING, "%d metrics of clients are left out", len(values) - MAX_METRICS)
         values = {name: values[name] for name in first}
-    metrics = MetricRecord()
+    metrics: dict[str, float | list[float]] = {**_mean_lists(replies, names)}
     for name, pairs in values.items():
-        each = np.array([value for value, _ in pairs])
+        each, weights = np.array(pairs).T
         with np.errstate(over="ignore", invalid="ignore"):  # large numbers overflow
-            metrics[name] = float(np.average(each, weights=[weight for _, weight in pairs]))
-            metrics[f"{name}-mean"] = float(each.mean())
-            metrics[f"{name}-variance"] = float(each.var())
-        metrics[f"{name}-min"] = float(each.min())
-        metrics[f"{name}-max"] = float(each.max())
-        metrics[f"{name}-smallest"] = min(pairs, key=lambda pair: pair[1])[0]
-        metrics[f"{name}-largest"] = max(pairs, key=lambda pair: pair[1])[0]
-    return MetricRecord({**_mean_lists(replies, names), **metrics})
+            statistics = {
+                "": np.average(each, weights=weights),
+                "-mean": each.mean(),
+                "-variance": each.var(),
+                "-min": each.min(),
+                "-max": each.max(),
+                "-smallest": each[weights.argmin()],
+                "-largest": each[weights.argmax()],
+            }
+        metrics |= {f"{name}{ending}": float(value) for ending, value in statistics.items()}
+    return metrics
 
 
 def _mean_lists(replies: Sequence[Reply], names: Names) -> dict[str, list[float]]:
