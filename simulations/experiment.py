@@ -36,6 +36,7 @@ from fl_strategies import (
 from fl_strategies.core.files import FolderLock, write_atomically
 from fl_strategies.core.log import LOGGER, quiet_log
 from fl_strategies.core.randomness import stream
+from fl_strategies.core.reasons import NOT_FINITE
 from fl_strategies.server.callbacks import Callback, Rows, model_bytes
 from simulations.config import RunConfig, Scalar
 from simulations.figures import PANELS, draw_curves
@@ -172,11 +173,12 @@ class _Run:
         if self.simulated and 0 < self.config.lost_rounds <= self.rounds_with_losses:
             reasons = Counter(self.strategy.run.faults.values()).most_common(1)
             why = reasons[0][0] if reasons else "see the log"
-            raise RuntimeError(
+            text = (
                 f"clients were lost in {self.rounds_with_losses} rounds in a row, in round"
                 f" {info.server_round} {lost} of {info.metrics['clients-asked']:.0f}: {why}"
                 " (lost-rounds=0 continues without them)"
             )
+            raise NothingUsable(text, diverged=True) if NOT_FINITE in why else RuntimeError(text)
 
     def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
         """Test the global model, in the rounds in which it is tested."""

@@ -149,6 +149,23 @@ def test_a_comparison_whose_runs_all_fail_says_why(
     assert json.loads((tmp_path / "summary.json").read_text()) == []
 
 
+def test_a_trial_that_fails_leaves_other_rules_their_whole_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(config: RunConfig, **options: Any) -> None:
+        if "/fedprox" in config.output:
+            boom()
+        run_in_process(config, **options)
+
+    monkeypatch.setattr(runs, "run_in_process", run)
+    with pytest.raises(SystemExit):
+        compare(tmp_path, "--algorithms fedprox,fedavg --tune lr=0.1,0.3 --trials 3")
+    assert "2 of 4 runs failed: fedprox-lr0.1" in capsys.readouterr().err
+    assert len(list((tmp_path / "tuning").glob("fedavg-*"))) == 3
+    (summary,) = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["algorithm"] == "fedavg"
+
+
 @pytest.mark.slow
 def test_a_rate_that_diverges_ends_its_run_alone_and_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

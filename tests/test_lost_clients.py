@@ -13,6 +13,7 @@ from flwr.app import Error, Message, MessageType
 from processes import descendants
 
 from clients.node.in_process import InProcessGrid
+from fl_strategies import NothingUsable
 from simulations.client_app import app
 from simulations.config import RunConfig
 from simulations.experiment import run
@@ -33,16 +34,18 @@ def config_for(tmp_path: Path, **others: Any) -> RunConfig:
 class Flaky(InProcessGrid):
     """All clients but the first are lost in some rounds: by no reply, or by an error."""
 
-    def __init__(self, config: RunConfig, rounds: set[int], *, error: bool = True) -> None:
+    def __init__(
+        self, config: RunConfig, rounds: set[int], *, error: bool = True, reason: str = DIED
+    ) -> None:
         super().__init__(app, CLIENTS, run_config=config.to_run_config())
-        self.rounds, self.error = rounds, error
+        self.rounds, self.error, self.reason = rounds, error, reason
         self.first = next(iter(self.contexts))
 
     def answer(self, message: Message) -> Message | None:
         if message.metadata.message_type == MessageType.TRAIN:
             number = message.content.config_records["config"]["server-round"]
             if number in self.rounds and message.metadata.dst_node_id != self.first:
-                return Message(Error(0, DIED), reply_to=message) if self.error else None
+                return Message(Error(0, self.reason), reply_to=message) if self.error else None
         return super().answer(message)
 
 
@@ -63,6 +66,15 @@ def test_a_simulation_fails_where_clients_stay_lost_and_says_why(
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert not summary["finished"]
     assert summary["missing"] == 15 / 24
+
+
+def test_that_clients_diverge_is_a_result(tmp_path: Path) -> None:
+    config = config_for(tmp_path)
+    with pytest.raises(NothingUsable, match="lost in 3 rounds in a row, in round 4 5 of 6"):
+        run(config, Flaky(config, {2, 3, 4}, reason="the trained model is not finite"))
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["finished"]
+    assert summary["given_up"].startswith("clients were lost in 3 rounds")
 
 
 @both

@@ -109,12 +109,14 @@ class Experiment:
         failed: list[RuntimeError] = []
         wanted = [rule for rule in self.rules if not rules or rule in rules]
         later = len(wanted) * len(self.seeds)
-        try:
-            while waiting := self.waiting(rules):
-                work = {config: task(config, True) for config in waiting}
+        broken: set[RunConfig] = set()  # whose rules have no choice; the others go on
+        while waiting := [config for config in self.waiting(rules) if config not in broken]:
+            work = {config: task(config, True) for config in waiting}
+            try:
                 run_all(work, jobs=jobs, later=later, on_done=on_done)
-        except RuntimeError as error:
-            failed.append(error)
+            except RuntimeError as error:
+                failed.append(error)
+                broken.update(config for config in waiting if not finished(config))
         on_trials()
         work = {
             config: task(config, False)

@@ -191,8 +191,7 @@ def named(values: Values) -> str:
 def score(config: RunConfig, *, own: bool = False) -> float:
     """Return a trial's mean accuracy over the last fifth of its rounds (rounded up); 0 for none.
 
-    With ``own``, that of the personalized models at the end. A trial in which all clients diverge
-    has 0.
+    With ``own``, that of the personalized models at the end. A trial that diverges has 0.
     """
     if summary(config).get("given_up"):
         return 0.0
