@@ -187,7 +187,7 @@ class RunConfig:
     clipping_norm: float = key(0.0, "bound on the norm of an upload's change; 0: none", low=0.0)
     timeout: float = key(3600.0, "seconds that a round waits for replies", above=0.0)
     node_wait: float = key(
-        60.0, "seconds that a deployment's first round waits for all its SuperNodes", above=0.0
+        60.0, "seconds without another client after which the first round begins", above=0.0
     )
     lost_state: str = key(
         "", "what to do with clients that lost their state: `reset`, `refuse` or `warn`"

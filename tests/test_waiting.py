@@ -18,7 +18,7 @@ from fl_strategies import FedAvg, FedBCDAsync
 from fl_strategies.core.log import FLOWER
 from fl_strategies.messages.internals import REPLY_LOST
 from fl_strategies.parts import Buffered, Deadline
-from fl_strategies.server import waiting
+from fl_strategies.server import nodes, waiting
 
 CLIENTS, LOST = 4, 2
 MOST = 20
@@ -91,6 +91,62 @@ def test_a_round_ends_when_nothing_can_come_any_more(
     assert [rows[n]["clients-used"] for n in rows] == [CLIENTS, CLIENTS - 1, CLIENTS - 1]
     assert [rows[n]["clients-lost"] for n in rows] == [0, 1, 1]
     assert "no reply from client 2" in caplog.text
+
+
+class Clock:
+    """Time that passes by sleeping."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Starting(InProcessGrid):
+    """A simulation whose client i answers from the second ``up[i]`` on."""
+
+    closed = False
+    pull_interval = 0.1  # the simulation's grid alone has one
+
+    def __init__(self, clock: Clock, up: list[float]) -> None:
+        super().__init__(make_client_app(quadratics(CLIENTS)), CLIENTS)
+        self.clock, self.up = clock, dict(zip(self.contexts, up, strict=True))
+
+    def pull_messages(self, *args: Any, **options: Any) -> Iterable[Message]:
+        replies = list(super().pull_messages(*args, **options))
+        late = [r for r in replies if self.up[r.metadata.src_node_id] > self.clock.now]
+        self._replies |= {reply.metadata.reply_to_message_id: reply for reply in late}
+        return [reply for reply in replies if reply not in late]
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        ids, replies = {*self.push_messages(messages)}, list[Message]()
+        end = self.clock.now + (timeout or 1e6)
+        while len(replies) < len(ids) and self.clock.now < end:
+            replies += self.pull_messages(ids)
+            self.clock.sleep(1.0)
+        return replies
+
+
+@pytest.mark.parametrize(
+    ("up", "used"), [([50, 50, 58, 100], 4), ([70, 75, 75, 110], 4), ([5, 5, 50, 1e9], 3)]
+)
+def test_the_first_round_waits_while_clients_still_come(
+    up: list[float], used: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a slow machine a process may answer a minute after the first one does."""
+    clock = Clock()
+    for module in (waiting, nodes):
+        monkeypatch.setattr(module, "time", clock)
+    strategy = FedAvg(local=local(), fraction_evaluate=0.0, node_wait=60.0)
+    result = strategy.start(Starting(clock, up), to_record(START), 1)
+    assert result.train_metrics_clientapp[1]["clients-used"] == used
+    assert ("3 clients are connected, and no other came for 60 s" in caplog.text) == (used < 4)
 
 
 def test_the_grid_pulls_the_replies_named_or_all_as_flower_1_43_does() -> None:

@@ -40,8 +40,9 @@ class Nodes:
     Parameters
     ----------
     patience : float > 0, seconds
-        How long a query may take, how long a node that did not answer is not asked again, and how
-        long the first round waits for nodes that the connected nodes say exist.
+        How long a query waits for another answer, how long a node that did not answer is not asked
+        again, and how long the first round waits for another client, of those that the connected
+        nodes say exist.
     population : int >= 0 (default 0)
         Size of the shared population: its clients 0, 1, ... are run by any host that offers to run
         them all, and by no other node. With 0 there is none, and such a host is refused.
@@ -75,18 +76,27 @@ class Nodes:
     def wait(self, grid: Grid, needed: int) -> dict[int, int]:
         """Wait until ``needed`` clients are connected; return each client's node.
 
-        The first call also waits, up to ``patience``, until as many clients are connected as the
-        nodes' ``num-partitions`` says. The log tells what is waited for.
+        The first call also waits until as many clients are connected as the nodes'
+        ``num-partitions`` says, or until no other has come for the time of ``patience``. The log
+        tells what is waited for, and that others did not come.
 
         Raises ``ValueError`` where nothing is to be waited for: all nodes of a grid that no other
         can join (its ``closed`` is true) have said who they are, and are too few.
         """
-        started, said = time.monotonic(), 0.0
+        started = came = time.monotonic()
+        said, before = 0.0, 0
         while True:
             nodes = self.connected(grid)
-            waited = time.monotonic() - started
-            more = not self._met and waited < self.patience and self._fewer_than_expected(nodes)
+            now = time.monotonic()
+            waited = now - started
+            if len(nodes) > before:
+                before, came = len(nodes), now
+            fewer = not self._met and self._fewer_than_expected(nodes)
+            more = fewer and now - came < self.patience
             if len(nodes) >= needed and not more:
+                if fewer:
+                    text = "%d clients are connected, and no other came for %g s: training begins"
+                    log(WARNING, text, len(nodes), self.patience)
                 self._met = True
                 return nodes
             closed = getattr(grid, "closed", False) and not self._unmet(grid)

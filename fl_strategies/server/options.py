@@ -203,8 +203,9 @@ class Options(Declared):
     )
     node_wait: float = number(
         default=60.0,
-        about="Seconds that a query for a client's id, or for a description of its model, may"
-        " take, and that the first round waits for nodes which, as the connected nodes say, exist.",
+        about="Seconds without another answer after which clients are no longer asked for their"
+        " ids, or for a description of their model; and without another client, after which the"
+        " first round no longer waits for nodes which, as the connected nodes say, exist.",
         above=0.0,
     )
     shared_population: int = number(

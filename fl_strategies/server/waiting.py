@@ -103,29 +103,49 @@ def send_and_receive(
     """
     if not _may_lose_nodes(grid):
         return list(grid.send_and_receive(messages, timeout=timeout))
-    started, watch = time.monotonic(), Watch(grid)
+    return _watched(grid, messages, timeout)
+
+
+def ask(grid: Grid, queries: Iterable[Message], timeout: float) -> list[Message]:
+    """Return the replies to queries, which an app may not answer.
+
+    The ``timeout`` begins anew with each reply: once a first client is up, so are others soon, and
+    a slow machine must not train without them.
+    """
+    with flowers_errors_as_debug():
+        if _may_lose_nodes(grid) or _is_of_a_simulation(grid):
+            return _watched(grid, queries, timeout, anew=True)
+        return list(grid.send_and_receive(queries, timeout=timeout))
+
+
+def _watched(
+    grid: Grid, messages: Iterable[Message], timeout: float | None, *, anew: bool = False
+) -> list[Message]:
+    """Return the replies; with ``anew`` the timeout begins anew with each."""
+    begun, watch = time.monotonic(), Watch(grid)
     replies: list[Message] = []
     waiting = {name for name in watch.push(messages) if name}
-    while waiting and (timeout is None or time.monotonic() - started < timeout):
+    while waiting and (timeout is None or time.monotonic() - begun < timeout):
         new, lost = watch.pull(waiting)
         replies += new
         waiting -= lost.union(reply.metadata.reply_to_message_id for reply in new)
         if waiting and not new:
             time.sleep(PAUSE)
+        if new and anew:
+            begun = time.monotonic()
     return replies
-
-
-def ask(grid: Grid, queries: Iterable[Message], timeout: float | None) -> list[Message]:
-    """Return what :func:`send_and_receive` does, for queries, which an app may not answer."""
-    with flowers_errors_as_debug():
-        return send_and_receive(grid, queries, timeout)
 
 
 def _may_lose_nodes(grid: Grid) -> bool:
     """Return whether the nodes are SuperNodes, and not part of this run."""
     return hasattr(grid, "get_nodes") and not (
-        hasattr(grid, "pull_interval") or getattr(grid, "closed", False)
+        _is_of_a_simulation(grid) or getattr(grid, "closed", False)
     )
+
+
+def _is_of_a_simulation(grid: Grid) -> bool:
+    """Return whether the grid is that of Flower's simulation."""
+    return hasattr(grid, "pull_interval")
 
 
 def _online(grid: Grid) -> Mapping[int, str]:
