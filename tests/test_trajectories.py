@@ -9,7 +9,7 @@ from fl_strategies import STRATEGIES
 
 RECORDED = recorded()
 QUICK = [name for name, row in ROWS.items() if row.quick]
-"""One of each mechanism; ``python tests/trajectories.py`` compares all, as does the release check."""
+"""One of each mechanism; ``python tests/trajectories.py`` compares all, as a release check does."""
 
 
 def test_every_algorithm_has_its_rows_and_no_row_is_left_over() -> None:
