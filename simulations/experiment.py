@@ -171,8 +171,9 @@ class _Run:
         lost = _lost(info.metrics)
         self.rounds_with_losses = self.rounds_with_losses + 1 if lost else 0
         if self.simulated and 0 < self.config.lost_rounds <= self.rounds_with_losses:
-            reasons = Counter(self.strategy.run.faults.values()).most_common(1)
-            why = reasons[0][0] if reasons else "see the log"
+            faults = Counter(self.strategy.run.faults.values()).most_common()
+            reasons = [*(reason for reason, _ in faults), "see the log"]
+            why = next((reason for reason in reasons if NOT_FINITE in reason), reasons[0])
             text = (
                 f"clients were lost in {self.rounds_with_losses} rounds in a row, in round"
                 f" {info.server_round} {lost} of {info.metrics['clients-asked']:.0f}: {why}"

@@ -35,18 +35,22 @@ class Flaky(InProcessGrid):
     """All clients but the first are lost in some rounds: by no reply, or by an error."""
 
     def __init__(
-        self, config: RunConfig, rounds: set[int], *, error: bool = True, reason: str = DIED
+        self, config: RunConfig, rounds: set[int], *, error: bool = True, last: str = DIED
     ) -> None:
         super().__init__(app, CLIENTS, run_config=config.to_run_config())
-        self.rounds, self.error, self.reason = rounds, error, reason
+        self.rounds, self.error = rounds, error
+        self.reasons = dict.fromkeys(self.contexts, DIED) | {[*self.contexts][-1]: last}
         self.first = next(iter(self.contexts))
 
     def answer(self, message: Message) -> Message | None:
         if message.metadata.message_type == MessageType.TRAIN:
             number = message.content.config_records["config"]["server-round"]
             if number in self.rounds and message.metadata.dst_node_id != self.first:
-                return Message(Error(0, self.reason), reply_to=message) if self.error else None
+                return self.lost(message) if self.error else None
         return super().answer(message)
+
+    def lost(self, message: Message) -> Message:
+        return Message(Error(0, self.reasons[message.metadata.dst_node_id]), reply_to=message)
 
 
 both = pytest.mark.parametrize("error", [True, False], ids=["error", "no reply"])
@@ -69,9 +73,10 @@ def test_a_simulation_fails_where_clients_stay_lost_and_says_why(
 
 
 def test_that_clients_diverge_is_a_result(tmp_path: Path) -> None:
+    """Also where others are lost in another way, as by numbers that are too large."""
     config = config_for(tmp_path)
     with pytest.raises(NothingUsable, match="lost in 3 rounds in a row, in round 4 5 of 6"):
-        run(config, Flaky(config, {2, 3, 4}, reason="the trained model is not finite"))
+        run(config, Flaky(config, {2, 3, 4}, last="the trained model is not finite"))
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["finished"]
     assert summary["given_up"].startswith("clients were lost in 3 rounds")
