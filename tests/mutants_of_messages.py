@@ -141,7 +141,7 @@ MESSAGES = [
         "tests/test_strategy.py tests/test_fedbcd_settings.py",
         {
             "        del good[client]\n": "",
-            "weights=[weight for _, weight in pairs]": "weights=None",
+            "np.average(each, weights=weights)": "np.average(each, weights=None)",
         },
     ),
     *of(

@@ -113,7 +113,7 @@ def ask(grid: Grid, queries: Iterable[Message], timeout: float) -> list[Message]
     a slow machine must not train without them.
     """
     with flowers_errors_as_debug():
-        if _may_lose_nodes(grid) or _is_of_a_simulation(grid):
+        if hasattr(grid, "pull_interval") or _may_lose_nodes(grid):  # of the simulation, or not
             return _watched(grid, queries, timeout, anew=True)
         return list(grid.send_and_receive(queries, timeout=timeout))
 
@@ -139,13 +139,8 @@ def _watched(
 def _may_lose_nodes(grid: Grid) -> bool:
     """Return whether the nodes are SuperNodes, and not part of this run."""
     return hasattr(grid, "get_nodes") and not (
-        _is_of_a_simulation(grid) or getattr(grid, "closed", False)
+        hasattr(grid, "pull_interval") or getattr(grid, "closed", False)
     )
-
-
-def _is_of_a_simulation(grid: Grid) -> bool:
-    """Return whether the grid is that of Flower's simulation."""
-    return hasattr(grid, "pull_interval")
 
 
 def _online(grid: Grid) -> Mapping[int, str]:
