@@ -113,7 +113,7 @@ def ask(grid: Grid, queries: Iterable[Message], timeout: float) -> list[Message]
     a slow machine must not train without them.
     """
     with flowers_errors_as_debug():
-        if hasattr(grid, "pull_interval") or _may_lose_nodes(grid):  # of the simulation, or not
+        if hasattr(grid, "pull_interval") or _may_lose_nodes(grid):  # Ray's, or a deployment's
             return _watched(grid, queries, timeout, anew=True)
         return list(grid.send_and_receive(queries, timeout=timeout))
 
