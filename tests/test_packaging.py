@@ -12,9 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
+from fl_strategies import STRATEGIES
+
 ROOT = Path(__file__).parents[1]
 CONDA = {"torch": "pytorch"}
 """Packages that conda calls otherwise."""
+PAPERS = ("FedADMM", "FedBC", "FedBCD", "FedPD")
+"""The papers' algorithms that have a card."""
 
 
 def project() -> dict[str, Any]:
@@ -37,6 +41,13 @@ def test_the_conda_recipe_asks_for_what_pyproject_asks() -> None:
     assert recipe["context"]["version"] == about["version"]
     assert recipe["package"]["name"] == about["name"]
     assert recipe["about"]["summary"] == about["description"]
+
+
+def test_the_papers_addresses_are_those_of_the_algorithms_cards() -> None:
+    cards = {
+        name: f"https://arxiv.org/abs/{STRATEGIES[name.lower()].card.arxiv}" for name in PAPERS
+    }
+    assert project()["project"]["urls"].items() >= cards.items()
 
 
 def test_classifiers_name_the_pythons_that_install_says_the_tests_ran_on() -> None:
@@ -74,9 +85,8 @@ def test_a_public_release_is_refused_without_addresses_and_authors(tmp_path: Pat
     changes = {
         "[project.urls] Repository": (
             "pyproject.toml",
-            "[project.optional-dependencies]",
-            '[project.urls]\nRepository = "r"\nDocumentation = "d"\nChangelog = "c"\n\n'
-            "[project.optional-dependencies]",
+            "[project.urls]",
+            '[project.urls]\nRepository = "r"\nDocumentation = "d"\nChangelog = "c"',
         ),
         "CITATION.cff repository-code": ("CITATION.cff", "type:", "repository-code: r\ntype:"),
         "CITATION.cff family-names": ("CITATION.cff", "- name: The", "- family-names: The"),

@@ -118,20 +118,31 @@ def plain(of: Federation) -> list[Tensor]:
     return theta
 
 
-def ours(of: Federation, workers: int = 1) -> list[Tensor]:
-    """FedAvg on the in-process engine, a node for each client."""
+def client_fn_of(of: Federation) -> Callable[[Context], AnyAlgorithmClient]:
+    """Return the function that makes our clients."""
     model, x, y, rows = Border(of.model), of.x, of.y, of.rows  # workers get these, not ``of``
 
     def client_fn(context: Context) -> AnyAlgorithmClient:
         me = client_id(context)
         return AnyAlgorithmClient(Problem(model, cross_entropy, x, y, rows=rows[me]), client_id=me)
 
-    return on_engine(of, client_app(client_fn), workers)
+    return client_fn
+
+
+def ours(of: Federation) -> list[Tensor]:
+    """FedAvg on the in-process engine, a node for each client."""
+    return on_engine(of, client_app(client_fn_of(of)))
 
 
 def two_workers(of: Federation) -> list[Tensor]:
     """The same, trained by two processes."""
-    return ours(of, 2)
+    return on_engine(of, client_app(client_fn_of(of)), workers=2)
+
+
+def stacked(of: Federation) -> list[Tensor]:
+    """The same, all clients on one host, which trains those asked at once."""
+    app = client_app(client_fn_of(of), hosts=of.case.clients, stack=of.case.asked)
+    return on_engine(of, app, hosts=1, shared_population=of.case.clients)
 
 
 def echo(of: Federation) -> list[Tensor]:
@@ -144,11 +155,18 @@ def echo(of: Federation) -> list[Tensor]:
     return on_engine(of, client_app(lambda context: Echo()))
 
 
-def on_engine(of: Federation, app: ClientApp, workers: int = 1) -> list[Tensor]:
+def on_engine(
+    of: Federation,
+    app: ClientApp,
+    *,
+    hosts: int = 0,
+    workers: int = 1,
+    shared_population: int | None = None,
+) -> list[Tensor]:
     """Run our FedAvg."""
     local: dict[str, Any] = {"lr": RATE, "batch-size": BATCH, "epochs": 1}
-    engine = InProcessGrid(app, of.case.clients, workers=workers)
-    strategy = FedAvg(**of.options, local=local)
+    engine = InProcessGrid(app, of.case.clients, hosts=hosts, workers=workers)
+    strategy = FedAvg(**of.options, local=local, shared_population=shared_population)
     return tensors(strategy.start(engine, of.initial, of.case.rounds, evaluate_fn=of.note))
 
 
@@ -239,6 +257,7 @@ FRAMEWORKS: dict[str, Callable[[Federation], list[Tensor]]] = {
     PLAIN: plain,
     OURS: ours,
     "ours, two workers (time)": two_workers,
+    "ours, stacked on one host": stacked,
     "an echo client on our engine": echo,
     "Flower's FedAvg on our engine": flowers,
     "pfl-research": pfl,
