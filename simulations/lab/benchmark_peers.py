@@ -161,7 +161,7 @@ def on_engine(
     *,
     hosts: int = 0,
     workers: int = 1,
-    shared_population: int | None = None,
+    shared_population: int = 0,
 ) -> list[Tensor]:
     """Run our FedAvg."""
     local: dict[str, Any] = {"lr": RATE, "batch-size": BATCH, "epochs": 1}
