@@ -62,7 +62,7 @@ def generator(config: Config, purpose: str, number: int, client: int) -> np.rand
 
 
 def weight_in_secret(arrays: Sequence[npt.NDArray[Any]], samples: int, config: Config) -> int:
-    """Return a client's weight in a masked sum; ``ValueError`` if masks would cut a value off."""
+    """Return a client's weight in a secure sum; ``ValueError`` if it would cut a value off."""
     largest = max(float(np.abs(array).max(initial=0.0)) for array in arrays)
     if not largest <= config["secure-range"]:
         raise ValueError(

@@ -9,7 +9,7 @@ each client i of S:
 
 v_i     client i's personalized model [d], kept by the client: what evaluation reports as
         ``own-accuracy``; a newcomer has v_i = theta
-lam     pull, >= 0: 0 is training alone, and the larger it is, the nearer v_i comes to theta
+lam     pull, >= 0: 0 is training alone, and the larger it is, the nearer v_i is to theta
 p_i     weight of client i: its number of samples, or 1 ("uniform")
 
 Both (1) and (2) are solved as ``local`` says, each with as many steps, so that a round takes twice

@@ -199,9 +199,9 @@ class FedADMM(FederatedStrategy):
     newcomer: Newcomer | None = choice(
         default=None,
         choices=("received", "origin"),
-        about="Whether a newcomer's Delta counts from the theta received, or from theta^0; by"
-        ' default the latter where eta is "fraction" and tracking "client". "origin" needs'
-        ' tracking "client".',
+        about="From where a new client's first Delta counts: the received theta, or theta^0."
+        ' The default is "origin" with eta="fraction" and tracking="client", else "received".'
+        ' "origin" needs tracking="client".',
     )
     num_clients: int = NUM_CLIENTS
 

@@ -22,7 +22,7 @@ A client is sent theta and u_i - theta, twice FedAvg's download. It keeps w_i, i
 model. The server keeps m models, and computes each cloud model in m d multiplications: it is a rule
 for some hundred clients. More than ``memory`` MB of them are refused in the first round.
 
-Facts. Where (3) is exact, a point at rest has grad f_i(w_i) + lam sum_j A'(||w_i - w_j||^2)
+Facts. Where (3) is exact, a fixed point has grad f_i(w_i) + lam sum_j A'(||w_i - w_j||^2)
 (w_i - w_j) = 0: it is stationary for sum_i f_i(w_i) + (lam / 2) sum_{i < j} A(||w_i - w_j||^2),
 whatever alpha is. With a large sigma all weights are alike.
 

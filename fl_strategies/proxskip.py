@@ -1,6 +1,6 @@
 """ProxSkip (Scaffnew): control variates, and a random number of local steps between rounds.
 
-Each client corrects its gradient steps by a control variate, which comes to be its own gradient at
+Each client corrects its gradient steps by a control variate, which approaches its own gradient at
 the optimum: then local steps no longer pull clients apart. After each step all communicate with
 probability p. So the number of steps between two communication rounds is random, the same for all.
 Round with the received model theta, for each client i of S:

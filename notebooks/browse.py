@@ -5,11 +5,11 @@
 The second argument is their number: so many, evenly spaced in the order of their paths, or all.
 What is wrong: an error on the console, a request that fails or leaves the folder, an image that is
 not shown or has no text that stands for it, a formula that is not drawn, a link to a page or a
-place in it that there is not, a page wider than a desktop's window or a phone, a table, code block
-or equation that is wider than its place and does not scroll in a box of its own (on a desktop only
-a table may scroll), a name in a table that is broken within a word or, in the first column, at all,
-a search for one of ``SEARCHED`` whose first results lack its page. Exits with 1 if there is any
-such thing.
+place in it that there is not, a page wider than a desktop's window or a phone, a first page that
+does not fit into a desktop's window, a table, code block or equation that is wider than its place
+and does not scroll in a box of its own (on a desktop only a table may scroll), a name in a table
+that is broken within a word or, in the first column, at all, a search for one of ``SEARCHED`` whose
+first results lack its page. Exits with 1 if there is any such thing.
 """
 
 from __future__ import annotations
@@ -90,6 +90,8 @@ BROKEN = """() => {
     return found;
 }"""
 """The names in tables that do not stay whole."""
+HOME = "() => document.querySelector('.home + figure')?.getBoundingClientRect().bottom ?? 0"
+"""Where the first page ends, of other pages 0."""
 
 
 @cache
@@ -136,6 +138,8 @@ def wrong(page: Page, path: Path) -> Iterator[str]:
         for text in [*wide["cut"], *(scrolled if size is DESKTOP else ())]:
             yield f"too wide {where}: {text}"
         yield from (f"broken {where}: {name}" for name in page.evaluate(BROKEN))
+    if (end := page.evaluate(HOME)) > DESKTOP["height"]:
+        yield f"ends at {end:.0f} pixels, below a desktop's first screen"
 
 
 def search_finds(browser: Browser, site: Path, word: str, wanted: str) -> bool:

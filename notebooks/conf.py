@@ -96,6 +96,7 @@ CONTENTS = """
 /notebooks/pages/asynchronous
 /notebooks/pages/testing
 /simulations/DEPLOYMENT
+/notebooks/pages/deployment-at-scale
 /SECURITY
 ```
 

@@ -40,7 +40,7 @@ distilbert a classifier of ``transformers``, from a folder or Hub name ``source`
 Variants of the authors' codes. ``cnn1-linear``, ``cnn2-linear``: no ReLU after the convolutions.
 ``cnn1-authors``, ``cnn2-authors`` (FedADMM): no ReLU there and a softmax at the end.
 ``logistic-authors``: softmax at the end. ``mlp-authors`` (FedBC): dropout 0.5 before the
-ReLU. As in the released codes that softmax is fed to the ordinary cross-entropy, which applies a
+ReLU. As in the released code that softmax is fed to the ordinary cross-entropy, which applies a
 softmax of its own; its input then lies in [0, 1], so the loss cannot fall below log(e + c - 1) - 1
 for c classes and gradients are flat.
 

@@ -73,7 +73,7 @@ def test_the_pages_certificates_and_keys_are_made_as_shown(made: Path) -> None:
 
 
 def test_data_are_decoded_once_a_node(tmp_path: Path) -> None:
-    page = (ROOT / "simulations/DEPLOYMENT.md").read_text()
+    page = (ROOT / "notebooks/pages/deployment-at-scale.md").read_text()
     names: dict[str, Any] = {}
     exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), names)
     calls = []

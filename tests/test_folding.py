@@ -320,19 +320,19 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "beyond the bound": (array_as(np.array([1e9])), "the norm of its update is 1e\\+09, at most"),
     "a client of the other host": (
         lambda r: r["hosted"].update({"folded": [0, 1, 2, 4]}),
-        "it has uploads that are not folded",
+        "it has uploads outside its mean",
     ),
     "a client too many": (
         lambda r: r["hosted"].update({"folded": [0, 1, 2, 3, 4]}),
-        "its host folded it with client 4, which cannot be taken out",
+        "its host sent one mean of it and client 4, which cannot be taken out",
     ),
     "a client twice": (
         lambda r: r["hosted"].update({"folded": [0, 1, 2, 3, 3]}),
-        "clients are folded twice",
+        "clients are in the mean twice",
     ),
     "one client's number": (
         lambda r: r["metrics-0"].update({"train-loss": [1.0, np.inf, 1.0, 1.0]}),
-        "its host folded it with client 1, which cannot be taken out",
+        "its host sent one mean of it and client 1, which cannot be taken out",
     ),
 }
 

@@ -211,6 +211,13 @@ def test_a_page_that_a_newcomer_reads_has_1500_words_at_most(page: str) -> None:
     assert len(" ".join(read).split()) <= 1500
 
 
+def test_a_numbered_equation_has_no_line_break() -> None:
+    """Sphinx puts a formula with a line break into an environment that takes no number."""
+    for page in PAGES.rglob("*.md"):
+        for formula in re.findall(r"\$\$(.*?)\$\$", page.read_text(), re.DOTALL):
+            assert not ("\\tag" in formula and "\\\\" in formula), f"{page.name}: {formula}"
+
+
 def test_links_between_pages_lead_to_files_of_the_repository() -> None:
     pages = [*ROOT.glob("*.md"), *PAGES.rglob("*.md"), *(ROOT / "simulations").rglob("*.md")]
     for page in pages:

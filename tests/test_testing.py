@@ -17,8 +17,16 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import strategy as flowers
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from problems import Linear, quadratics
+from torch import nn
 
-from clients import AnyAlgorithmClient, Border, ContextStore, DittoClient, FedADMMClient
+from clients import (
+    AnyAlgorithmClient,
+    Border,
+    ContextStore,
+    DittoClient,
+    FedADMMClient,
+    Problem,
+)
 from clients import client_id as id_of
 from fl_strategies import FedADMM, FedAvg
 from fl_strategies.testing import (
@@ -459,14 +467,22 @@ def test_every_law_of_clients_has_its_fault() -> None:
     assert {name for name, *_ in CLIENT_FAULTS} == {one.__name__ for one in CLIENT_LAWS}
 
 
+def new_module(context: Context) -> AnyAlgorithmClient:
+    """Return a client whose module is drawn anew for each message, as the README's is."""
+    x = torch.randn(20, 2, generator=torch.Generator().manual_seed(id_of(context)))
+    y = (x[:, 0] > x[:, 1]).long()
+    return AnyAlgorithmClient(Problem(nn.Linear(2, 2), nn.functional.cross_entropy, x, y))
+
+
 @pytest.mark.parametrize(
     ("make", "without"),
     [
+        (new_module, {"evaluation", "personalized_model"}),
         (Plain, {"one_sample", "personalized_model"}),
         (of_ours(AnyAlgorithmClient), {"personalized_model"}),
         (of_ours(DittoClient), set()),
     ],
-    ids=["plain", "any", "ditto"],
+    ids=["new-module", "plain", "any", "ditto"],
 )
 def test_sound_clients_pass(make: Any, without: set[str]) -> None:
     findings = check_client(make)

@@ -241,8 +241,8 @@ def _weight_in(algorithm: str, clients: Iterable[Any]) -> Callable[..., float]:
     weight = strategy.weight if strategy else next(filter(None, of_clients), None)
     if weight is None:
         raise ValueError(
-            f"no weight of {algorithm!r} is known here, by which uploads would be folded: give its"
-            ' client class the attribute `weight`, or its strategy fold="off"'
+            f"no weight of {algorithm!r} is known here, by which uploads would be averaged: give"
+            ' its client class the attribute `weight`, or its strategy fold="off"'
         )
     return weight
 

@@ -316,7 +316,7 @@ class _LegacyStrategy(Strategy):
             )
         if self.secure is not None and not masked:
             raise ValueError(
-                "replies came without masks: run the rounds by"
+                "replies came without secure aggregation: run the rounds by"
                 " DefaultWorkflow(fit_workflow=workflow) with the workflow that as_legacy got as"
                 " `secure`, or give as_legacy none"
             )

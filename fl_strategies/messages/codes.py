@@ -1,4 +1,4 @@
-"""Codes (``fl_strategies.parts.compression``): uploads decoded without trust, and downloads."""
+"""Compressed updates (``fl_strategies.parts.compression``), read without trust; and downloads."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def unpack_reply(content: RecordDict, *, folds: bool = False) -> dict[int, Conte
         slices = {} if folded else _slices(stacked, content.array_records)
         fold = _fold(folded, content.array_records) if folded else None
         if folds and (stacked or ({*numbers} - {*folded})):
-            raise ValueError("it has uploads that are not folded")
+            raise ValueError("it has uploads outside its mean")
         twice = {*failures} & {*numbers, *words, *slices}
         if twice or len({*failures}) < len(failures):
             raise ValueError(f"clients {sorted(twice or failures)[:5]} are there twice")
@@ -242,7 +242,7 @@ def _slices(
 def _fold(clients: Sequence[int], records: Mapping[str, ArrayRecord]) -> Fold:
     """Return the mean that replaces the uploads of ``clients``."""
     if len({*clients}) < len(clients):
-        raise ValueError("clients are folded twice")
+        raise ValueError("clients are in the mean twice")
     if len(records) != 1:
         raise ValueError(f"{len(records)} ArrayRecords, expected one")
     arrays = {name: decode(array) for name, array in next(iter(records.values())).items()}

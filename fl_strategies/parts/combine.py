@@ -2,7 +2,7 @@
 
 A rule that averages models does so by ``round.mean`` alone; a part of this stage is another
 ``round.mean``. Each upload counts alike: the rule's weights do not count, and neither does what a
-client says of its number of samples. Hosts do not fold, because the server needs each upload.
+client says of its number of samples. Hosts send every upload, not a mean: the server needs each.
 
 Buffers (running statistics, counters) are combined number by number, integers rounded: by the part
 itself if it does so with the model, else by the median. A part that chooses uploads by their

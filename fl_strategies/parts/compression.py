@@ -115,4 +115,6 @@ class BFloat16(Compression):
 def check_size(code: Code, expected: int) -> None:
     """Raise ``ValueError`` unless the code has ``expected`` bytes."""
     if code.size != expected:
-        raise ValueError(f"it has {code.size} bytes, and a code of this model {expected}")
+        raise ValueError(
+            f"it has {code.size} bytes, and a compressed update of this model {expected}"
+        )

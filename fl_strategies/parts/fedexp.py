@@ -15,7 +15,7 @@ evaluation, callbacks and the result get; theta is what trains and what checkpoi
 
 (1) is the step of projections: it is derived for the mean of models that can all fit their data. If
 clients disagree at the optimum, e grows near it up to sum_i p_i ||w_i - theta||^2 / (2 eps), and a
-small eps keeps theta from resting there.
+small eps keeps theta from settling there.
 
 Reference: Jhunjhunwala, Wang, Joshi, "FedExP: Speeding Up Federated Averaging via Extrapolation",
 ICLR 2023, Algorithm 1 and Section 4.

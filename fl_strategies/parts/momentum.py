@@ -8,7 +8,7 @@ beta  momentum, in [0, 1)
 lr    server rate, > 0; with lr = 1 and beta = 0 the part changes no bit
 
 Where a rule's fixed point is theta = aggregated, v is 0 there, and the fixed point stays. It is
-Flower's ``FedAvgM``, around any algorithm.
+Flower's ``FedAvgM``, with any algorithm.
 
 Reference: Hsu, Qi, Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated
 Visual Classification", 2019, Section 3.

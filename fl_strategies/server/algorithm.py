@@ -243,7 +243,7 @@ class Algorithm(Options):
 
     @property
     def sends_distances(self) -> bool:
-        """Whether a host that folds sends ||v_i - theta||^2 of each upload v_i."""
+        """Whether a host that sends a mean adds ||v_i - theta||^2 of each upload v_i."""
         step = self.server_step
         return self.folds_distances or (step is not None and step.needs_distances)
 

@@ -1,8 +1,8 @@
-"""Which of Flower's wrappers, mods and masks are allowed between a strategy and its clients.
+"""Which of Flower's wrappers, mods and workflows are allowed between a strategy and its clients.
 
 A strategy says by ``averages`` what its server rule takes the mean of. Clipping and noise are right
-for models, and wrong for changes that must add up; masks reveal only the mean. A combination that
-is wrong is refused, with a reason, before any reply counts.
+for models, and wrong for changes that must add up; secure aggregation reveals only the mean. A
+combination that is wrong is refused, with a reason, before any reply counts.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Caller:
         if not (unusable and self.exact):
             return ""
         return (
-            f"{unusable} unusable replies cannot be taken out of a masked sum, nor the noise of a"
-            " wrapper be made for fewer"
+            f"{unusable} unusable replies cannot be taken out of a securely aggregated sum, nor the"
+            " noise of a wrapper be made for fewer"
         )
 
     def intact(self, averages: Averages, wire: Layout) -> frozenset[str]:

@@ -171,8 +171,8 @@ def refused(asked: Asked, good: Mapping[int, tuple[Reply, Upload]]) -> dict[int,
         mine = [client for client in fold.clients if fold_of.get(client) is fold]
         try:
             if spoilt := [client for client in fold.clients if client not in mine]:
-                said = f"its host folded it with {named(spoilt)}, which cannot be taken out"
-                raise BadReply(said)
+                said = f"its host sent one mean of it and {named(spoilt)}"
+                raise BadReply(f"{said}, which cannot be taken out")
             check_fold(asked, [good[client][1] for client in mine])
         except BadReply as fault:
             faults |= dict.fromkeys(mine, fault)

@@ -47,7 +47,7 @@ TAKEN = (SERVER - REPORTED).union(WORK, (f"{n}{end}" for n in WORK for end in SP
 
 
 class Outcome(NamedTuple):
-    """What a round comes to: the next model, or why there is none, and the next server state.
+    """What a round gives: the next model, or why there is none, and the next server state.
 
     ``model`` is None in a skipped round, and ``skipped`` says why. ``info`` holds the numbers that
     the algorithm and its parts report of the round, ``parts`` the parts' states.

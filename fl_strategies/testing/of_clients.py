@@ -162,6 +162,7 @@ def leaves_generators(subject: ClientSubject) -> None:
     """Training leaves the process's global generators as they were: other clients share them."""
     request = subject.first_requests()[0]
     with seeded(OWN):
+        subject.client_fn(subject.context())  # which may draw, for a model
         before = draws()
     with seeded(OWN):
         subject.reply(request, subject.context())
