@@ -103,7 +103,7 @@ def test_a_serverapp_makes_its_data_while_processes_are_forked() -> None:
     subprocess.run(command, env=environment, timeout=180, check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.xdist_group("engine")
 def test_asynchronous_training_by_the_clock_is_the_same_on_ray(tmp_path: Path) -> None:
     config = RunConfig.parse(

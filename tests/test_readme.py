@@ -98,9 +98,9 @@ def test_the_readmes_comparison_runs(tmp_path: Path) -> None:
 def test_the_demo_ends_with_a_table_and_the_path_of_its_results(tmp_path: Path) -> None:
     assert any("make demo\n" in block for block in blocks("bash"))
     assert "$(BIN)/python -m simulations.lab.demo" in (ROOT / "Makefile").read_text()
-    short = ["--rounds", "2", "--clients", "10", "--output", str(tmp_path)]
+    short = "--algorithms fedadmm --rounds 2 --clients 10 --output".split()
     done = subprocess.run(
-        [sys.executable, "-m", "simulations.lab.demo", *short],
+        [sys.executable, "-m", "simulations.lab.demo", *short, str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -108,7 +108,7 @@ def test_the_demo_ends_with_a_table_and_the_path_of_its_results(tmp_path: Path) 
     )
     lines = done.stdout.splitlines()
     assert lines[-1] == f"results: {tmp_path}"
-    assert [line.split()[1] for line in lines[-4:-2]] == ["fedadmm", "fedavg"]
+    assert lines[-3].startswith("| fedadmm |")
     assert any("round 2/2" in line for line in lines)
 
 
