@@ -98,7 +98,7 @@ def test_the_readmes_comparison_runs(tmp_path: Path) -> None:
 def test_the_demo_ends_with_a_table_and_the_path_of_its_results(tmp_path: Path) -> None:
     assert any("make demo\n" in block for block in blocks("bash"))
     assert "$(BIN)/python -m simulations.lab.demo" in (ROOT / "Makefile").read_text()
-    short = "--algorithms fedadmm --rounds 2 --clients 10 --output".split()
+    short = ["--algorithms", "fedadmm", "--rounds", "2", "--clients", "10", "--output"]
     done = subprocess.run(
         [sys.executable, "-m", "simulations.lab.demo", *short, str(tmp_path)],
         cwd=ROOT,
