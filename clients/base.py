@@ -350,6 +350,7 @@ class FederatedClient(NumPyClient):
         model, nonce = self.problem.model, begun.kept.nonce
         last = steps[-1]
         checks.check_step(self, begun.state, last, config)
+        checks.check_reported(self.algorithm, steps)
         vectors = [last.extra_vectors[name] for name in self.extra_vectors]
         metrics, left_out = metrics_of(self.algorithm, model, steps, config), None
         metrics = {**checks.checked_scalars(self, last.scalars, metrics), **metrics}
@@ -388,7 +389,7 @@ class FederatedClient(NumPyClient):
         self, training: LocalTraining, begun: Start, budget: Budget, number: int, config: Config
     ) -> Any:
         rng, seed, streams = self.streams(number, config)
-        asked_by = f"{self.algorithm} asks client {self.client_id}"
+        asked_by = f"{self.algorithm} asks its clients"
         if isinstance(self.problem, OwnTraining):
             return OwnOracle(self.problem, Work(config, rng, budget, asked_by))
         assert isinstance(self.problem, Problem)
@@ -407,7 +408,7 @@ class FederatedClient(NumPyClient):
             self.step(state, received, Asking(), RequestConfig(config, round=number))
         except Missing as error:
             raise ValueError(
-                f"{self.algorithm} asks client {self.client_id} {error}: give the client a Problem"
+                f"{self.algorithm} asks its clients {error}: give the client a Problem"
             ) from None
         problem.check_settings(config)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -24,6 +24,8 @@ from fl_strategies.solvers.own_steps import check_only_fine_tuning
 
 RESERVED = (*IN_TRAINING, "state-nonce", "num-examples")
 """What clients report in addition to the metrics of their work."""
+OF_CLIENT = ("algorithm", "layout", "device", "clipping-norm")
+"""What they say of themselves."""
 
 
 class Client(Protocol):
@@ -47,6 +49,8 @@ def check_id(client_id: Any, store: object) -> None:
 
 def check_data(problem: LocalProblem, test: Problem | None, training: object) -> None:
     """Raise ``ValueError`` for a ``test`` of another module, or a ``training`` without effect."""
+    kind = "a Problem or an OwnTraining"
+    require(hasattr(problem, "model"), "problem", kind, type(problem).__name__)
     same = test is None or test.model.module is problem.model.module
     require(same, "test", "of the problem's module", "another module")
     if training is not None and not isinstance(problem, Problem):
@@ -134,6 +138,17 @@ def not_finite(batch: Batch) -> str:
         if bad:
             return f"{name} have NaN or infinity in {bad} of {len(value)} samples"
     return ""
+
+
+def check_reported(algorithm: str, steps: Sequence[Step]) -> None:
+    """Raise ``ValueError`` if a training loop of one's own reports a number by a name of ours."""
+    for step in steps:
+        ours = {*RESERVED, *OF_CLIENT, *step.scalars}
+        reported = {} if step.solved is None else step.solved.metrics
+        if clash := sorted(ours & reported.keys()):
+            raise ValueError(
+                f"train must not return numbers {clash}, which the client of {algorithm} reports"
+            )
 
 
 def checked_scalars(

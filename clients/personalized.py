@@ -172,12 +172,12 @@ def _model_of(
     owner = _owner(store)
     if owner is None:
         raise StateError(f"{where} holds no state: no client has trained and kept one there")
-    check_promises(owner.algorithm, model)
     if model.signature != owner.model:
         raise StateError(
             f"{where} holds states of model {owner.model}, and the module is {model.signature}:"
             " give the clients' Border if it has options (share, train)"
         )
+    check_promises(owner.algorithm, model)
     if last is not None and last.run["run-id"] != owner.run:
         raise StateError(
             f"the checkpoint is of run {last.run['run-id']!r}, and {where} holds states of run"

@@ -184,7 +184,7 @@ def around_a_loop(name: str) -> str:
     if not reply.has_error():
         return ""
     found = re.search(
-        r"asks client 0 for (.*), which a training loop|one's own does not use (.*): what",
+        r"asks its clients for (.*), which a training loop|one's own does not use (.*): what",
         reply.error.reason,
     )
     if found is None:

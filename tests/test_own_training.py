@@ -123,7 +123,7 @@ def test_what_a_rule_misses_is_said_before_anything_is_trained(
 ) -> None:
     strategy = ROW[name].strategy(local={}, node_wait=0.01, **options)
     train(strategy, InProcessGrid(own_app(quadratics(2), no_loop), 2), 1)
-    assert f"{name} asks client 0 for {misses}, which a training loop of one's own" in caplog.text
+    assert f"{name} asks its clients for {misses}, which a training loop of one's own" in caplog.text
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -161,7 +161,7 @@ def test_an_optimizer_whose_steps_are_not_known_to_add_up_is_refused_by_name(
         Adam(module.parameters()).step()
 
     train(SCAFFOLD(fraction_evaluate=0.0), InProcessGrid(own_app(quadratics(1), loop), 1), 1)
-    assert "scaffold asks client 0 for what its steps add up to" in caplog.text
+    assert "scaffold asks its clients for what its steps add up to" in caplog.text
     assert "the training loop steps Adam" in caplog.text
 
 

@@ -334,7 +334,8 @@ class Fetched(Samples):
                 samples = len(next(x for x in tree_leaves(inputs) if isinstance(x, Tensor)))
             yield Batch(inputs, targets, samples)
         if none:
-            raise ValueError(f"the {type(loader.dataset).__name__} has no samples")
+            why = "drop_last leaves none" if loader.drop_last else "it has no samples"
+            raise ValueError(f"no mini-batch comes of the {type(loader.dataset).__name__}: {why}")
 
 
 class OneBatch(Samples):

@@ -66,7 +66,7 @@ class ClientOracle(ByTraining):
     climb : Tensor, optional
         Where gradients of ``solve`` are taken from w [d] (:func:`clients.learning.sam.climb_of`).
     asked_by : str
-        The beginning of an error's text, "fedpd asks client 4".
+        The beginning of an error's text, "fedpd asks its clients".
     """
 
     def __init__(

@@ -27,7 +27,7 @@ from clients.learning.evaluate import Hits, hits, joined, numbers_of, scores_of
 from clients.learning.local_problem import LocalProblem, Metrics
 from clients.learning.replay import without_trace
 from fl_strategies.core.layout import few
-from fl_strategies.core.schedules import check
+from fl_strategies.core.schedules import check, require
 from fl_strategies.solvers.local import LocalTraining
 
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
@@ -114,6 +114,7 @@ class Problem(LocalProblem):
         autocast: torch.dtype | None = None,
         metrics: Measure | None = None,
     ) -> None:
+        require(callable(loss), "loss", "a function of outputs and targets", loss)
         parameters = loss.named_parameters() if isinstance(loss, nn.Module) else ()
         if own := [name for name, parameter in parameters if parameter.requires_grad]:
             raise ValueError(

@@ -76,7 +76,7 @@ class Terms:
     views : callable
         Returns a vector's pieces.
     asked_by : str
-        The beginning of an error's text, "fedadmm asks client 4".
+        The beginning of an error's text, "fedadmm asks its clients".
     rates : bool
         Whether the weights of the steps' gradients are summed, which needs ``torch.optim.SGD``.
     most : float
@@ -114,6 +114,8 @@ class Terms:
         self._momenta = weakref.WeakKeyDictionary()
         self._weights: dict[int, Any] = {}
         self._first: dict[int, float] = {}
+        self._stepped = set[int]()
+        self._left: dict[int, int] = {}
         self._skipped: Any = 0
         self._steps = self._others = self._withheld = 0
         self.fault: ValueError | None = None
@@ -188,23 +190,27 @@ class Terms:
         return self._counted is not None
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Project what a step came to, and move ahead."""
+        """Move ahead, and note what the step left."""
         if self._counted is None or self._counted[0] is not optimizer:
             return
         _, held, skipped = self._counted
         self._counted = None
-        if self._ahead is None:
-            return
-        with torch.no_grad():
-            for place, p, _ in held:
-                x, before = self._x[place].to(p), self._before[place].to(p)
-                if self._ahead.box:
-                    p.clamp_(-self._ahead.box, self._ahead.box)
-                new = p.detach().clone()
-                if skipped is not None:
-                    new, x = torch.where(skipped, x, new), torch.where(skipped, before, x)
-                self._x[place], self._before[place] = new, x
-                p.copy_(new + self._ahead.extrapolation * (new - x))
+        if self._ahead is not None:
+            self._move(self._ahead, held, skipped)
+        self._left.update((place, p._version) for place, p, _ in held)
+
+    @torch.no_grad()
+    def _move(self, ahead: Ahead, held: Sequence[Held], skipped: Any) -> None:
+        """Project what a step came to, and move ahead."""
+        for place, p, _ in held:
+            x, before = self._x[place].to(p), self._before[place].to(p)
+            if ahead.box:
+                p.clamp_(-ahead.box, ahead.box)
+            new = p.detach().clone()
+            if skipped is not None:
+                new, x = torch.where(skipped, x, new), torch.where(skipped, before, x)
+            self._x[place], self._before[place] = new, x
+            p.copy_(new + ahead.extrapolation * (new - x))
 
     def saw(self, optimizer: Optimizer) -> None:
         """Note a step of an optimizer that holds no attached parameter."""
@@ -224,10 +230,13 @@ class Terms:
     def check_seen(self) -> None:
         """Raise ``ValueError`` if the terms were needed, and no step of the module got them.
 
-        Also raise what was raised inside the loop, if the loop caught it.
+        Also raise what was raised inside the loop, if the loop caught it; and if the rule needs to
+        know the steps, and the loop changed what the last one left.
         """
         if self.fault is not None:
             raise self.fault
+        if self._rates or self._ahead:
+            self._check_left()
         if not self.needed or self.steps:
             return
         seen = ["nothing was attached: call attach(model) after load_state_dict"]
@@ -241,6 +250,23 @@ class Terms:
             f"{self._asked_by} for training with the algorithm's terms, which optimizer steps get,"
             f" and {'; '.join(seen)}"
         )
+
+    def _check_left(self) -> None:
+        now = {place: self._parameters[place] for place in self._left}
+        if any(p is not None and p._version != self._left[place] for place, p in now.items()):
+            raise ValueError(
+                f"{self._asked_by} for what its optimizer steps come to, and the training loop"
+                " changed the model after its last step, as restoring the best weights does: return"
+                " what that step left"
+            )
+
+    @property
+    def unstepped(self) -> list[tuple[int, nn.Parameter]]:
+        """The attached parameters that no step was of, and their places, if terms are needed."""
+        if not self.needed:
+            return []
+        places = enumerate(self._parameters)
+        return [(i, p) for i, p in places if p is not None and i not in self._stepped]
 
     @property
     def steps(self) -> int:
@@ -320,6 +346,7 @@ class Terms:
     def count(self, step: Step) -> None:
         """Count a step, and weigh its gradients."""
         self._steps += 1
+        self._stepped.update(held.place for held in step.held)
         found = getattr(step.optimizer, "found_inf", None)
         skipped = None if found is None else found > 0
         if skipped is not None:

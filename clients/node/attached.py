@@ -126,7 +126,8 @@ class ClientApp(clientapp.ClientApp):
                 "module, train, num_samples), ...)"
             )
         require(callable(store), "store", "a function of the context", store)
-        require(model is None or callable(model), "model", "a function that returns it", model)
+        makes = callable(model) and not isinstance(model, nn.Module | Border)
+        require(model is None or makes, "model", "a function that returns it", model)
         super().__init__(mods=mods)
         self._outside, self._own_queries = [*(mods or [])], set[str]()
         self._store, self._model, self._max_steps = store, model, max_steps
@@ -252,6 +253,8 @@ class Request:
                 content[key] = copy.copy(record)
         message.content = content
         reply = self._call_next(message, self.context)
+        kind = type(reply).__name__
+        require(isinstance(reply, Message), "what the app's function returns", "a Message", kind)
         if reply.has_error():
             raise ValueError(f"the app's function answered with an error: {reply.error.reason}")
         return reply
@@ -275,15 +278,16 @@ class Attached(OwnTraining):
 
     def run(self, terms: Terms, model: Border, config: dict[str, Any], *, aside: bool) -> Any:
         self._terms, self._fixed_names = terms, model.fixed_names
-        token = _TRAINED.set(self)
+        token, sent = _TRAINED.set(self), self._arrays()
         told = {name: value for name, value in config.items() if name in ("seed", "epochs")}
         try:
-            reply = self.request.answered(self._arrays(), told)
+            reply = self.request.answered(sent, told)
         finally:
             _TRAINED.reset(token)
             while self._fixed:
                 self._fixed.pop().requires_grad_(True)
         self._take(reply)
+        self._check_stepped(terms, sent)
         if not aside:
             self._reply = reply
         record: Any = next(iter(reply.content.metric_records.values()), {})
@@ -308,7 +312,14 @@ class Attached(OwnTraining):
         assert self._reply is not None
         content = self._reply.content
         key = next(iter(content.metric_records), METRICS)
-        content[key] = MetricRecord({**numbers, **content.metric_records.get(key, {})})
+        own = content.metric_records.get(key, MetricRecord())
+        if clash := sorted(numbers.keys() & own.keys() - {"steps", "epochs"}):
+            algorithm = str(self.request.config["algorithm"])
+            raise ValueError(
+                f"the app's function must not report {clash}, which the client of {algorithm}"
+                " reports"
+            )
+        content[key] = MetricRecord({**numbers, **own})
         if words:
             content[CONFIG] = ConfigRecord({**content.config_records.get(CONFIG, {}), **words})
         if arrays is not None:
@@ -347,6 +358,26 @@ class Attached(OwnTraining):
             if p is not None and once.setdefault(id(p), place) != place:
                 parameters[place] = None  # its other name has the same terms
         self._terms.attach(parameters)
+
+    def _check_stepped(self, terms: Terms, sent: Arrays) -> None:
+        """Raise ``ValueError`` if an array changed whose attached parameter no optimizer stepped.
+
+        Another parameter was trained in its place, without the algorithm's terms.
+        """
+        names = self.model.layout.trainable
+        changed = [
+            names[place]
+            for place, p in terms.unstepped
+            if not torch.equal(
+                torch.from_numpy(sent[names[place]]).to("cpu", p.dtype),
+                self.model.shared[place].detach().to("cpu", p.dtype),
+            )
+        ]
+        if changed:
+            raise ValueError(
+                f"the reply's arrays {few(changed)} changed, and no optimizer stepped the"
+                " parameters that attach(model) saw: call it after the last change of layers"
+            )
 
     def _arrays(self) -> Arrays:
         return self.model.arrays_of([*self.model.tensors()])

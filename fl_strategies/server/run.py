@@ -351,7 +351,8 @@ class Run:
         where, saved = checkpoints.directory, last.run
         before = saved["settings"]
         if changes := [
-            f"{name} was {before.get(name)!s:.60}, is {settings.get(name)!s:.60}"
+            f"{name} was {before.get(name, 'not set')!s:.60}, is"
+            f" {settings.get(name, 'not set')!s:.60}"
             for name in {**settings, **before}
             if before.get(name) != settings.get(name)
         ]:
