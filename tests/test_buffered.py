@@ -255,8 +255,13 @@ PLAYED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[], Any]]] = {
             {"size": size, "staleness": kind, **given, **({"mixing": 0.6} if mixing else {})},
             partial(averaged, weight, mixing=mixing),
         )
-        for kind, (given, weight) in STALENESS.items()
-        for name, size, mixing in (("fedasync", 1, 0.6), ("mixed", 3, 0.6), ("moved", 3, 0.0))
+        for name, size, mixing, kinds in (
+            ("fedasync", 1, 0.6, ["hinge"]),
+            ("mixed", 3, 0.6, ["polynomial"]),
+            ("moved", 3, 0.0, [*STALENESS]),
+        )
+        for kind in kinds
+        for given, weight in [STALENESS[kind]]
     },
     "fedadmm": (
         {"make": FedADMM, "eta": "fraction", "rho": 0.5}, {"size": 3}, lambda: summed(9, 0.5)
