@@ -324,17 +324,6 @@ one_of_each_mechanism = pytest.mark.parametrize(
 """For laws of what is around algorithms, in which those of one mechanism do not differ."""
 
 
-def _id(value: Any) -> str:
-    return str(getattr(value, "name", value))
-
-
-def every_algorithm_and(name: str, quick: Any, slow: Any) -> pytest.MarkDecorator:
-    """Give each algorithm the ``quick`` value of a parameter, and a few the ``slow`` one too."""
-    few = [pytest.param(row, slow, marks=pytest.mark.slow) for row in TABLE if row.name in SAMPLE]
-    every = [pytest.param(row, quick, marks=pytest.mark.sampled) for row in TABLE]
-    return pytest.mark.parametrize(("row", name), [*every, *few], ids=_id)
-
-
 def local(**others: Any) -> dict[str, Any]:
     """Return ``STEPS`` full-batch steps, but for ``others``, without what these make idle."""
     made = {"solver": "gd", "lr": RATE, "epochs": STEPS} | others
