@@ -340,6 +340,12 @@ def train(strategy: FederatedStrategy, on: InProcessGrid, rounds: int) -> np.nda
     return to_vector(strategy.start(on, to_record(START), rounds).arrays)
 
 
+def rounds_of(strategy: FederatedStrategy, name: str) -> list[float]:
+    """Return this number of each round of training."""
+    rounds = strategy.result.train_metrics_clientapp.values()
+    return [float(row[name]) for row in rounds]  # type: ignore[arg-type]
+
+
 class Shuffled(InProcessGrid):
     """Replies arrive in reverse."""
 

@@ -17,7 +17,7 @@ from arrivals import Slow
 from federations import drop
 from flwr.app import Error, Message
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
-from laws import RATE, REVIEWED, START, TABLE, Row, Shuffled, local, quiet, train
+from laws import RATE, REVIEWED, START, TABLE, Row, Shuffled, local, quiet, rounds_of, train
 from limits import STEPS
 from problems import (
     CLIENT_OF,
@@ -66,11 +66,6 @@ some_taken = pytest.mark.parametrize(
     "row", [row for row in TAKEN if row.name in ("fedavg", "fedadmm", "moon")], ids=str
 )
 ADMM: dict[str, Any] = {"eta": "fraction", "rho": 0.5, "clock": CLOCK}
-
-
-def rounds_of(strategy: FederatedStrategy, name: str) -> list[float]:
-    rounds = strategy.result.train_metrics_clientapp.values()
-    return [float(row[name]) for row in rounds]  # type: ignore[arg-type]
 
 
 def asynchronous(row: Row, size: int = 2, concurrency: int = 4, **others: Any) -> FederatedStrategy:
