@@ -221,15 +221,6 @@ def test_a_round_in_which_nobody_is_there_is_skipped_and_time_goes_on(tmp_path: 
     assert by_rounds.result.skipped == [1, 2, 3, 4, 5]
 
 
-# ---- everywhere the same -------------------------------------------------------------------------
-
-WORLD: dict[str, Any] = {
-    "clock": Clock(step=0.1, spread=1.0, jitter=0.3, upload=0.001, dropout=0.2),
-    "availability": Markov(on=4, off=4),
-    "fraction_train": 0.7,
-}
-
-
 def test_privacy_counts_on_all_being_there() -> None:
     with pytest.raises(ValueError, match=r"availability=Bernoulli.*epsilon counts on"):
         FedAvg(weights="uniform", privacy=Gaussian(), availability=Bernoulli())

@@ -67,7 +67,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "fedbcd-i": {"zeta": 0.6, "box": 3.2},
     "fedbc": {"local_start": "client"},
 }
-START_IN = 6
 MOMENTUM = {"fednova", "scaffold", "fedavg", "fedadmm"}
 
 

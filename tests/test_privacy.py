@@ -29,7 +29,7 @@ from wrapped import (
 from fl_strategies import FedAvg, FederatedStrategy, FedProx
 
 SIZES = np.array([q.n for q in PROBLEMS])
-EQUAL, BY_SIZE = np.full(3, 1 / 3), SIZES / SIZES.sum()
+BY_SIZE = SIZES / SIZES.sum()
 
 
 def update(i: int, theta: np.ndarray, mu: float = 0.0) -> np.ndarray:
