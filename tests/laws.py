@@ -76,8 +76,7 @@ class Row:
     local: dict[str, Any] = field(default_factory=dict)
     """How its clients train, whatever a test asks for."""
     rounds: int = 240
-    """In which it comes within 1e-9 of its limit on the problems of the first law; a single client
-    and its personalized model have 120 or more."""
+    """In which it comes within 1e-9 of its limit on the problems of the first law."""
 
     def __post_init__(self) -> None:
         declared = STRATEGIES[self.name].declarations

@@ -181,7 +181,7 @@ def test_an_algorithms_client_keeps_the_laws_of_every_client(row: Row, law: Any)
 @every_algorithm
 def test_a_single_client_goes_to_its_own_minimiser(row: Row) -> None:
     (q,) = quadratics(1)
-    found = train(row.strategy(local=local(lr=3 * RATE)), grid([q]), max(120, row.rounds))
+    found = train(row.strategy(local=local(lr=3 * RATE)), grid([q]), 120)
     np.testing.assert_allclose(found, q.b, atol=1e-9)
 
 
