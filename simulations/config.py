@@ -247,11 +247,8 @@ class RunConfig:
             hint = unknown([self.algorithm], STRATEGIES)
             raise ValueError(f"unknown algorithm {hint}; known: {listed(sorted(STRATEGIES))}")
         usual = defaults(self.algorithm, self.dataset, self.solver)
-        unset = {
-            name: value
-            for name, value in usual.items()
-            if getattr(self, name) == {f.name: f.default for f in fields(self)}[name]
-        }
+        of_all = {f.name: f.default for f in fields(self)}
+        unset = {n: value for n, value in usual.items() if getattr(self, n) == of_all[n]}
         full = replace(self, **unset)
         params = parse_params(usual.get("params", "")) | parse_params(self.params, "params")
         states = self.state_dir if self.stateful else ""  # others have none to put there

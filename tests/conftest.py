@@ -5,6 +5,7 @@ It imports nothing large: the process that hands out the tests to others reads i
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -117,6 +118,17 @@ def real_datasets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 def note(request: pytest.FixtureRequest, what: str) -> None:
     """Have the end of the test run count this test."""
     request.node.user_properties.append(("data", what))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while tests are collected and modules imported: nearly all of it stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()  # what stays is not looked through again
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -76,8 +76,7 @@ class Row:
     local: dict[str, Any] = field(default_factory=dict)
     """How its clients train, whatever a test asks for."""
     rounds: int = 240
-    """In which it comes within 1e-9 of its limit on the problems of the first law; a single client
-    and its personalized model have 120 or more."""
+    """In which it comes within 1e-9 of its limit on the problems of the first law."""
 
     def __post_init__(self) -> None:
         declared = STRATEGIES[self.name].declarations
@@ -324,17 +323,6 @@ one_of_each_mechanism = pytest.mark.parametrize(
 """For laws of what is around algorithms, in which those of one mechanism do not differ."""
 
 
-def _id(value: Any) -> str:
-    return str(getattr(value, "name", value))
-
-
-def every_algorithm_and(name: str, quick: Any, slow: Any) -> pytest.MarkDecorator:
-    """Give each algorithm the ``quick`` value of a parameter, and a few the ``slow`` one too."""
-    few = [pytest.param(row, slow, marks=pytest.mark.slow) for row in TABLE if row.name in SAMPLE]
-    every = [pytest.param(row, quick, marks=pytest.mark.sampled) for row in TABLE]
-    return pytest.mark.parametrize(("row", name), [*every, *few], ids=_id)
-
-
 def local(**others: Any) -> dict[str, Any]:
     """Return ``STEPS`` full-batch steps, but for ``others``, without what these make idle."""
     made = {"solver": "gd", "lr": RATE, "epochs": STEPS} | others
@@ -349,6 +337,12 @@ def quiet(make: Callable[..., Made], **options: Any) -> Made:
 def train(strategy: FederatedStrategy, on: InProcessGrid, rounds: int) -> np.ndarray:
     """Return the model [5] after ``rounds``."""
     return to_vector(strategy.start(on, to_record(START), rounds).arrays)
+
+
+def rounds_of(strategy: FederatedStrategy, name: str) -> list[float]:
+    """Return this number of each round of training."""
+    rounds = strategy.result.train_metrics_clientapp.values()
+    return [float(row[name]) for row in rounds]  # type: ignore[arg-type]
 
 
 class Shuffled(InProcessGrid):

@@ -20,7 +20,6 @@ import psutil
 import pytest
 import torch
 from flwr.app import Context, RecordDict
-from flwr.cli.build import build_fab_from_files
 
 from clients import InProcessGrid
 from fl_strategies import apps
@@ -220,6 +219,8 @@ LICENSES = {"0": 'license = "Apache-2.0"', "1": 'license = { file = "LICENSE" }'
 def test_flower_builds_an_app_of_both_forms_and_would_publish_it(
     form: str, license: str, tmp_path: Path
 ) -> None:
+    from flwr.cli.build import build_fab_from_files
+
     app = written("problem", tmp_path)
     text = (app / "pyproject.toml").read_text()
     assert LICENSES["1"] in text

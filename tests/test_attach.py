@@ -30,7 +30,7 @@ from limits import RATE
 from own_loops import descend, own_app
 from problems import NODES, Linear, Quadratic, half_mean_square, quadratics, to_record, to_vector
 from test_apps import accuracy, run_in_one_process
-from test_own_training import OTHERS, RUN
+from test_own_training import OTHERS
 from torch import nn
 from torch.optim import SGD
 
@@ -99,8 +99,22 @@ def request(**config: Any) -> RecordDict:
     return RecordDict({"arrays": to_record(START), "config": ConfigRecord(config)})
 
 
-@pytest.mark.parametrize("name", RUN)
-def test_every_algorithm_of_a_loop_is_the_same_to_the_bit_through_messages(name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fedavg",
+        "fednova",
+        "scaffold",
+        "fedadmm",
+        "fedpd",
+        "fedbc",
+        "fedbcd-i-async",
+        "ditto",
+        "fedrep",
+    ],
+)
+def test_a_loop_is_the_same_to_the_bit_through_messages(name: str) -> None:
+    """For what rules ask of it: steps alone, what they add up to, steps aside or ahead, a part."""
     row, problems, ends = ROW[name], quadratics(4), []
     loop = functools.partial(descend, momentum=0.9 if name in ("scaffold", "fednova") else 0.0)
     for app in (own_app(problems, loop), with_functions(ClientApp(), problems, loop=loop)):

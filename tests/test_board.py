@@ -10,6 +10,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+from board_settings import by_name, by_study
 
 from fl_strategies.core.files import FolderLock
 from fl_strategies.core.settings_text import parse_params
@@ -20,9 +21,6 @@ from simulations.lab import board, board_page, measured, studies
 from simulations.lab.reproduce import main
 from simulations.lab.studies import STUDIES, Rule, Setting, load
 from simulations.lab.tuning import with_values
-
-BOARD = {study: load(study) for study in STUDIES}
-SETTINGS = [setting for settings in BOARD.values() for setting in settings]
 
 
 def test_the_worst_and_best_tenth_are_of_each_rounds_clients(tmp_path: Path) -> None:
@@ -137,9 +135,10 @@ def test_settings_that_share_runs_read_other_figures_of_them(tmp_path: Path) -> 
 
 def test_every_study_has_settings_of_as_many_rounds_and_names_of_their_own() -> None:
     """That each of their rules has a run-config is checked when they are read."""
-    assert all(BOARD.values())
-    assert not any("rounds" in rule.config for one in SETTINGS for rule in one.rules.values())
-    assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
+    settings = by_name().values()
+    assert all(by_study().values())
+    assert not any("rounds" in rule.config for one in settings for rule in one.rules.values())
+    assert len(settings) == sum(map(len, by_study().values()))
 
 
 STUDY = """
@@ -243,8 +242,10 @@ def test_studies_leave_nothing_to_the_defaults_of_an_algorithm(
         config = board.placed(setting, tmp_path, rule, rule)
         return with_values(config, {name: values[0] for name, values in space.items()})
 
+    settings = by_name().values()
+
     def runs() -> dict[str, Any]:
-        rules = {f"{one.name}-{rule}": of(one, rule) for one in SETTINGS for rule in one.rules}
+        rules = {f"{one.name}-{rule}": of(one, rule) for one in settings for rule in one.rules}
         return {
             name: (config.fraction, parse_params(config.params), config.local())
             for name, config in rules.items()
@@ -265,15 +266,15 @@ OF_MANY = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("study", "datasets_folder"),
-    [(study, "all" if study in OF_MANY else "few") for study in BOARD],
+    [(study, "all" if study in OF_MANY else "few") for study in STUDIES],
     indirect=["datasets_folder"],
-    ids=BOARD,
+    ids=STUDIES,
 )
 def test_the_shrunk_board_runs_and_is_written(
     study: str, tmp_path: Path, datasets_folder: Path
 ) -> None:
     """The first rule of each study, as the last is often centralised training."""
-    setting = BOARD[study][0]
+    setting = load(study)[0]
     first = next(iter(setting.rules))
     folder = tmp_path / "quick"  # a study of hours may lie beside it
     options = ["--quick", "--only", setting.name, "--quiet", "--output", str(tmp_path)]
@@ -291,7 +292,7 @@ def test_the_shrunk_board_runs_and_is_written(
 def test_the_shrunk_board_resumes(
     study: str, tmp_path: Path, datasets_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    setting = BOARD[study][0]
+    setting = load(study)[0]
     command = [study, "--quick", "--only", setting.name, "--quiet", "--output", str(tmp_path)]
     folder = tmp_path / "quick"
     main([*command, "--rules", [*setting.rules][-1]])

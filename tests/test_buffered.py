@@ -17,7 +17,7 @@ from arrivals import Slow
 from federations import drop
 from flwr.app import Error, Message
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
-from laws import RATE, REVIEWED, START, TABLE, Row, Shuffled, local, quiet, train
+from laws import RATE, REVIEWED, START, TABLE, Row, Shuffled, local, quiet, rounds_of, train
 from limits import STEPS
 from problems import (
     CLIENT_OF,
@@ -66,11 +66,6 @@ some_taken = pytest.mark.parametrize(
     "row", [row for row in TAKEN if row.name in ("fedavg", "fedadmm", "moon")], ids=str
 )
 ADMM: dict[str, Any] = {"eta": "fraction", "rho": 0.5, "clock": CLOCK}
-
-
-def rounds_of(strategy: FederatedStrategy, name: str) -> list[float]:
-    rounds = strategy.result.train_metrics_clientapp.values()
-    return [float(row[name]) for row in rounds]  # type: ignore[arg-type]
 
 
 def asynchronous(row: Row, size: int = 2, concurrency: int = 4, **others: Any) -> FederatedStrategy:
@@ -255,8 +250,13 @@ PLAYED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[], Any]]] = {
             {"size": size, "staleness": kind, **given, **({"mixing": 0.6} if mixing else {})},
             partial(averaged, weight, mixing=mixing),
         )
-        for kind, (given, weight) in STALENESS.items()
-        for name, size, mixing in (("fedasync", 1, 0.6), ("mixed", 3, 0.6), ("moved", 3, 0.0))
+        for name, size, mixing, kinds in (
+            ("fedasync", 1, 0.6, ["hinge"]),
+            ("mixed", 3, 0.6, ["polynomial"]),
+            ("moved", 3, 0.0, [*STALENESS]),
+        )
+        for kind in kinds
+        for given, weight in [STALENESS[kind]]
     },
     "fedadmm": (
         {"make": FedADMM, "eta": "fraction", "rho": 0.5}, {"size": 3}, lambda: summed(9, 0.5)

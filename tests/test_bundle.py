@@ -11,7 +11,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from flwr.cli.build import build_fab_from_files
 
 pytestmark = pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")
 """Of what Flower calls to build a bundle."""
@@ -31,6 +30,8 @@ def files_of(*folders: str) -> dict[str, bytes | Path]:
 
 
 def bundle() -> zipfile.ZipFile:
+    from flwr.cli.build import build_fab_from_files
+
     found, _ = build_fab_from_files(files_of("fl_strategies", "clients", "simulations"))
     return zipfile.ZipFile(io.BytesIO(found))
 

@@ -218,7 +218,7 @@ def test_a_checkpoint_of_another_record_is_refused(tmp_path: Path) -> None:
         run(strategy(FEDADMM, tmp_path), tmp_path, 6)
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 4, 5, 6, "7"])
+@pytest.mark.parametrize("version", [1, 6, "7"])
 def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path, version: object) -> None:
     run(strategy(FEDADMM, tmp_path), tmp_path, 4)
     path = Checkpoints(tmp_path / "checkpoints").path(4)

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import SAMPLE
 from federations import lose
 from flwr.app import ArrayRecord, MetricRecord
-from laws import START, Row, every_algorithm_and, local
+from laws import START, TABLE, Row, local
 from problems import to_record
 from resumed import FEDADMM, ROUNDS, federation, interrupted, outcome, run, strategy
 
@@ -47,8 +48,14 @@ def life(row: Row, folder: Path, rounds: int, countdown: Countdown) -> None:
     (folder / "outcome.json").write_text(json.dumps(found))
 
 
-@every_algorithm_and("times", 2, 20)
-@pytest.mark.sampled("fedadmm")
+@pytest.mark.parametrize(
+    ("row", "times"),
+    [
+        (FEDADMM, 2),
+        *(pytest.param(row, 20, marks=pytest.mark.slow) for row in TABLE if row.name in SAMPLE),
+    ],
+    ids=str,
+)
 def test_a_run_that_is_killed_many_times_ends_as_if_never_killed(
     row: Row, times: int, tmp_path: Path
 ) -> None:

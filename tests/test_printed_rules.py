@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bcd import CLOUD_RULES
+from board_settings import by_name
 from laws import START, train
 from problems import DIM, Formula, grid, quadratics
 
@@ -31,7 +32,6 @@ from fl_strategies.core.settings_text import format_params, parse_params
 from fl_strategies.core.subproblem import Subproblem
 from fl_strategies.proximity import Dual, State
 from fl_strategies.solvers import delta_sgd
-from simulations.lab.studies import STUDIES, load
 
 PAPERS = ("fedadmm", "fedpd", "fedpd-vr", "fedbc", "per-fedbc", *CLOUD_RULES)
 every_form = pytest.mark.parametrize("form", ["paper", "authors"])
@@ -150,7 +150,7 @@ def test_fedbcds_server_steps_as_the_paper_and_the_authors_code_do(form: str) ->
 
 def measured() -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """Yield name, algorithm and hyperparameters of all that has a table."""
-    for setting in (one for study in STUDIES for one in load(study)):
+    for setting in by_name().values():
         for name, rule in setting.rules.items():
             keys = {**setting.config, **rule.config}
             yield f"{setting.name}, {name}", keys["algorithm"], parse_params(keys.get("params", ""))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,29 +25,36 @@ class Seen(NamedTuple):
     outcome: Outcome
 
 
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Seen]]:
-    """Return the rounds of a run, with what each came to."""
+OPTIONS: dict[str, Any] = {"local": local(), "fraction_train": 0.5, "seed": 3}
+
+
+class Noted(NamedTuple):
+    row: Row
+    rounds: list[Seen]
+
+
+@pytest.fixture(scope="module", params=TABLE, ids=str)
+def noted(request: pytest.FixtureRequest) -> Noted:
+    """Return the four rounds of an algorithm's run, with what each came to."""
     rounds: list[Seen] = []
 
-    def noted(one: Any, state: Any, round: Round, uploads: Any, **options: Any) -> Outcome:
+    def note(one: Any, state: Any, round: Round, uploads: Any, **options: Any) -> Outcome:
         before = copy.deepcopy((state, round, list(uploads)))
         outcome = next_model(one, state, round, uploads, **options)
         rounds.append(Seen(*before, copy.deepcopy(outcome)))
         return outcome
 
-    monkeypatch.setattr(module, "next_model", noted)
-    return rounds  # type: ignore[return-value]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "next_model", note)
+        train(request.param.strategy(**OPTIONS), grid(quadratics(4)), 4)
+    assert len(rounds) == 4
+    return Noted(request.param, rounds)
 
 
-@pytest.mark.parametrize("row", TABLE, ids=str)
-def test_a_strategy_that_never_ran_computes_a_runs_rounds_anew(row: Row, seen: list[Seen]) -> None:
+def test_a_strategy_that_never_ran_computes_a_runs_rounds_anew(noted: Noted) -> None:
     """So hooks read declared hyperparameters and their arguments, and nothing of the run."""
-    options: dict[str, Any] = {"local": local(), "fraction_train": 0.5, "seed": 3}
-    train(row.strategy(**options), grid(quadratics(4)), 4)
-    assert len(seen) == 4
-    for state, round, uploads, outcome in seen:
-        fresh, before = row.strategy(**options), copy.deepcopy((state, round, uploads))
+    for state, round, uploads, outcome in noted.rounds:
+        fresh, before = noted.row.strategy(**OPTIONS), copy.deepcopy((state, round, uploads))
         assert same(next_model(fresh, state, round, uploads), outcome)
         assert same((state, round, uploads), before)
         if not fresh.overlaps:  # whose cloud servers select one by one
@@ -57,15 +63,12 @@ def test_a_strategy_that_never_ran_computes_a_runs_rounds_anew(row: Row, seen: l
             assert dict(fresh.client_config(state, round, client)) is not None
 
 
-@pytest.mark.parametrize("row", TABLE, ids=str)
-def test_what_the_server_keeps_changes_a_later_round(row: Row, seen: list[Seen]) -> None:
+def test_what_the_server_keeps_changes_a_later_round(noted: Noted) -> None:
     """Its model or, where the server keeps what clients are told, its requests."""
-    options: dict[str, Any] = {"local": local(), "fraction_train": 0.5, "seed": 3}
-    train(row.strategy(**options), grid(quadratics(4)), 4)
-    first, (last, round, uploads, _) = seen[0].state, seen[-1]
+    first, (last, round, uploads, _) = noted.rounds[0].state, noted.rounds[-1]
 
     def made(state: Any) -> Any:
-        one = row.strategy(**options)
+        one = noted.row.strategy(**OPTIONS)
         config = [dict(one.client_config(state, round, client)) for client in round.connected]
         model = next_model(one, state, round, uploads).model
         return model, config, dict(one.vectors(state, round))

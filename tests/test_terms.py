@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -345,8 +346,14 @@ LOOPS: dict[str, Callable[[Case], int]] = {
 }
 
 
-@pytest.mark.parametrize("subproblem", ["slope and pull", "slope", "pull"])
-@pytest.mark.parametrize("loop", LOOPS)
+ONE_TERM = ("Adam", "SPS", "L-BFGS, strong Wolfe", "GradScaler, fused")
+"""Loops that show what one term alone adds: to gradients, to a closure's value, to scaled ones."""
+
+
+@pytest.mark.parametrize(
+    ("loop", "subproblem"),
+    [*product(LOOPS, ["slope and pull"]), *product(ONE_TERM, ["slope", "pull"])],
+)
 def test_steps_are_those_on_the_loss_with_the_terms(loop: str, subproblem: str) -> None:
     written, added = Case(subproblem, written=True), Case(subproblem, written=False)
     LOOPS[loop](written)

@@ -8,11 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import wandb
 from laws import START, local
 from problems import grid, quadratics, to_record
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.proto.wandb_internal_pb2 import Record
 
 from fl_strategies import Checkpoints, FedAvg, RoundInfo
 from fl_strategies.trackers import MLflow, TensorBoard, WandB
@@ -57,6 +55,7 @@ def test_tensorboard_has_every_metric_of_every_round_once_also_of_a_resumed_run(
 def test_weights_and_biases_offline_has_every_metric(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     tracker = WandB(mode="offline", dir=str(tmp_path), project="test")
     strategy = FedAvg(local=local(), fraction_evaluate=0.0, callbacks=[tracker])
@@ -90,6 +89,8 @@ def test_mlflow_has_every_metric_of_every_round(tmp_path: Path) -> None:
 
 def logged(path: Path) -> list[dict[str, float]]:
     """Return the rows of metrics in the file of an offline run: a log of LevelDB's format."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
     content, rows, parts, at = path.read_bytes(), [], b"", 7
     while at < len(content):
         if 32768 - at % 32768 < 7:  # no header fits into the rest of the block

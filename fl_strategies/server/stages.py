@@ -36,8 +36,6 @@ STEP = "server-step"
 """The name of the server step's state."""
 PRIVACY = "privacy"
 """The name of the privacy part's state."""
-
-
 WEIGHTS = ("staleness", "power", "grace", "mixing")
 """Hyperparameters of a buffered pace that are of models alone."""
 CLOCK, PACE = "clock", "pace"
@@ -149,12 +147,8 @@ def _not_paced(algorithm: Algorithm, called: str) -> str:
     if algorithm.counts_draws:
         return f"selection={selection!r}, which counts on each draw; use Uniform or Probabilities"
     chosen = selection is not None and not isinstance(selection, Selection)
-    cuts = isinstance(pace, Deadline) and pace.cut
-    if (
-        algorithm.clock is not None
-        and algorithm.clock.shared
-        and (cuts or isinstance(pace, Buffered))
-    ):
+    overtakes = isinstance(pace, Buffered) or (isinstance(pace, Deadline) and pace.cut)
+    if algorithm.clock is not None and algorithm.clock.shared and overtakes:
         return f"clock={algorithm.clock!r}, whose clients wait for each other: use per_device=1"
     if isinstance(pace, Buffered):
         return _not_buffered(algorithm, pace, called, chosen=chosen)
@@ -391,24 +385,18 @@ def weights_of(algorithm: Algorithm, round: Round, uploads: Sequence[Upload]) ->
 
 def begin(algorithm: Algorithm, states: States, theta: Vector) -> States:
     """Return the parts' states at the beginning of a ``start`` with the model ``theta`` [d]."""
-    step, privacy = algorithm.server_step, algorithm.privacy
-    first = {**_begun(algorithm, states)}
+    clock, step, privacy = algorithm.clock, algorithm.server_step, algorithm.privacy
+    first: dict[str, Any] = {}
+    if clock is not None:
+        clock.open()
+        if not algorithm.counts_time:
+            first[CLOCK] = states.get(CLOCK, State())
+    if isinstance(algorithm.pace, Buffered):
+        first[PACE] = states.get(PACE, AtWork())
     if privacy is not None:
         first[PRIVACY] = privacy.begin(states.get(PRIVACY))
     if step is not None:
         first[STEP] = step.begin(states.get(STEP), theta)
-    return first
-
-
-def _begun(algorithm: Algorithm, states: States) -> States:
-    """Return the states of clock and pace, by name, at the beginning of a ``start``."""
-    first: dict[str, Any] = {}
-    if algorithm.clock is not None:
-        algorithm.clock.open()
-    if algorithm.clock is not None and not algorithm.counts_time:
-        first[CLOCK] = states.get(CLOCK, State())
-    if isinstance(algorithm.pace, Buffered):
-        first[PACE] = states.get(PACE, AtWork())
     return first
 
 

@@ -38,18 +38,18 @@ class Federation(SuperLink):
     removed with it.
     """
 
-    def open(self, *, install: bool = False) -> None:
+    def open(self) -> None:
         """Make the certificates, start the SuperLink, and return when it is ready."""
         write_certificates(self.home)
         self._port = free_port()
         self.configure(self._port, f'root-certificates = "{self.home}/ca.pem"')
-        self.wait_for(self.superlink(install=install), self._port)
+        self.wait_for(self.superlink(), self._port)
 
-    def superlink(self, *, install: bool = False) -> subprocess.Popen[str]:
+    def superlink(self) -> subprocess.Popen[str]:
         """Start the SuperLink. It remembers runs and nodes if each start has the same database."""
         command = ["flower-superlink", "--host", LOOPBACK, "--port", str(self._port)]
         command += ["--enable-supernode-auth", "--database", f"{self.home}/superlink.db"]
-        command += ["--disable-runtime-dependency-installation"] * (not install)
+        command += ["--disable-runtime-dependency-installation"]
         return self.start(command + self._certificates())
 
     @property

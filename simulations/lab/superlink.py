@@ -60,12 +60,10 @@ def flwr_run(
     run_config: Mapping[str, Scalar],
     *,
     num_supernodes: int,
-    cpus: int = 1,
     gpus: float = 0.0,
     workers: int | None = None,
     on_line: Callable[[str], None] = print,
     env: Mapping[str, str] | None = None,
-    install: bool = False,
     app: str | os.PathLike[str] = ROOT,
 ) -> None:
     """Run the Flower App in `app` once, with `run_config` over the defaults in its pyproject.toml.
@@ -76,8 +74,8 @@ def flwr_run(
         Values for keys of `[tool.flwr.app.config]`; an unknown key fails the run.
     num_supernodes
         Simulated nodes; each gets its number as `partition-id` in `context.node_config`.
-    cpus, gpus
-        The share of one worker: whole cores; a GPU may be shared (0.5).
+    gpus
+        The share of one worker, which has a core; a GPU may be shared (0.5).
     workers
         How many workers Ray starts; by default as many as the cores (and GPUs) allow.
     on_line
@@ -85,8 +83,6 @@ def flwr_run(
     env
         Environment variables for the apps, besides the current ones. (The apps also start in the
         current working directory, on a copy of their files.)
-    install
-        Have Flower install the app's dependencies for this run, as `flwr run .` does.
 
     Raises
     ------
@@ -99,13 +95,13 @@ def flwr_run(
     check_one_machine(env)
     nodes: dict[str, Scalar] = {
         "num-supernodes": num_supernodes,
-        "client-resources-num-cpus": cpus,
+        "client-resources-num-cpus": 1,
         "client-resources-num-gpus": float(gpus),
     }
     if workers is not None:
-        nodes["init-args-num-cpus"] = workers * cpus
+        nodes["init-args-num-cpus"] = workers
     with running(SuperLink, env) as link:
-        link.open(install=install)
+        link.open()
         link.run(app, run_config, federation=nodes, on_line=on_line)
 
 
@@ -166,15 +162,15 @@ class SuperLink:
         self.group = guard.pid
         self.processes = [guard]
 
-    def open(self, *, install: bool) -> None:
+    def open(self) -> None:
         """Start SuperLink and SuperExec, and return when they are ready."""
         port = free_port()
         self.configure(port, "insecure = true")
         command = ["flower-superlink", "--insecure", "--simulation", "--isolation", "process"]
         link = self.start([*command, "--host", LOOPBACK, "--port", str(port)])
         self.wait_for(link, port)
-        command = ["flower-superexec", "--insecure", "--runtime-api-address", f"{LOOPBACK}:{port}"]
-        self.start(command + ["--allow-runtime-dependency-installation"] * install)
+        api = f"{LOOPBACK}:{port}"
+        self.start(["flower-superexec", "--insecure", "--runtime-api-address", api])
 
     def configure(self, port: int, security: str) -> None:
         """Tell `flwr` commands where the SuperLink is and how to trust it."""
