@@ -49,8 +49,7 @@ def check_id(client_id: Any, store: object) -> None:
 
 def check_data(problem: LocalProblem, test: Problem | None, training: object) -> None:
     """Raise ``ValueError`` for a ``test`` of another module, or a ``training`` without effect."""
-    kind = "a Problem or an OwnTraining"
-    require(hasattr(problem, "model"), "problem", kind, type(problem).__name__)
+    require(hasattr(problem, "model"), "problem", "a Problem or an OwnTraining", problem)
     same = test is None or test.model.module is problem.model.module
     require(same, "test", "of the problem's module", "another module")
     if training is not None and not isinstance(problem, Problem):

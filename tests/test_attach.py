@@ -43,7 +43,7 @@ from clients import (
     client_id,
     personalized_model,
 )
-from fl_strategies import SCAFFOLD, Ditto, FedADMM, FedAvg, FedProx, apps
+from fl_strategies import SCAFFOLD, Ditto, FedADMM, FedAvg, FedBC, FedProx, apps
 from fl_strategies.messages.description import DESCRIBE, QUERY, Description
 from simulations.lab.deployment import Federation
 from simulations.lab.superlink import flwr_run
@@ -229,6 +229,8 @@ def test_it_answers_the_servers_queries_unless_a_function_of_the_users_does() ->
 
 
 def test_one_client_a_node_and_no_legacy_client_fn() -> None:
+    with pytest.raises(ValueError, match="model must be a function that returns it, got"):
+        ClientApp(model=Linear())
     with pytest.raises(ValueError, match="client_fn is Flower's legacy form"):
         ClientApp(lambda context: None)  # type: ignore[arg-type]
     from clients import AnyAlgorithmClient, client_app
@@ -368,6 +370,43 @@ def test_another_module_is_refused(
     app = with_functions(ClientApp(), quadratics(1), loop=dressed(wrap), attaches=False)
     reply = ask(app, request(algorithm="fedprox", proximal_mu=0.5))
     assert re.search(message, reply.error.reason), reply.error.reason
+
+
+def replaced(model: nn.Module, config: Any, q: Quadratic) -> None:
+    """Attach a model, and replace a parameter of it afterwards."""
+    attach(model)
+    model.tail = nn.Parameter(model.tail.detach().clone())  # type: ignore[assignment]
+    descend(model, config, q)
+
+
+def test_a_parameter_replaced_after_attach_is_an_error_where_the_algorithm_has_terms() -> None:
+    app = with_functions(ClientApp(), quadratics(1), loop=replaced, attaches=False)
+    assert not ask(app, request(algorithm="fedavg")).has_error()
+    reply = ask(app, request(algorithm="fedprox", proximal_mu=0.5))
+    assert "the reply's arrays ['tail'] changed, and no optimizer stepped" in reply.error.reason
+
+
+def renamed(message: Message, context: Context, call_next: Any) -> Message:
+    """A mod that reports a number by a name of FedBC's."""
+    reply: Message = call_next(message, context)
+    reply.content["metrics"]["lambda"] = 1.0  # type: ignore[index]
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("mod", "said"),
+    [
+        (renamed, "the app's function must not report ['lambda'], which the client of fedbc"),
+        (lambda *_: None, "what the app's function returns must be a Message, got None"),
+    ],
+    ids=["name", "None"],
+)
+def test_a_reply_that_would_be_misread_is_an_error(
+    mod: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = with_functions(ClientApp(), quadratics(1), inside=[mod])
+    train(FedBC(fraction_evaluate=0.0), InProcessGrid(app, 1), 1)
+    assert said in caplog.text
 
 
 class Tied(nn.Module):

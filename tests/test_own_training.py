@@ -44,6 +44,7 @@ from fl_strategies import (
     Ditto,
     FedADMM,
     FedAvg,
+    FedBC,
     FedBCD,
     FedNova,
     FedPD,
@@ -122,7 +123,9 @@ def test_what_a_rule_misses_is_said_before_anything_is_trained(
 ) -> None:
     strategy = ROW[name].strategy(local={}, node_wait=0.01, **options)
     train(strategy, InProcessGrid(own_app(quadratics(2), no_loop), 2), 1)
-    assert f"{name} asks its clients for {misses}, which a training loop of one's own" in caplog.text
+    assert (
+        f"{name} asks its clients for {misses}, which a training loop of one's own" in caplog.text
+    )
 
 
 def test_scaffold_with_momentum_reaches_the_optimum() -> None:
@@ -281,6 +284,15 @@ def test_what_is_no_number_is_refused(result: Any, caplog: pytest.LogCaptureFixt
     assert "train must return None, a number or numbers by name, got" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["lambda", "num-examples", "device"])
+def test_a_name_of_the_algorithms_or_the_clients_numbers_is_refused(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = own_app(quadratics(1), lambda module, config, q: {name: 1.0})
+    train(FedBC(fraction_evaluate=0.0), InProcessGrid(app, 1), 1)
+    assert f"train must not return numbers ['{name}'], which the client of fedbc" in caplog.text
+
+
 def test_k_counts_steps_unless_the_loop_counts_epochs() -> None:
     for result, work in ((None, 4), ({"epochs": 2}, 2)):
         seen = list[RoundInfo]()
@@ -416,6 +428,30 @@ def test_a_parameter_that_the_loop_replaces_is_an_error(
     app = own_app(quadratics(1), loop)
     train(strategy(fraction_evaluate=0.0), InProcessGrid(app, 1), 1)
     assert "parameters ['tail'] of the module were replaced" in caplog.text
+
+
+def restored(module: nn.Module, config: Any, q: Quadratic) -> None:
+    """Train, and go back to the state before the last step, as early stopping does."""
+    descend(module, config, q, steps=2)
+    best = copy.deepcopy(module.state_dict())
+    descend(module, config, q, steps=1)
+    module.load_state_dict(best)
+
+
+@pytest.mark.parametrize("strategy", [FedNova, SCAFFOLD, functools.partial(FedBCD, box=None)])
+def test_weights_restored_after_the_last_step_are_an_error_where_a_rule_counts_on_the_steps(
+    strategy: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(strategy(fraction_evaluate=0.0), InProcessGrid(own_app(quadratics(1), restored), 1), 1)
+    assert "the training loop changed the model after its last step" in caplog.text
+
+
+def test_restored_weights_are_what_other_rules_upload() -> None:
+    ends = [
+        train(FedADMM(fraction_evaluate=0.0), InProcessGrid(own_app(quadratics(2), loop), 2), 3)
+        for loop in (restored, functools.partial(descend, steps=2))
+    ]
+    np.testing.assert_array_equal(*ends)
 
 
 # ---- the bound on steps -------------------------------------------------------------------------

@@ -55,7 +55,8 @@ def test_tensorboard_has_every_metric_of_every_round_once_also_of_a_resumed_run(
 def test_weights_and_biases_offline_has_every_metric(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wandb = pytest.importorskip("wandb")
+    import wandb
+
     monkeypatch.setenv("WANDB_SILENT", "true")
     tracker = WandB(mode="offline", dir=str(tmp_path), project="test")
     strategy = FedAvg(local=local(), fraction_evaluate=0.0, callbacks=[tracker])

@@ -253,8 +253,7 @@ class Request:
                 content[key] = copy.copy(record)
         message.content = content
         reply = self._call_next(message, self.context)
-        kind = type(reply).__name__
-        require(isinstance(reply, Message), "what the app's function returns", "a Message", kind)
+        require(isinstance(reply, Message), "what the app's function returns", "a Message", reply)
         if reply.has_error():
             raise ValueError(f"the app's function answered with an error: {reply.error.reason}")
         return reply
