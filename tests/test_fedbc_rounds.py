@@ -139,7 +139,7 @@ def test_each_client_has_its_own_gamma() -> None:
     train(one, federation, 2)
     assert [state.gamma for state in states(federation, one.ledger.acked)] == gammas
     with pytest.raises(
-        ValueError, match=r"gamma must be .* one for each client up to 3, got \[0.5"
+        ValueError, match=r"gamma must be .* one for each client up to client 3, got \[0.5"
     ):
         train(strategy(gamma=gammas), grid(quadratics(4)), 2)
 

@@ -189,7 +189,10 @@ def test_bad_hyperparameters_of_fedbcd_i_are_refused(
             {"reduce": "sum", "eta_z": 0.3, "gamma": 0.9},
             r'must be <= 1 with reduce="sum", got 1.08',
         ),
-        ({"gamma": [0.1, 0.2]}, r"gamma must be a number, or one for each client up to \d, got"),
+        (
+            {"gamma": [0.1, 0.2]},
+            r"gamma must be a number, or one for each client up to client \d, got",
+        ),
     ],
 )
 def test_what_clients_or_the_model_rule_out_is_refused_before_any_training(

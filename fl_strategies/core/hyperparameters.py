@@ -285,7 +285,7 @@ def of_client(name: str, value: Any, client: int) -> float:
     (0.5, 2.0)
     """
     if is_per_client(value):
-        until = f"a number, or one for each client, of which there is client {client}"
+        until = f"a number, or one for each client up to client {client}"
         require(client < len(value), name, until, value)
         value = value[client]
     one: float = value
