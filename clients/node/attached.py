@@ -88,8 +88,8 @@ class ClientApp(clientapp.ClientApp):
     ----------
     mods : list, optional
         As of Flower's ClientApp: these act outside of the algorithm, on what it uploads, and those
-        of ``@app.train(mods=...)`` inside, on each training. Mods that clip, add noise or mask
-        are refused where the algorithm uploads changes.
+        of ``@app.train(mods=...)`` inside, on each training. Mods that clip, add noise or
+        aggregate securely are refused where the algorithm uploads changes.
     store : callable, optional
         ``store(context)`` returns where the client keeps its state, by default its
         ``ContextStore``.

@@ -87,8 +87,8 @@ def client_app(
     (with ``num-examples``, and ``evaluate``'s loss as ``eval-loss``). The answer to a query holds
     ``client-id`` and ``num-partitions``; the query "describe" asks a client to describe its model.
     The same app also answers a legacy ``Server``. A host
-    does not; a host also refuses mods that clip, add noise or mask, because its messages are about
-    several clients.
+    does not; a host also refuses mods that clip, add noise or aggregate securely, because its
+    messages are about several clients.
 
     After an exception the node answers with Flower's error, whose reason is one line, the innermost
     exception first. With ``FLWR_LOG_LEVEL=DEBUG`` the client's own log shows the traceback.

@@ -96,7 +96,7 @@ def check_trained(caller: Caller, layout: Layout, arrays: Collection[str]) -> No
             " instead of BatchNorm"
         )
     if stay := [name for name in arrays if name not in layout.shapes] or [*layout.frozen]:
-        by = "secure aggregation, which masks" if caller.masked else "a wrapper, which clips"
+        by = "secure aggregation, which acts on" if caller.masked else "a wrapper, which clips"
         raise ValueError(
             f"arrays {few(stay)} are not shared by the clients, and do not work with {by} all"
             " arrays of the model: use a model whose arrays are all trained and shared"
@@ -131,7 +131,7 @@ def check_intact(
     if changed:
         raise BadReply(
             f"arrays {changed[:3]} are not as the client sent them: a mod or"
-            f" wrapper that clips, adds noise or masks is at work, and"
+            f" wrapper that clips, adds noise or aggregates securely is at work, and"
             f" {strategy} needs them as they are. Differential privacy"
             " goes with strategies that average models (FedAvg, FedProx, MOON) and models"
             " without buffers; secure aggregation with as_legacy(..., secure=...)",
