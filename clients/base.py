@@ -234,6 +234,8 @@ class FederatedClient(NumPyClient):
         oracle_in = functools.partial(self._oracle, training, begun, Budget(self.max_steps))
         with kept_generators([received.theta], everywhere=self.problem.fetches):
             steps = self.steps_made(begun.state, received, config, oracle_in)
+        if isinstance(self.problem, OwnTraining):
+            checks.check_reported(self.algorithm, steps)
         return self.finished(begun, steps, config)
 
     def evaluate(self, parameters: Arrays, config: Config) -> tuple[float, int, dict[str, Any]]:
@@ -350,7 +352,6 @@ class FederatedClient(NumPyClient):
         model, nonce = self.problem.model, begun.kept.nonce
         last = steps[-1]
         checks.check_step(self, begun.state, last, config)
-        checks.check_reported(self.algorithm, steps)
         vectors = [last.extra_vectors[name] for name in self.extra_vectors]
         metrics, left_out = metrics_of(self.algorithm, model, steps, config), None
         metrics = {**checks.checked_scalars(self, last.scalars, metrics), **metrics}

@@ -191,7 +191,7 @@ def test_bad_hyperparameters_of_fedbcd_i_are_refused(
         ),
         (
             {"gamma": [0.1, 0.2]},
-            r"or one for each client up to client \d, got",
+            r"gamma must be a number, or one for each client up to client \d, got",
         ),
     ],
 )
