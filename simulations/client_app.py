@@ -47,7 +47,7 @@ def check_memory(config: RunConfig) -> None:
     clients = max(1, round(config.fraction * config.clients))
     stack = 0
     if config.stack != "off":
-        stack = min(clients * (vectors + batch), MEMORY)
+        stack = min(clients * (vectors + batch), MEMORY["cuda"])
     one = {"state": vectors, "batch": batch}
     needed |= one if stack <= vectors + batch else {"stack": stack}
     total, free = sum(needed.values()), torch.cuda.mem_get_info(device)[0]

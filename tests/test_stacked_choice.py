@@ -35,7 +35,7 @@ def test_several_stacks_make_what_one_makes(most: int, memory: int) -> None:
     settings = local(solver="sgd", **{"batch-size": 5})
     problems = classified(smooth(), sizes=(7, 12, 3, 16))
     steps = mock.patch("clients.stacking.fit.stacked_steps", wraps=fit.stacked_steps)
-    with mock.patch.object(fit, "MEMORY", memory), steps as stacks:
+    with mock.patch.object(fit, "MEMORY", {"cpu": memory}), steps as stacks:
         assert_alike(ROWS["fedadmm"], problems, local=settings, stack=most)
     assert {len(call.args[0]) for call in stacks.call_args_list} == {2}
 

@@ -179,9 +179,11 @@ def forward_of(model: Border, inputs: Tensor) -> Forward:
             if isinstance(layer, nn.Flatten):
                 x = x.flatten(2)
             elif isinstance(layer, nn.Linear):
-                weight = values[number[id(layer.weight)]].transpose(1, 2)
-                bias = None if layer.bias is None else values[number[id(layer.bias)]][:, None]
-                x = torch.bmm(x, weight) if bias is None else torch.baddbmm(bias, x, weight)
+                # W x, not x W': the gradient of W then comes in the order in which W lies
+                weight, x = values[number[id(layer.weight)]], x.transpose(1, 2)
+                bias = None if layer.bias is None else values[number[id(layer.bias)]][..., None]
+                x = torch.bmm(weight, x) if bias is None else torch.baddbmm(bias, weight, x)
+                x = x.transpose(1, 2)
             else:
                 x = layer(x)
         return x

@@ -33,6 +33,12 @@ MODELS: dict[str, tuple[tuple[int, ...], Callable[[tuple[int, ...]], nn.Module]]
         lambda shape: nn.Sequential(nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10)),
     ),
     "mlp": ((784,), lambda shape: models.build("mlp", shape, 10, seed=1)),
+    "mlp 784-200-200-10": (
+        (784,),
+        lambda shape: nn.Sequential(
+            nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10)
+        ),
+    ),
     "small cnn": (
         (1, 28, 28),
         lambda shape: nn.Sequential(
