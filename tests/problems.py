@@ -70,7 +70,7 @@ class Linear(nn.Module):
 
 
 def half_mean_square(outputs: Tensor, targets: Tensor) -> Tensor:
-    return 0.5 * ((outputs - targets) ** 2).mean()
+    return 0.5 * (outputs - targets).square().mean()
 
 
 @dataclass(frozen=True)
