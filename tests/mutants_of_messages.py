@@ -251,7 +251,6 @@ MESSAGES = [
             "        if new:\n": "        if False:\n",
             'if metadata["sha256"] != _digest(arrays):': "if False:",
             "os.unlink(temporary)": "pass",
-            "except Exception as error:  # whatever a header": "except ValueError as error:  #",
         },
     ),
     *of(
@@ -261,6 +260,7 @@ MESSAGES = [
             "raise OSError(error.errno, error.strerror, str(path)) from None": "raise",
             'split(b"\\n")[:-1]': 'split(b"\\n")',
             "            self._lock = lock": "            pass",
+            "except Exception as error:  # whatever a header": "except ValueError as error:  #",
         },
     ),
     *of(
@@ -268,7 +268,6 @@ MESSAGES = [
         STATES,
         {
             "acked_round = rounds[-1]": "acked_round = rounds[0]",
-            "and version not in kept_rounds and": "and",
             "if client != self.client_id:": "if False:",
             "_check_owner(owner, written, str(path))": "pass",
             "if path == self._path(number))": ")",
@@ -277,8 +276,13 @@ MESSAGES = [
         },
     ),
     *of(
+        "clients/node/state.py",
+        "tests/test_buffered.py",
+        {"and version not in kept_rounds and": "and"},
+    ),
+    *of(
         "clients/keeping.py",
-        STATES + " tests/test_sharing.py",
+        STATES + " tests/test_sharing.py tests/test_personalized.py",
         {
             "missing := names - fields.keys()": "missing := names - names",
             "self._found(config, peek)": "self._found(config, settle)",
@@ -308,10 +312,9 @@ MESSAGES = [
     ),
     *of(
         "clients/node/bridge.py",
-        "tests/test_bridge.py tests/test_faults.py",
+        "tests/test_bridge.py tests/test_faults.py tests/test_learned_layouts.py",
         {
             "if self._one_each:": "if False:",
-            "if message.has_content() and is_hosted(message.content):": "if False:",
             "if legacy or (trains and not is_hosted(message.content)):": "if legacy:",
             "_for_training(mod) if changes_uploads(mod) else mod": "mod",
             "check_names(client, names)": "pass",
@@ -347,7 +350,7 @@ MESSAGES = [
     ),
     *of(
         "clients/checks.py",
-        "tests/test_mistakes.py",
+        "tests/test_mistakes.py tests/test_batches.py",
         {
             "if ours != theirs:": "if False:",
             "if vectors.keys() != {*client.extra_vectors}:": "if False:",

@@ -198,6 +198,17 @@ def test_a_killed_host_comes_back_under_another_id_with_its_state() -> None:
     assert second in grid.contexts
 
 
+def test_what_a_host_keeps_does_not_grow_with_the_rounds() -> None:
+    grid = federation()
+    kept: list[int] = []
+
+    def count(_: RoundInfo) -> None:
+        kept.append(sum(len(context.state) for context in grid.contexts.values()))
+
+    train(admm(fraction_train=1.0, callbacks=[count]), grid, 6)
+    assert kept[-1] == kept[1] > 0
+
+
 def test_a_client_moves_to_another_host_with_its_state_directory(tmp_path: Path) -> None:
     app = lambda: {"store": lambda c: DirectoryStore(tmp_path, client_id(c))}  # noqa: E731
     expected = train(admm(), federation(), 8)

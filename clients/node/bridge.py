@@ -188,11 +188,8 @@ class _BridgedApp(ClientApp):
         return Host(self._client_fn, clients, samples, stack)
 
     def _check_host(self, message: Message, context: Context, *, legacy: bool) -> None:
-        """Raise ``ValueError`` if a host is asked for one client, or a single client for more."""
-        host = self._host(context)
-        if host is None:
-            if message.has_content() and is_hosted(message.content):
-                raise ValueError("the request is about several clients, and this node is one")
+        """Raise ``ValueError`` if a host is asked for one client."""
+        if self._host(context) is None:
             return
         if self._one_each:
             raise ValueError(
