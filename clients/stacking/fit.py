@@ -151,7 +151,7 @@ def _sizes(
     log_once(f"stack = {stack}: clients are trained {how} (model: {kind})")
     vectors, of_sample = client_bytes(problem, 1)
     samples = min(batch_size(training) or len(problem), len(problem))
-    memory = memory or MEMORY.get(model.device.type, MEMORY["cuda"])
+    memory = memory or MEMORY["cpu" if model.device.type == "cpu" else "cuda"]
     return alone, max(1, min(most, memory // (vectors + samples * of_sample))), memory // of_sample
 
 

@@ -138,10 +138,12 @@ def quiet() -> Iterator[None]:
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True
+    frozen = gc.get_freeze_count() > 0  # by a caller, whose objects stay so
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
         for logger, disabled in zip(loggers, before, strict=True):
             logger.disabled = disabled
