@@ -59,7 +59,7 @@ def fit_all(
         How many clients are stacked at most; "auto" stacks where a stack was measured to be faster
         (``clients.stacking.choice``).
     memory : int, optional
-        Bytes that a stack may take, by default those of ``MEMORY``; more clients make several stacks.
+        Bytes that a stack may take, by default as ``MEMORY``; more clients make several stacks.
 
     Raises
     ------
@@ -138,9 +138,7 @@ def _grouped(
     return outcomes
 
 
-def _sizes(
-    members: Sequence[Member], stack: Setting, memory: int | None
-) -> tuple[int, int, int]:
+def _sizes(members: Sequence[Member], stack: Setting, memory: int | None) -> tuple[int, int, int]:
     """Return how many clients to train alone, how many to stack, and the samples in a pass."""
     problem: Any = members[0].client.problem  # the largest
     model, training = problem.model, members[0].training
