@@ -316,10 +316,11 @@ def test_codes_and_means_of_hosts_exclude_each_other() -> None:
 
 
 @pytest.mark.slow
-def test_one_percent_of_the_numbers_trains_a_network() -> None:
+@pytest.mark.parametrize("stack", ["off", "auto"])
+def test_one_percent_of_the_numbers_trains_a_network(stack: str) -> None:
     """The accuracy of FedAvg, with less than a twentieth of its bytes."""
     keys: dict[str, Any] = {"algorithm": "fedavg", "dataset": "digits", "model": "mlp"}
-    keys |= {"clients": 10, "fraction": 1.0, "rounds": 40, "partition": "shards", "stack": "auto"}
+    keys |= {"clients": 10, "fraction": 1.0, "rounds": 40, "partition": "shards", "stack": stack}
     accuracy, sent = [], []
     for compression in ("", "topk share=0.01"):
         rows = metrics_of(**keys, compression=compression)

@@ -34,7 +34,7 @@ Outcome: TypeAlias = Reply | Exception
 
 MEMORY = {"cpu": 1 << 26, "cuda": 1 << 28}
 """Bytes that a stack's vectors, gradients and activations may take by device, a rough estimate. On
-a processor larger stacks gained nothing: most of 64 MB is read again from its caches."""
+a processor stacks of up to 256 MB gained nothing more."""
 
 
 def fit_all(
@@ -59,7 +59,8 @@ def fit_all(
         How many clients are stacked at most; "auto" stacks where a stack was measured to be faster
         (``clients.stacking.choice``).
     memory : int, optional
-        Bytes that a stack may take, by default as ``MEMORY``; more clients make several stacks.
+        Bytes that a stack may take, by default its device's in ``MEMORY``; more clients make
+        several stacks.
 
     Raises
     ------

@@ -140,7 +140,7 @@ def two_workers(of: Federation) -> list[Tensor]:
 
 
 def stacked(of: Federation) -> list[Tensor]:
-    """The same, all clients on one host, which trains those asked at once."""
+    """The same, all clients on one host, which trains those asked in stacks."""
     app = client_app(client_fn_of(of), hosts=of.case.clients, stack="auto")
     return on_engine(of, app, hosts=1, shared_population=of.case.clients)
 
