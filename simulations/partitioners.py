@@ -112,5 +112,11 @@ def applied(
         warnings.simplefilter("ignore", FutureWarning)
         if (count := partitioner.num_partitions) != clients:
             raise OtherNumber(f"clients must be {count} (partitions), got {clients}")
+        partitioner.load_partition(0)  # it divides the samples now, and may have sorted them
+        if type(partitioner).__module__.startswith("flwr_datasets.") and (
+            chosen := getattr(partitioner, "_partition_id_to_indices", None)
+        ):  # a `Dataset` of each client takes 2 ms
+            order = partitioner.dataset[:]["row"].to_numpy()
+            return [order[np.asarray(chosen[client], np.int64)] for client in range(clients)]
         parts = [partitioner.load_partition(client)[:] for client in range(clients)]
     return [part["row"].to_numpy() for part in parts]

@@ -1,4 +1,4 @@
-"""How a data set's samples are spread over clients: by flwr-datasets if it has the partitioner.
+"""How a data set's samples are spread over clients; shards and dirichlet by flwr-datasets.
 
 A partition is a list with one array per client: the sorted int64 indices of that client's samples.
 Every sample belongs to at most one client; only the seed decides which. Kinds:
@@ -139,9 +139,7 @@ def describe(parts: Sequence[Rows], labels: NDArray[Any] | Drawn) -> Rows:
 
 
 def _iid(labels: NDArray[Any], clients: int, rng: Draw) -> list[Rows]:
-    return applied(
-        flwr_partitioners().IidPartitioner(clients), labels, clients, rng.permutation(len(labels))
-    )
+    return np.array_split(rng.permutation(len(labels)), clients)
 
 
 def _shards(
@@ -235,10 +233,8 @@ def _power_law(
     if classes_per_client is not None:
         check_count("classes_per_client", classes_per_client, 1, len(classes), "classes")
     rows = rng.permutation(len(labels))
-    if min(sizes) == 0:  # left to the check of `partition`, which names the client
+    if classes_per_client is None or min(sizes) == 0:  # `partition` names who has none
         return np.split(rows, np.cumsum(sizes)[:-1])
-    if classes_per_client is None:
-        return applied(flwr_partitioners().SizePartitioner(sizes.tolist()), labels, clients, rows)
     pools = [rows[labels[rows] == c] for c in classes]
     smallest_first = [_take(pools, size, classes_per_client, rng) for size in sizes[::-1].tolist()]
     return smallest_first[::-1]

@@ -374,6 +374,29 @@ def test_partitioners_of_flwr_datasets_go_by_the_name_of_their_class() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("IidPartitioner", (13,)),
+        ("SizePartitioner", ([33, *[100] * 14],)),
+        ("ShardPartitioner", (10, "label", 3)),
+        ("DirichletPartitioner", (9, "label", 0.3)),
+        ("PathologicalPartitioner", (20, "label", 2)),
+        ("NaturalIdPartitioner", ("label",)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of pyarrow, as datasets sorts
+def test_clients_have_the_samples_that_a_partitioner_loads(name: str, options: Any) -> None:
+    import datasets
+    from flwr_datasets import partitioner
+
+    rows = np.random.default_rng(7).permutation(len(LABELS))
+    one, other = (getattr(partitioner, name)(*options) for _ in range(2))
+    one.dataset = datasets.Dataset.from_dict({"row": rows, "label": LABELS[rows]})
+    loaded = [one.load_partition(client)["row"] for client in range(one.num_partitions)]
+    assert same(applied(other, LABELS, len(loaded), rows), [np.array(part) for part in loaded])
+
+
+@pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         ("DirichletPartitoner", {}, "no partitioner .*did you mean 'DirichletPartitioner'"),

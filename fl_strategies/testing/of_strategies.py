@@ -76,6 +76,16 @@ class Subject:
         """A run without any trouble."""
         return self.run()
 
+    @functools.cached_property
+    def backwards(self) -> Run:
+        """A run whose replies arrive in reverse."""
+        return self.run(self.federation(backwards=True))
+
+    @functools.cached_property
+    def unreached(self) -> Run:
+        """A run in which some clients do not get some requests."""
+        return self.run(self.federation(meets("unreached")))
+
     @property
     def rounding(self) -> float:
         """What counts as rounding, relative to an array's largest number."""
@@ -152,7 +162,7 @@ def meets(what: str) -> Trouble:
 
 def expect_no_difference(subject: Subject, what: str) -> None:
     """Raise ``AssertionError`` unless clients in this trouble count as clients never reached."""
-    found, expected = (subject.run(subject.federation(meets(one))) for one in (what, "unreached"))
+    found, expected = subject.run(subject.federation(meets(what))), subject.unreached
     if not any(
         {*asked} & {*TROUBLED_CLIENTS}
         for phase, asked in enumerate(found.federation.asked, start=1)
@@ -202,9 +212,8 @@ def order_to_the_bit(subject: Subject) -> None:
 
 def expect_order(subject: Subject, rounding: float) -> None:
     """Raise ``AssertionError`` if the order of replies changes more than ``rounding``."""
-    backwards = subject.run(subject.federation(backwards=True))
-    what = "if replies arrive in reverse"
-    expect_same(backwards.models[-1], subject.plain.models[-1], what, "if they do not", rounding)
+    found, expected = subject.backwards.models[-1], subject.plain.models[-1]
+    expect_same(found, expected, "if replies arrive in reverse", "if they do not", rounding)
 
 
 def lost_replies(subject: Subject) -> None:

@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -127,6 +128,12 @@ def seeded(seed: int) -> Iterator[None]:
             torch.set_rng_state(of_torch)
 
 
+@cache
+def frozen_before() -> bool:
+    """Return whether a caller has frozen objects, which stay so; Python counts them one by one."""
+    return gc.get_freeze_count() > 0
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Log nothing: laws have clients fail and replies get lost.
@@ -138,7 +145,7 @@ def quiet() -> Iterator[None]:
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True
-    frozen = gc.get_freeze_count() > 0  # by a caller, whose objects stay so
+    frozen = frozen_before()
     gc.freeze()
     try:
         yield

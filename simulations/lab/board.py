@@ -11,7 +11,7 @@ hyperparameters (``tuned_by``), which is then that of one setting for all of the
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,13 @@ from simulations.problems import parts
 def placed(setting: Setting, folder: Path, rule: str, name: str) -> RunConfig:
     """Return the checked config of a run of ``rule`` into ``folder / setting / name``."""
     output = folder / (setting.runs_in or setting).name / name
-    return RunConfig.parse({**setting.config, **setting.rules[rule].config, "output": str(output)})
+    return parsed(**{**setting.config, **setting.rules[rule].config, "output": str(output)})
+
+
+@lru_cache(maxsize=None, typed=True)
+def parsed(**config: Any) -> RunConfig:
+    """Return the checked config; a study asks for each of its thousands many times."""
+    return RunConfig.parse(config)
 
 
 def experiment(setting: Setting, folder: Path) -> Experiment:
