@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from itertools import accumulate
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 from flwr.app import Error, Message, MessageType
-from processes import descendants
+from processes import descendants, members
 
 from clients.node.in_process import InProcessGrid
 from fl_strategies import NothingUsable
@@ -218,17 +219,19 @@ def test_of_a_log_progress_and_trouble_are_shown(
 @pytest.mark.xdist_group("engine")
 def test_a_dead_worker_ends_a_run_on_ray_with_what_happened(tmp_path: Path) -> None:
     lines: list[str] = []
-    killed: list[str] = []
+    killed: list[int] = []
 
     def kill_one(line: str) -> None:
         lines.append(line)
         if " round 1/" in line:
-            names = {process.info["name"]: process for process in descendants()}
-            killed.append(next(name for name in names if name.startswith("ray::ClientApp")))
-            names[killed[0]].kill()
+            workers = (one for one in descendants() if one.info["name"].startswith("ray::Client"))
+            worker = next(workers)
+            killed.append(os.getpgid(worker.pid))
+            worker.kill()
 
     config = config_for(tmp_path, rounds=30)
-    with pytest.raises(RuntimeError, match="clients were lost in 3 rounds in a row"):
+    told = r"(?s)finished:failed.*clients were lost in 3 rounds in a row"
+    with pytest.raises(RuntimeError, match=told):
         flwr_run(config.to_run_config(), num_supernodes=6, workers=2, on_line=kill_one)
     assert len(killed) == 1
     reasons = [line for line in lines if " left out: " in line]
@@ -236,3 +239,4 @@ def test_a_dead_worker_ends_a_run_on_ray_with_what_happened(tmp_path: Path) -> N
     assert all("ActorDiedError'>:<'The actor " in line for line in reasons)
     assert any(" clients (" in line and " round " in line for line in lines)
     assert len([line for line in lines if re.search(r"\bround \d+", line)]) <= 2 * 8
+    assert members(killed[0]) == []
