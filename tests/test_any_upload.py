@@ -21,6 +21,7 @@ from fl_strategies import FedAvg, FederatedStrategy, FedSGD, Round
 from fl_strategies.core.clipping import norm
 from fl_strategies.messages.codes import lengthened
 from fl_strategies.messages.one_process import node_ids
+from fl_strategies.messages.wire import decoded
 from fl_strategies.parts import (
     L1,
     PARTS,
@@ -96,7 +97,7 @@ class Federation:
             client = int(context.node_config["partition-id"])
             config = message.content["config"]
             short = np.dtype(str(config.get("download", "<f8")))
-            sent = {n: a.numpy() for n, a in message.content["arrays"].items()}
+            sent = decoded(message.content["arrays"])
             arrays = {n: lengthened(a, short) for n, a in sent.items()}
             upload: Arrays | None = honest(arrays, client)
             server_round = int(config["server-round"])
@@ -117,7 +118,7 @@ class Federation:
         )
 
     def seen(self, info: RoundInfo) -> None:
-        self.models.append({n: a.numpy() for n, a in info.arrays.items()})
+        self.models.append(decoded(info.arrays))
 
 
 def made(**options: Any) -> FedAvg:

@@ -21,6 +21,7 @@ from flwr.clientapp.typing import Mod
 
 from fl_strategies.core.randomness import stream
 from fl_strategies.messages.one_process import OneProcessGrid, delivered, error_reply, node_ids
+from fl_strategies.messages.wire import decode, decoded
 
 Trouble: TypeAlias = Callable[[str, int, int], str]
 """``trouble(kind, phase, client)`` says what happens to a message, or "".
@@ -52,7 +53,7 @@ def snapshot(content: RecordDict) -> Snapshot:
         f"{key}/{name}": value for key, record in content.items() for name, value in record.items()
     }
     return Snapshot(
-        {key: value.numpy().copy() for key, value in held.items() if isinstance(value, Array)},
+        {key: decode(value).copy() for key, value in held.items() if isinstance(value, Array)},
         {key: value for key, value in held.items() if not isinstance(value, Array)},
     )
 
@@ -251,8 +252,8 @@ def torch_app() -> ClientApp:
 
 
 def arrays_of(record: ArrayRecord) -> dict[str, np.ndarray]:
-    """Return the record's arrays by name."""
-    return {name: array.numpy() for name, array in record.items()}
+    """Return the record's arrays by name; they are not to be written into."""
+    return decoded(record)
 
 
 def _client(context: Context) -> int:
