@@ -67,6 +67,8 @@ def test_one_value_has_no_interval() -> None:
         (BENCHMARK, (0.89, 0.90, 0.91), (), "not run"),
         (BENCHMARK._replace(published={}), (0.89, 0.90, 0.91), (0.8, 0.8, 0.8), "no verdict"),
         (BENCHMARK._replace(published={}), (0.89, 0.90, 0.91), (), "not run"),
+        (BENCHMARK._replace(seeds=(1,)), (0.89,), (0.8,), "no verdict"),
+        (VARIANTS._replace(seeds=(1,)), (0.89,), (0.80,), "no verdict"),
         (VARIANTS, (0.89, 0.90, 0.91), (0.80, 0.81, 0.82), "ahead"),
         (VARIANTS, (0.80, 0.81, 0.82), (0.89, 0.90, 0.91), "behind"),
         (VARIANTS, (0.89, 0.90, 0.91), (0.91, 0.90, 0.89), "level"),

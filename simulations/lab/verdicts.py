@@ -131,7 +131,10 @@ class Judged(NamedTuple):
 
 
 def judge(setting: Setting, rows: Sequence[Row]) -> Judged:
-    """Return the verdict on ``rows``, those of the rules that ran with every seed."""
+    """Return the verdict on ``rows``, those of the rules that ran with every seed.
+
+    One seed alone gives none.
+    """
     if setting.impossible:
         return Judged(setting, tuple(rows), "", None, "not possible here")
     whole = {row.rule: row for row in rows if len(row.values) == len(setting.seeds)}
@@ -142,6 +145,8 @@ def judge(setting: Setting, rows: Sequence[Row]) -> Judged:
     ours = whole.get(setting.ours)
     if ours is None or not baselines:
         return Judged(setting, tuple(rows), "", None, "not run")
+    if len(setting.seeds) < 2:
+        return Judged(setting, tuple(rows), "", None, "no verdict")
     sign = -1.0 if KINDS[setting.figure].less_is_better else 1.0
     best = max(baselines, key=lambda row: sign * fmean(row.values))
     difference = _difference(ours, best)
@@ -192,6 +197,6 @@ def _foretold(setting: Setting, whole: Mapping[str, Row]) -> Verdict:
     """Return the verdict on a benchmark's numbers."""
     if (setting.published or setting.rules).keys() - whole.keys():
         return "not run"
-    if not setting.published:
+    if not setting.published or len(setting.seeds) < 2:
         return "no verdict"
     return "reproduced" if all(_within(whole[rule]) for rule in setting.published) else "not"
