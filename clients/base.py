@@ -225,6 +225,10 @@ class FederatedClient(NumPyClient):
         ``steps``, ``epochs``, ``residual`` if it was measured, and the algorithm's own numbers.
         ``device`` is the kind of device that the client computed on.
         """
+        with self.problem.model.lent():
+            return self._fitted(parameters, config)
+
+    def _fitted(self, parameters: Arrays, config: Config) -> Reply:
         training = self.check(config)
         received = self.received(parameters)
         begun = self.begun(received, config, training)
@@ -247,6 +251,10 @@ class FederatedClient(NumPyClient):
         of the two models after one gradient step, and their losses. Buffers are always the received
         model's.
         """
+        with self.problem.model.lent():
+            return self._evaluated(parameters, config)
+
+    def _evaluated(self, parameters: Arrays, config: Config) -> tuple[float, int, dict[str, Any]]:
         test: Evaluation | None = self.test
         if test is None:
             test = self.problem.evaluation(config)
@@ -351,6 +359,7 @@ class FederatedClient(NumPyClient):
         """Keep the result of a request's ``steps``; return what :meth:`fit` returns."""
         model, nonce = self.problem.model, begun.kept.nonce
         last = steps[-1]
+        model.check_frozen()
         checks.check_step(self, begun.state, last, config)
         vectors = [last.extra_vectors[name] for name in self.extra_vectors]
         metrics, left_out = metrics_of(self.algorithm, model, steps, config), None

@@ -126,11 +126,12 @@ def personalized_models(
     of states; the rest is as for :func:`personalized_model`.
     """
     flat, last = _border(module), _last(checkpoints)
-    made = (_model_of(store, flat, last) for store in _stores(states))
+    stores = [*_stores(states)]
+    made = (_model_of(store, flat, last) for store in stores)
     models = {model.client: model for model in made if model is not None}
     if not models:
-        what = "used no client's reply" if last else "holds no client's state"
-        raise StateError(f"{checkpoints if last else _named(states)} {what}")
+        unused = f"{checkpoints} used no client's reply"
+        raise StateError(unused if last and stores else f"{_named(states)} holds no client's state")
     return models
 
 

@@ -53,7 +53,7 @@ def client_rule(theta: Vector, oracle: Oracle, *, mu: float = 0.0) -> Step:
     if isinstance(solved.weight, float) and math.isnan(solved.weight):
         raise ValueError(
             "fednova needs one sum of weights for all parameters, and those of the training loop"
-            " differ: its optimizers have other momenta, schedules or numbers of steps"
+            " differ: its optimizers have other rates, momenta, schedules or numbers of steps"
         )
     return Step(solved.w, scalars={NORMALIZER: solved.weight}, solved=solved)
 

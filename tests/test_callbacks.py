@@ -202,6 +202,19 @@ def test_callbacks_of_one_run_begin_anew_in_another(tmp_path: Path) -> None:
     assert len(history.path.read_text().splitlines()) == 2
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_the_best_of_earlier_rounds_counts_where_its_model_is(there: bool, tmp_path: Path) -> None:
+    earlier, later = rounds([0.9, 0.2, 0.5])[:1], rounds([0.9, 0.2, 0.5])[1:]
+    if there:
+        BestModel(tmp_path / "best")(earlier[0])
+    best = BestModel(tmp_path / "best")
+    best.recall({1: earlier[0].metrics})
+    for info in later:
+        best(info)
+    assert best.best_round == (1 if there else 3)
+    assert load_file(best.path)["head"].max() == best.best_round
+
+
 @pytest.mark.parametrize("made", [BestModel, Checkpoints])
 def test_the_largest_loss_is_not_the_best(made: Any, tmp_path: Path) -> None:
     name = "metric" if made is BestModel else "best"

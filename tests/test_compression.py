@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from federations import Troubled
 from flwr.app import ArrayRecord, Message
 from laws import START, TABLE, Row, local, one_of_each_mechanism, train
 from problems import CLIENT_OF, DIM, grid, quadratics, to_record
+from torch import nn
 
 import clients.base
+from clients import AnyAlgorithmClient, InProcessGrid, Problem, client_app
 from clients.compressing import compressed
 from fl_strategies import SCAFFOLD, FedADMM, FedAvg, FederatedStrategy
 from fl_strategies.core.layout import Layout
@@ -229,6 +232,35 @@ def test_any_algorithm_trains_with_codes_or_says_why_not(row: Row) -> None:
     plain, coded = (train(made(row, codec), grid(quadratics(6)), 4) for codec in (None, fine))
     np.testing.assert_allclose(coded, plain, rtol=1e-2, atol=1e-2)
     assert not np.array_equal(coded, plain)
+
+
+class Scaled(nn.Module):
+    """With a parameter of no dimension, as a temperature is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(2, 1).double(), nn.Parameter(torch.tensor(2.0).double())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.linear(x)
+
+
+@pytest.mark.parametrize(
+    "options", [*({"compression": c} for c in CODECS), {"download": BFloat16()}]
+)
+@pytest.mark.parametrize("strategy", [FedAvg, FedADMM])
+def test_a_parameter_of_no_dimension_travels_in_codes(strategy: Any, options: Any) -> None:
+    x = torch.eye(2).double()
+
+    def client_fn(context: Any) -> AnyAlgorithmClient:
+        return AnyAlgorithmClient(Problem(Scaled(), nn.functional.mse_loss, x, x[:, :1]))
+
+    running = strategy(fraction_evaluate=0.0, **options)
+    arrays = running.start(
+        InProcessGrid(client_app(client_fn), 2), ArrayRecord(Scaled().state_dict()), 2
+    ).arrays
+    assert running.run.faults == {}
+    assert arrays["scale"].numpy().shape == ()
 
 
 @every_codec

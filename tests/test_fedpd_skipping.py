@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from flwr.app import ArrayRecord, Message
 from laws import START, train
 from pd import SETTINGS, both, same, states, strategy
@@ -118,6 +119,9 @@ def test_a_second_start_goes_on_with_the_rounds_that_were_left() -> None:
     np.testing.assert_array_equal(to_vector(found), model)
 
 
-def test_a_run_without_any_exchange_leaves_the_model_as_it_was() -> None:
+def test_a_run_without_any_exchange_leaves_the_model_as_it_was_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     seed = next(s for s in range(99) if not skipping.communicates_after(0, p=0.9, seed=s))
     np.testing.assert_array_equal(train(strategy(p=0.9, seed=seed), grid(quadratics(2)), 1), START)
+    assert "none of 1 rounds communicates: the model stays as it is" in caplog.text

@@ -20,8 +20,17 @@ import torch
 from federations import drop
 from flwr.app import ArrayRecord, Message
 from laws import START, TABLE, Row, local, train
+from limits import RATE, STEPS
 from own_loops import descend, own_app
-from problems import Linear, Quadratic, grid, make_client_app, optimum, quadratics
+from problems import (
+    Linear,
+    Quadratic,
+    grid,
+    half_mean_square,
+    make_client_app,
+    optimum,
+    quadratics,
+)
 from test_pages import imported_directives
 from torch import nn
 from torch.optim import SGD, Adam
@@ -163,6 +172,25 @@ def test_an_optimizer_whose_steps_are_not_known_to_add_up_is_refused_by_name(
     train(SCAFFOLD(fraction_evaluate=0.0), InProcessGrid(own_app(quadratics(1), loop), 1), 1)
     assert "scaffold asks its clients for what its steps add up to" in caplog.text
     assert "the training loop steps Adam" in caplog.text
+
+
+def test_an_optimizer_that_maximizes_the_negative_loss_gets_the_terms_so() -> None:
+    def ascend(module: nn.Module, config: Any, q: Quadratic) -> None:
+        optimizer = SGD(module.parameters(), RATE, maximize=True)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            (-half_mean_square(module(torch.tensor(q.X)), torch.tensor(q.y))).backward()
+            optimizer.step()
+
+    ends = [
+        train(
+            FedADMM(rho=1.0, fraction_evaluate=0.0),
+            InProcessGrid(own_app(quadratics(2), loop), 2),
+            3,
+        )
+        for loop in (ascend, descend)
+    ]
+    np.testing.assert_allclose(*ends, rtol=1e-12)
 
 
 # ---- the config and its seed --------------------------------------------------------------------
@@ -428,6 +456,47 @@ def test_a_parameter_that_the_loop_replaces_is_an_error(
     app = own_app(quadratics(1), loop)
     train(strategy(fraction_evaluate=0.0), InProcessGrid(app, 1), 1)
     assert "parameters ['tail'] of the module were replaced" in caplog.text
+
+
+def by_hand(module: nn.Module, config: Any, q: Quadratic) -> None:
+    SGD([module.head], 0.1).step()
+    module.tail.data.add_(1.0)
+
+
+def with_an_old_momentum(module: nn.Module, config: Any, q: Quadratic) -> None:
+    optimizer = SGD(module.parameters(), 0.1, momentum=0.9)
+    for p in module.parameters():
+        optimizer.state[p]["momentum_buffer"] = torch.ones_like(p)
+    module(torch.tensor(q.X)).sum().backward()
+    optimizer.step()
+
+
+def unfreezing(module: nn.Module, config: Any, q: Quadratic) -> None:
+    descend(module.requires_grad_(True), config, q)
+
+
+def frozen_tail() -> nn.Module:
+    module = Linear()
+    module.tail.requires_grad_(False)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("strategy", "loop", "module", "said"),
+    [
+        (FedADMM, by_hand, Linear, "the training loop changed ['tail'], and no optimizer stepped"),
+        (SCAFFOLD, with_an_old_momentum, Linear, "the optimizer's momentum is from before"),
+        (FedAvg, unfreezing, frozen_tail, "['tail'] changed, and arrays that require no gradients"),
+    ],
+)
+def test_training_that_would_be_lost_or_without_the_terms_is_an_error(
+    strategy: Any, loop: Any, module: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = own_app(quadratics(1), loop, module=module)
+    strategy(fraction_evaluate=0.0).start(
+        InProcessGrid(app, 1), ArrayRecord(Linear().state_dict()), 1
+    )
+    assert said in caplog.text
 
 
 def restored(module: nn.Module, config: Any, q: Quadratic) -> None:

@@ -33,6 +33,7 @@ from clients import (
     all_but,
     client_app,
     client_id,
+    personalized_models,
 )
 from clients.learning.sharing import matching
 from clients.node.in_process import InProcessGrid
@@ -227,6 +228,32 @@ def test_arrays_of_its_own_need_a_store_and_a_newcomer_has_those_of_the_module()
         for name, value in model.kept_arrays().items():
             np.testing.assert_allclose(value, first[name].numpy(), rtol=1e-12)
         problem.model.load_kept({n: v + 1.0 for n, v in model.kept_arrays().items()})
+
+
+def test_of_a_module_that_clients_share_each_begins_with_its_first_values() -> None:
+    """Whether each request's Border is of one module, or of a new one."""
+    one = net()
+    heads = []
+    for module in (net, lambda: one):
+
+        def client_fn(context: Any, module: Any = module) -> AnyAlgorithmClient:
+            problem = Problem(
+                Border(module(), share="!head"), cross_entropy, *samples(client_id(context))
+            )
+            return AnyAlgorithmClient(problem, test=problem)
+
+        on = InProcessGrid(client_app(client_fn), 3)
+        FedAvg(local=SETTINGS).start(on, ArrayRecord(net().state_dict()), 2)
+        kept = personalized_models(on, Border(net(), share="!head")).values()
+        heads.append([{n: a for n, a in of.items() if n.startswith("head")} for of in kept])
+    for fresh, shared in zip(*heads, strict=True):
+        assert fresh.keys() == shared.keys() != set()
+        for name, array in fresh.items():
+            np.testing.assert_array_equal(shared[name], array)
+    Border(one.requires_grad_(True), share="!head")
+    with torch.no_grad():
+        one.head.weight.fill_(7.0)  # another experiment
+    assert Border(one, share="!head").kept_arrays()["head.weight"].max() == 7.0
 
 
 # ---- all algorithms -----------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from clients.learning.arrays import copy_into, numpy_type, to_host, to_numpy
 from clients.learning.sharing import Patterns, split
-from fl_strategies.core.layout import Layout
+from fl_strategies.core.layout import Layout, few
 from fl_strategies.core.log import log_once
 from fl_strategies.core.oracle import Part
 from fl_strategies.core.schedules import require
@@ -127,7 +128,8 @@ class Border:
         self._places = _places(module, tensors)
         self.names = [name for name in tensors if name in travelling]
         self.buffers, self.kept = roles.buffers, roles.kept
-        self._first = {name: to_numpy(tensors[name]).copy() for name in self.kept}
+        self._first = {name: _first_value(module, name, tensors[name]) for name in self.kept}
+        self._note_first()
         names_of: dict[int, tuple[str, ...]] = {}
         for name, tensor in tensors.items():
             names_of[id(tensor)] = (*names_of.get(id(tensor), ()), name)
@@ -139,6 +141,8 @@ class Border:
             {name: digest(to_numpy(tensors[name])) for name in roles.frozen},
         )
         of = self.layout
+        self._frozen = {name: tensors[name] for name in roles.frozen}
+        self._versions = {name: tensor._version for name, tensor in self._frozen.items()}
         self.layout_options: dict[str, Any] = {
             "buffers": self.buffers,
             "ties": of.ties,
@@ -195,6 +199,13 @@ class Border:
                 f"parameters {replaced} of the module were replaced by others, whose training would"
                 " be lost: change a module before it is given away"
             )
+
+    def check_frozen(self) -> None:
+        """Raise ``ValueError`` if a frozen array changed, as :func:`check_unchanged`."""
+        versions = {name: tensor._version for name, tensor in self._frozen.items()}
+        touched = [name for name, version in versions.items() if version != self._versions[name]]
+        check_unchanged(self.layout, {name: to_numpy(self._frozen[name]) for name in touched})
+        self._versions = versions
 
     # ---- the module's tensors -----------------------------------------------------------------
 
@@ -345,6 +356,24 @@ class Border:
         """Put a client's own arrays into the model; None stands for the module's first values."""
         values = self._first if arrays is None else arrays
         self.put({name: values[name] for name in self.kept})
+        self._note_first()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Inside, a client trains its own arrays in the module: another may be made of it next."""
+        try:
+            yield
+        finally:
+            self._note_first()
+
+    def _note_first(self) -> None:
+        """Note the first values of the client's own arrays, whose module now has a client's."""
+        if self.kept:
+            tensors = self.module.state_dict(keep_vars=True)
+            _FIRST[self.module] = {
+                name: (id(tensors[name]), tensors[name]._version, first)
+                for name, first in self._first.items()
+            }
 
     def kept_arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return copies of the client's own arrays, by name."""
@@ -404,6 +433,28 @@ class Border:
         arrays |= {copy: arrays[first] for copy, first in self.layout.copies.items()}
         tensors = self.tensors() if self.buffers else {}
         return [arrays[name] if name in arrays else tensors[name] for name in self.names]
+
+
+_FIRST: WeakKeyDictionary[nn.Module, dict[str, tuple[int, int, npt.NDArray[Any]]]]
+_FIRST = WeakKeyDictionary()
+"""By module and array of a client's own: the tensor, its version when a client left it, and its
+first value."""
+
+
+def _first_value(module: nn.Module, name: str, tensor: Tensor) -> npt.NDArray[Any]:
+    """Return what an array is now, or was at first if clients alone have changed it since."""
+    now = to_numpy(tensor).copy()
+    tensor_id, version, first = _FIRST.get(module, {}).get(name, (0, 0, now))
+    return first if (tensor_id, version) == (id(tensor), tensor._version) else now
+
+
+def check_unchanged(layout: Layout, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Raise ``ValueError`` if one of these frozen ``arrays`` is not what it was at first."""
+    if changed := [name for name, array in arrays.items() if digest(array) != layout.frozen[name]]:
+        raise ValueError(
+            f"{few(changed)} changed, and arrays that require no gradients do not travel: let them"
+            " require gradients when the client is made, or register them as buffers"
+        )
 
 
 def _places(

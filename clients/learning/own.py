@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from clients.learning.border import Border
 from clients.learning.local_problem import LocalProblem, Metrics
+from clients.learning.problem import evaluating, into_training
 from clients.learning.replay import kept_generators, seed_everywhere
 from clients.learning.terms import Ahead, Terms
 from fl_strategies.core.layout import few
@@ -133,10 +134,15 @@ class OwnTraining(LocalProblem):
         """
         with model.fixing():
             terms.attach([p if p.requires_grad else None for p in model.shared])
-            model.module.train()
+            into_training(model.module)
             model.module.zero_grad(set_to_none=True)
             result = self.train(model.module, config)
         model.check_whole()
+        if moved := [model.layout.trainable[place] for place in terms.moved_apart]:
+            raise ValueError(
+                f"the training loop changed {few(moved)}, and no optimizer stepped these: they miss"
+                " the algorithm's terms"
+            )
         return result
 
     def evaluation(self, config: Mapping[str, Any]) -> OwnEvaluation | None:
@@ -158,8 +164,8 @@ class OwnEvaluation:
     def evaluate(self) -> Metrics:
         """Return the loss and further numbers on the client's test samples."""
         assert self._problem.evaluate is not None
-        self.model.module.eval()
-        result = self._problem.evaluate(self.model.module, dict(self._config))
+        with evaluating(self.model.module):
+            result = self._problem.evaluate(self.model.module, dict(self._config))
         reported = numbers_in(result, "evaluate", "loss")
         if "loss" not in reported:
             raise ValueError(f"evaluate must return a number 'loss', got {sorted(reported)}")

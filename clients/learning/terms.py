@@ -269,6 +269,15 @@ class Terms:
         return [(i, p) for i, p in places if p is not None and i not in self._stepped]
 
     @property
+    def moved_apart(self) -> list[int]:
+        """The places of those of ``unstepped`` that changed."""
+        return [
+            place
+            for place, p in self.unstepped
+            if not torch.equal(p.detach(), self._start[place].to(p))
+        ]
+
+    @property
     def steps(self) -> int:
         """The steps of attached parameters, without those that a scaler skipped."""
         return self._steps - int(self._skipped)
@@ -293,7 +302,7 @@ class Terms:
         """Return a and A of :class:`.Solved`: ``weight`` and ``rates``."""
         places = range(len(self._start))
         a = {place: float(weight) for place, weight in self._weights.items()}
-        A = {place: weight * self._first[place] for place, weight in a.items()}
+        A = {place: weight * self._first[place] for place, weight in a.items() if weight}
         weight = next(iter(a.values())) if len({*a.values()}) == 1 else math.nan
         if len(A) == len(places) and len({*A.values()}) == 1:
             return weight, A[0]
@@ -319,13 +328,20 @@ class Terms:
             self._marks[place] = weakref.ref(p.grad), p.grad._version
 
     def add_to(self, gradients: list[Tensor], held: Sequence[Held], scale: Any) -> None:
-        """Add the terms' gradient at the parameters to ``gradients``, multiplied by ``scale``."""
+        """Add the terms' gradient at the parameters to ``gradients``, multiplied by ``scale``.
+
+        A group with ``maximize`` ascends the negative loss: it gets the negative gradient.
+        """
         parts: list[tuple[list[Tensor], float]] = []
         if self._centre is not None:
             parts.append((self._offsets(held), self.pull))
         if self._slope is not None:
             parts.append((_at(self._slope, held), 1.0))
         for part, factor in parts:
+            if any(group.get("maximize") for _, _, group in held):
+                part = [
+                    -a if h.group.get("maximize") else a for a, h in zip(part, held, strict=True)
+                ]
             added = part if scale is None else [*torch._foreach_mul(part, scale.to(part[0]))]
             torch._foreach_add_(gradients, added, alpha=factor)
 
@@ -377,6 +393,11 @@ class Terms:
         first, a = self._first.get(place, 1.0), self._weights.get(place, 0.0)
         momenta = self._momenta.setdefault(optimizer, {})
         begun = optimizer.state.get(p, {}).get("momentum_buffer") is not None
+        if begun and momentum and place not in momenta:
+            self._fail(
+                f"{self._asked_by} for what its steps add up to, and the optimizer's momentum is"
+                " from before: make the optimizer in each round anew"
+            )
         before = momenta.get(place, 0.0) if begun else 0.0
         u = 1.0 - self.pull * first * a
         b = momentum * before + u

@@ -38,7 +38,7 @@ from torch import nn
 
 from clients.any_algorithm import AnyAlgorithmClient, client_of, register, registered
 from clients.base import MAX_STEPS
-from clients.learning.border import Border
+from clients.learning.border import Border, check_unchanged
 from clients.learning.local_problem import Metrics
 from clients.learning.own import COUNT, OwnEvaluation, OwnTraining
 from clients.learning.terms import Terms
@@ -398,6 +398,7 @@ class Attached(OwnTraining):
                     f"array {name!r} of the reply has shape {array.shape}, that of the request"
                     f" {tuple(tensors[name].shape)}"
                 )
+        check_unchanged(self.model.layout, by_name(arrays, [*self.model.layout.frozen], {}))
         self.model.put(found)
 
 

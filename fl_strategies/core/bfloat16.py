@@ -13,12 +13,13 @@ LARGEST = 2.0**128 - 2.0**120
 
 def halves(numbers: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
     """Return the finite bfloat16 nearest to each number, as its bits."""
-    bits = np.ascontiguousarray(np.clip(numbers, -LARGEST, LARGEST), np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    nearest = np.asarray(np.clip(numbers, -LARGEST, LARGEST), np.float32, order="C")
+    bits = nearest.view(np.uint32)
+    return np.asarray((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, np.uint16)
 
 
 def numbers_of(halves: npt.NDArray[np.uint16], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """Return the numbers of :func:`halves`, in another type."""
-    numbers = (halves.astype(np.uint32) << 16).view(np.float32)
+    numbers = np.asarray(halves.astype(np.uint32) << 16).view(np.float32)
     with np.errstate(invalid="ignore"):  # a received one may be no number
         return numbers.astype(dtype, copy=False)

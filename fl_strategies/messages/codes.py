@@ -65,7 +65,7 @@ def decompressed(
             raise BadReply(f"the code {first!r} is broken: {error}") from None
         pieces = layout.unpack(change, no_buffers)
         if start and not prefix:
-            pieces |= {name: pieces[name] + start[name] for name in layout.trainable}
+            pieces |= {n: np.asarray(pieces[n] + start[n]) for n in layout.trainable}
         arrays |= {prefix + name: pieces[name] for name in layout.trainable}
     return arrays | {copy: arrays[name] for copy, name in layout.copies.items()}
 

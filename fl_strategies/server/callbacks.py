@@ -203,7 +203,10 @@ class BestModel:
             write_atomically(self.path, model_bytes(info.arrays))
 
     def recall(self, rows: Rows) -> None:
-        """Note the best of the earlier rounds; the file already holds its model."""
+        """Note the best of the earlier rounds, whose model the file holds, if there is one."""
+        if not self.path.exists():
+            log(INFO, "%s holds no model of the earlier rounds: the best from now on is", self.path)
+            return
         for server_round, value in self.watched.values(rows):
             self._better(server_round, value)
 

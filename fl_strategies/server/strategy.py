@@ -204,8 +204,11 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         run.num_rounds = self.communication_rounds(self.state, num_rounds)
         if run.round > run.num_rounds:
             raise ValueError(
-                f"num_rounds must be >= {run.round}, the rounds done, got {num_rounds}"
+                f"num_rounds = {num_rounds} are {run.num_rounds} rounds with communication, and"
+                f" {run.round} are done"
             )
+        if num_rounds and not run.num_rounds:
+            log(WARNING, "none of %d rounds communicates: the model stays as it is", num_rounds)
         arrays = run.result.arrays
         run.result.arrays = self.evaluated_model(arrays)
         return arrays
