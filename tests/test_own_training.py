@@ -499,6 +499,21 @@ def test_training_that_would_be_lost_or_without_the_terms_is_an_error(
     assert said in caplog.text
 
 
+def test_a_parameter_that_no_optimizer_has_stays_where_it_is() -> None:
+    def loop(module: nn.Module, config: Any, q: Quadratic) -> None:
+        optimizer = SGD([module.head], RATE)
+        for _ in range(STEPS):
+            module.zero_grad()
+            half_mean_square(module(torch.tensor(q.X)), torch.tensor(q.y)).backward()
+            optimizer.step()
+
+    for strategy in (FedADMM(), FedBCD(zeta=0.6, box=None)):
+        found = train(strategy, InProcessGrid(own_app(quadratics(2), loop), 2), 3)
+        assert np.abs(found[:4] - START[:4]).max() > 0.01
+        np.testing.assert_allclose(found[4:], START[4:], rtol=1e-12)
+        assert strategy.run.faults == {}
+
+
 def restored(module: nn.Module, config: Any, q: Quadratic) -> None:
     """Train, and go back to the state before the last step, as early stopping does."""
     descend(module, config, q, steps=2)

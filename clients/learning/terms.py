@@ -103,6 +103,7 @@ class Terms:
         self._slope = views(_vector(slope, start)) if sloped else None
         self._centre = views(_vector(centre, start)) if self.pull else None
         self._start = views(start)
+        self._begun = views(ahead.of(start)) if ahead else self._start
         self._rates, self._most, self._ahead = rates, most, ahead
         self._x = [*self._start]
         self._before = views(ahead.previous) if ahead else []
@@ -274,7 +275,7 @@ class Terms:
         return [
             place
             for place, p in self.unstepped
-            if not torch.equal(p.detach(), self._start[place].to(p))
+            if not torch.equal(p.detach(), self._begun[place].to(p))
         ]
 
     @property
