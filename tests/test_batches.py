@@ -138,6 +138,18 @@ class Lines(IterableDataset[Any]):
         yield from zip(X, Y, strict=True)
 
 
+class Pieces(IterableDataset[Any]):
+    """Mini-batches that the Dataset makes itself."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from zip(X.split(3), Y.split(3), strict=True)
+
+
+class BatchesWithoutLength:
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([0, 1, 2], [3, 4], [5, 6])
+
+
 def as_they_are(items: Any) -> Any:
     """As torchvision's references collate what differs in size."""
     return tuple(zip(*items, strict=True))
@@ -373,6 +385,25 @@ def test_the_targets_are_found_where_there_is_one_candidate() -> None:
             Problem(made(Net), cross_entropy, data, target=target).evaluate()
     both = rows_of(img=X, label=[*"abcdefg"], fine=Y)
     assert torch.equal(trained(Problem(made(Net), cross_entropy, both, target="fine")), expected)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        lambda: DataLoader(Lines(), SIZE, drop_last=True),
+        lambda: DataLoader(Pieces(), None),
+        loader(batch_sampler=BatchesWithoutLength()),
+    ],
+    ids=["drop_last", "batches of the Dataset", "batch sampler"],
+)
+@pytest.mark.parametrize("steps", [2, 17])
+def test_as_many_steps_are_taken_as_asked_for_where_a_loader_has_no_length(
+    data: Callable[[], Any], steps: int
+) -> None:
+    problem = Problem(made(Net), cross_entropy, data(), samples=10 * N)
+    training = LocalTraining(steps=steps, lr=0.01)
+    solved = solve(problem, problem.model.vector, Subproblem(), training, np.random.default_rng(0))
+    assert solved.steps == steps
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,16 @@ def test_work_is_cut_to_the_deadline(make: Any) -> None:
     assert rounds_of(strategy, "virtual-seconds") == [2.5, 5.0]
 
 
+def test_as_many_steps_as_fit_exactly_are_in_time() -> None:
+    """7 x 0.05 is 0.35000000000000003 in floating point."""
+    pace = Deadline(seconds=0.35, cut=True)
+    settings = local(epochs=9)
+    strategy = quiet(FedAvg, clock=Clock(step=0.05, spread=0.0), pace=pace, local=settings)
+    train(strategy, grid(quadratics(2)), 1)
+    assert rounds_of(strategy, "clients-late") == [0.0]
+    assert rounds_of(strategy, "steps") == [7.0]
+
+
 def test_a_deadline_that_nobody_meets_ends_the_run_and_says_so() -> None:
     strategy = quiet(FedAvg, clock=Clock(step=1.0), pace=Deadline(seconds=0.5))
     with pytest.raises(NothingUsable, match="it came after 4 s"):

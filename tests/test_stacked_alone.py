@@ -70,6 +70,24 @@ def hooked() -> nn.Module:
     return module
 
 
+def masked() -> nn.Module:
+    module = smooth()
+    next(module.parameters()).register_hook(lambda gradient: gradient.clamp(min=0.0))
+    return module
+
+
+def clamped() -> nn.Module:
+    module = smooth()
+    module[1].register_full_backward_pre_hook(lambda layer, slopes: (slopes[0].clamp(min=0.0),))
+    return module
+
+
+def doubled() -> nn.Module:
+    module = smooth()
+    module[1].forward = lambda x: 2 * torch.tanh(x)
+    return module
+
+
 def with_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
 
@@ -84,6 +102,9 @@ ALONE: dict[str, tuple[Any, dict[str, Any], str]] = {
     "samples that are compared": (lambda: Centred(4, 3).double(), {}, "Centred is not a layer"),
     "softmax over samples": (lambda: nn.Sequential(smooth(), nn.Softmax(0)), {}, "Softmax is not"),
     "a hook": (hooked, {}, "Tanh has a hook"),
+    "a parameter's hook": (masked, {}, "Linear has a hook"),
+    "a backward hook": (clamped, {}, "Tanh has a hook"),
+    "a forward that was set": (doubled, {}, "Tanh has a forward of its own"),
     "a loss that is no mean": (smooth, {"loss": of_both}, NO_MEAN),
     "class weights": (
         smooth,

@@ -305,7 +305,8 @@ class Fetched(Samples):
         try:
             return len(self._loader)
         except TypeError:  # of an iterable Dataset
-            return math.ceil(self._samples / (self._loader.batch_size or 1))
+            batches = self._samples / (self._loader.batch_size or 1)
+            return max(1, int(batches) if self._loader.drop_last else math.ceil(batches))
 
     def _seed(self, seed: int) -> None:
         """Seed all generators that fetching may draw from, a DataLoader's own too."""

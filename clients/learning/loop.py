@@ -88,8 +88,9 @@ def solve(
         enough = goal if enough is None else max(goal, enough)
     seen = Measured(problem)
     with stepper.active(), problem.data.leaving_no_trace():
-        while done < epochs:
-            seen = Measured(problem)
+        # a loader without a length may have fewer mini-batches than its samples say
+        while (done < epochs or training.steps) and not (limit and steps >= limit):
+            seen, before = Measured(problem), steps
             for batch in problem.data.batches(rng, batch_size):
                 factor = factor_of(training.lr_schedule, steps, limit or epochs * per_epoch)
                 if keeps:
@@ -103,6 +104,8 @@ def solve(
                 if steps == limit:
                     break
             done += 1
+            if steps == before:
+                break
             if enough is not None:
                 with stepper.measured():
                     residual = residual_of(problem, subproblem, training)

@@ -68,7 +68,8 @@ class Deadline(Pace):
         knows that the others do not.
         """
         limit = math.inf if self.seconds is None else self.seconds
-        in_time = sorted((end, client) for client, end in replies.items() if end <= limit)
+        rounded = limit * (1.0 + 1e-9)  # k steps may take k times their seconds and a rounding
+        in_time = sorted((end, client) for client, end in replies.items() if end <= rounded)
         used = [client for _, client in in_time[:wanted]]
         if used and len(used) == wanted:
             return used, replies[used[-1]]
