@@ -522,12 +522,30 @@ def restored(module: nn.Module, config: Any, q: Quadratic) -> None:
     module.load_state_dict(best)
 
 
+def restored_by_data(module: nn.Module, config: Any, q: Quadratic) -> None:
+    descend(module, config, q, steps=2)
+    module.tail.data.add_(1.0)
+
+
+def restored_between(module: nn.Module, config: Any, q: Quadratic) -> None:
+    restored(module, config, q)
+    descend(module, config, q, steps=1)
+
+
+@pytest.mark.parametrize(
+    ("loop", "when"),
+    [
+        (restored, "after its last step"),
+        (restored_by_data, "after its last step"),
+        (restored_between, "between two steps"),
+    ],
+)
 @pytest.mark.parametrize("strategy", [FedNova, SCAFFOLD, functools.partial(FedBCD, box=None)])
-def test_weights_restored_after_the_last_step_are_an_error_where_a_rule_counts_on_the_steps(
-    strategy: Any, caplog: pytest.LogCaptureFixture
+def test_weights_that_no_step_left_are_an_error_where_a_rule_counts_on_the_steps(
+    strategy: Any, loop: Any, when: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    train(strategy(fraction_evaluate=0.0), InProcessGrid(own_app(quadratics(1), restored), 1), 1)
-    assert "the training loop changed the model after its last step" in caplog.text
+    train(strategy(fraction_evaluate=0.0), InProcessGrid(own_app(quadratics(1), loop), 1), 1)
+    assert f"the training loop changed the model {when}" in caplog.text
 
 
 def test_restored_weights_are_what_other_rules_upload() -> None:

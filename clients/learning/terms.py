@@ -116,7 +116,7 @@ class Terms:
         self._weights: dict[int, Any] = {}
         self._first: dict[int, float] = {}
         self._stepped = set[int]()
-        self._left: dict[int, int] = {}
+        self._left: dict[int, tuple[int, Tensor]] = {}
         self._skipped: Any = 0
         self._steps = self._others = self._withheld = 0
         self.fault: ValueError | None = None
@@ -198,7 +198,8 @@ class Terms:
         self._counted = None
         if self._ahead is not None:
             self._move(self._ahead, held, skipped)
-        self._left.update((place, p._version) for place, p, _ in held)
+        if self._rates or self._ahead:
+            self._left |= {place: (p._version, p.detach().clone()) for place, p, _ in held}
 
     @torch.no_grad()
     def _move(self, ahead: Ahead, held: Sequence[Held], skipped: Any) -> None:
@@ -236,8 +237,8 @@ class Terms:
         """
         if self.fault is not None:
             raise self.fault
-        if self._rates or self._ahead:
-            self._check_left()
+        if any(map(self._is_changed, self._left)):
+            raise ValueError(self._changed("after its last step"))
         if not self.needed or self.steps:
             return
         seen = ["nothing was attached: call attach(model) after load_state_dict"]
@@ -252,14 +253,16 @@ class Terms:
             f" and {'; '.join(seen)}"
         )
 
-    def _check_left(self) -> None:
-        now = {place: self._parameters[place] for place in self._left}
-        if any(p is not None and p._version != self._left[place] for place, p in now.items()):
-            raise ValueError(
-                f"{self._asked_by} for what its optimizer steps come to, and the training loop"
-                " changed the model after its last step, as restoring the best weights does: return"
-                " what that step left"
-            )
+    def _is_changed(self, place: int) -> bool:
+        """Return whether a parameter is not what its last step left."""
+        p, (_, left) = self._parameters[place], self._left[place]
+        return p is not None and not torch.equal(p.detach(), left.to(p))
+
+    def _changed(self, when: str) -> str:
+        return (
+            f"{self._asked_by} for what its optimizer steps come to, and the training loop changed"
+            f" the model {when}, as restoring the best weights does: only steps may change it"
+        )
 
     @property
     def unstepped(self) -> list[tuple[int, nn.Parameter]]:
@@ -362,6 +365,13 @@ class Terms:
 
     def count(self, step: Step) -> None:
         """Count a step, and weigh its gradients."""
+        touched = [
+            place
+            for place, p, _ in step.held
+            if place in self._left and self._left[place][0] != p._version
+        ]
+        if any(map(self._is_changed, touched)):
+            self._fail(self._changed("between two steps"))
         self._steps += 1
         self._stepped.update(held.place for held in step.held)
         found = getattr(step.optimizer, "found_inf", None)

@@ -103,7 +103,7 @@ def _of_module(module: nn.Module) -> str:
         known = kind in (*LAYERS, *CONTAINERS) and along == (1, 1)
         if not known and not vars(kind).get("stacks"):
             return f"{kind.__name__} is not a layer that stacks take"
-        hooks = [part._forward_hooks, part._forward_pre_hooks, part._backward_hooks]
+        hooks: list[Any] = [part._forward_hooks, part._forward_pre_hooks, part._backward_hooks]
         hooks += [part._backward_pre_hooks]
         for parameter in part.parameters(recurse=False):
             hooks += [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
