@@ -541,7 +541,7 @@ def restored_between(module: nn.Module, config: Any, q: Quadratic) -> None:
     ],
 )
 @pytest.mark.parametrize("strategy", [FedNova, SCAFFOLD, functools.partial(FedBCD, box=None)])
-def test_weights_that_no_step_left_are_an_error_where_a_rule_counts_on_the_steps(
+def test_weights_that_no_step_made_are_an_error_where_a_rule_counts_on_the_steps(
     strategy: Any, loop: Any, when: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(strategy(fraction_evaluate=0.0), InProcessGrid(own_app(quadratics(1), loop), 1), 1)

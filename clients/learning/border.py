@@ -443,9 +443,10 @@ first value."""
 
 def _first_value(module: nn.Module, name: str, tensor: Tensor) -> npt.NDArray[Any]:
     """Return what an array is now, or was at first if clients alone have changed it since."""
-    now = to_numpy(tensor).copy()
-    tensor_id, version, first = _FIRST.get(module, {}).get(name, (0, 0, now))
-    return first if (tensor_id, version) == (id(tensor), tensor._version) else now
+    noted = _FIRST.get(module, {}).get(name)
+    if noted is not None and noted[:2] == (id(tensor), tensor._version):
+        return noted[2]
+    return to_numpy(tensor).copy()
 
 
 def check_unchanged(layout: Layout, arrays: Mapping[str, npt.NDArray[Any]]) -> None:

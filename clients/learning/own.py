@@ -138,7 +138,7 @@ class OwnTraining(LocalProblem):
             model.module.zero_grad(set_to_none=True)
             result = self.train(model.module, config)
         model.check_whole()
-        if moved := [model.layout.trainable[place] for place in terms.moved_apart]:
+        if moved := [model.layout.trainable[i] for i in terms.moved_apart(model.shared)]:
             raise ValueError(
                 f"the training loop changed {few(moved)}, and no optimizer stepped these: they miss"
                 " the algorithm's terms"

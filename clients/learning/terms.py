@@ -272,13 +272,14 @@ class Terms:
         places = enumerate(self._parameters)
         return [(i, p) for i, p in places if p is not None and i not in self._stepped]
 
-    @property
-    def moved_apart(self) -> list[int]:
-        """The places of those of ``unstepped`` that changed."""
+    def moved_apart(self, ended: Sequence[Tensor]) -> list[int]:
+        """Return the places of those of ``unstepped`` whose piece of ``ended`` is another."""
         return [
             place
             for place, p in self.unstepped
-            if not torch.equal(p.detach(), self._begun[place].to(p))
+            if not torch.equal(
+                ended[place].detach().to("cpu", p.dtype), self._begun[place].to("cpu", p.dtype)
+            )
         ]
 
     @property

@@ -277,16 +277,16 @@ class Attached(OwnTraining):
 
     def run(self, terms: Terms, model: Border, config: dict[str, Any], *, aside: bool) -> Any:
         self._terms, self._fixed_names = terms, model.fixed_names
-        token, sent = _TRAINED.set(self), self._arrays()
+        token = _TRAINED.set(self)
         told = {name: value for name, value in config.items() if name in ("seed", "epochs")}
         try:
-            reply = self.request.answered(sent, told)
+            reply = self.request.answered(self._arrays(), told)
         finally:
             _TRAINED.reset(token)
             while self._fixed:
                 self._fixed.pop().requires_grad_(True)
         self._take(reply)
-        self._check_stepped(terms, sent)
+        self._check_stepped(terms)
         if not aside:
             self._reply = reply
         record: Any = next(iter(reply.content.metric_records.values()), {})
@@ -358,21 +358,13 @@ class Attached(OwnTraining):
                 parameters[place] = None  # its other name has the same terms
         self._terms.attach(parameters)
 
-    def _check_stepped(self, terms: Terms, sent: Arrays) -> None:
+    def _check_stepped(self, terms: Terms) -> None:
         """Raise ``ValueError`` if an array changed whose attached parameter no optimizer stepped.
 
         Another parameter was trained in its place, without the algorithm's terms.
         """
-        names = self.model.layout.trainable
-        changed = [
-            names[place]
-            for place, p in terms.unstepped
-            if not torch.equal(
-                torch.from_numpy(sent[names[place]]).to("cpu", p.dtype),
-                self.model.shared[place].detach().to("cpu", p.dtype),
-            )
-        ]
-        if changed:
+        names, ended = self.model.layout.trainable, self.model.shared
+        if changed := [names[place] for place in terms.moved_apart(ended)]:
             raise ValueError(
                 f"the reply's arrays {few(changed)} changed, and no optimizer stepped the"
                 " parameters that attach(model) saw: call it after the last change of layers"
