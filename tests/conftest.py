@@ -19,6 +19,7 @@ os.environ |= {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    "RAY_worker_niceness": "0",  # Ray's own, 15, would have its workers wait for the other tests
 }
 
 import pytest
@@ -150,6 +151,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         fixtures = {"datasets_folder", "real_datasets"} & set(getattr(item, "fixturenames", ()))
         if fixtures and chosen.get("datasets_folder") != "few":
             item.add_marker("data")
+            item.add_marker(pytest.mark.xdist_group("data"))  # one process reads each set once
 
 
 @pytest.hookimpl(wrapper=True)

@@ -147,7 +147,7 @@ def accuracy(task: Any, state: Any) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("engine")
+@pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize(  # of `problem` the quickstart runs all
     "kind",
     [

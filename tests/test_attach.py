@@ -572,7 +572,7 @@ def test_flowers_quickstart_trains_by_each_algorithm_as_it_stands(
 
 
 @pytest.mark.release
-@pytest.mark.xdist_group("engine")
+@pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_flowers_quickstart_trains_on_ray_what_it_trains_in_one_process(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -328,7 +328,7 @@ def test_bad_arguments_are_refused_before_anything_runs(
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("engine")
+@pytest.mark.xdist_group("workers")
 def test_workers_train_the_same_models_also_at_once(tmp_path: Path) -> None:
     line = "--algorithms fedavg --engine in-process --fraction 1.0 --quiet"
     (alone,) = compare(tmp_path / "1", f"{line} --workers 1")

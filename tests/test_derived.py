@@ -109,7 +109,7 @@ def in_processes() -> InProcessGrid:
     [
         lambda: grid(quadratics(6)),
         federation,
-        pytest.param(in_processes, marks=[pytest.mark.slow, pytest.mark.xdist_group("engine")]),
+        pytest.param(in_processes, marks=[pytest.mark.slow, pytest.mark.xdist_group("workers")]),
     ],
     ids=["nodes", "hosts", "processes"],
 )

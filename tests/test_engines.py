@@ -16,8 +16,10 @@ from safetensors.numpy import load_file
 from fl_strategies.core.files import read_lines
 from simulations.config import RunConfig
 from simulations.experiment import run_in_process
+from simulations.lab import compare
 from simulations.lab.superlink import flwr_run
 
+ROOT = Path(__file__).parents[1]
 FORKING = """
 import os
 import threading
@@ -48,48 +50,52 @@ while thread.is_alive():
 """
 """A ServerApp that makes data while the main thread starts processes by fork, as Ray does."""
 
-PARTS = {"server-step": "adam lr=0.002", "compression": "topk share=0.2", "download": "bfloat16"}
+SETTINGS = {
+    "algorithms": "fedadmm",
+    "model": "cnn1",
+    "clients": "8",
+    "rounds": "3",
+    "partition": "imbalanced",  # quick to draw
+    "fraction": "0.5",
+    "random-epochs": "true",
+    "epochs": "2",
+    "momentum": "0.5",
+    "lr": "0.05",
+    "server-step": "adam lr=0.002",
+    "compression": "topk share=0.2",
+    "download": "bfloat16",
+}
 
 
-@pytest.mark.xdist_group("engine")
-def test_tests_that_start_engines_run_in_one_process(request: pytest.FixtureRequest) -> None:
+@pytest.mark.xdist_group("ray")
+def test_tests_that_start_ray_run_in_one_process(request: pytest.FixtureRequest) -> None:
     """pytest-xdist marks the group by the end of the test's name."""
     workers = hasattr(request.config, "workerinput")
-    assert not workers or request.node.nodeid.endswith("@engine")
+    assert not workers or request.node.nodeid.endswith("@ray")
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("engine")  # one at a time: each takes all cores
-def test_ray_and_in_process_give_the_same_model(tmp_path: Path) -> None:
+@pytest.mark.xdist_group("ray")  # one at a time: each takes all cores
+def test_the_demo_ends_with_a_table_and_ray_gives_the_in_process_model(tmp_path: Path) -> None:
     """FedADMM, so that state is kept too; a CNN on real images of digits, so that threads count.
 
     PyTorch's kernels of a convolution may round otherwise in another process, which in this run
     moves the model by less than 1e-7; one other draw, step or code moves it by more than 1e-4.
     """
-    config = RunConfig.parse(
-        {
-            "algorithm": "fedadmm",
-            "model": "cnn1",
-            "clients": 8,
-            "rounds": 3,
-            "partition": "imbalanced",  # quick to draw
-            "fraction": 0.5,
-            "random-epochs": "true",
-            "epochs": 2,
-            "momentum": 0.5,
-            "lr": 0.05,
-            "output": str(tmp_path / "ray"),
-            **PARTS,
-        }
-    )
-    lines: list[str] = []
-    flwr_run(config.to_run_config(), num_supernodes=8, workers=2, on_line=lines.append)
-    assert any(line.endswith(f"results: {tmp_path / 'ray'}") for line in lines)
-    assert json.loads((tmp_path / "ray/summary.json").read_text())["finished"]
-    run_in_process(replace(config, output=str(tmp_path / "here")))
-    on_ray, here = (read_lines(tmp_path / run / "clients.jsonl") for run in ("ray", "here"))
+    options = [word for name, value in SETTINGS.items() for word in (f"--{name}", value)]
+    ray, in_process = tmp_path / "ray", tmp_path / "here"
+    command = [sys.executable, "-m", "simulations.lab.demo", *options, "--output", str(ray)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[-1] == f"results: {ray}"
+    assert lines[-3].startswith("| fedadmm |")
+    assert any("round 3/3" in line for line in lines)
+    compare.main([*options, "--engine", "in-process", "--output", str(in_process)])
+    runs = [folder / "fedadmm" for folder in (ray, in_process)]
+    assert all(json.loads((run / "summary.json").read_text())["finished"] for run in runs)
+    on_ray, here = (read_lines(run / "clients.jsonl") for run in runs)
     assert [pytest.approx(row, rel=1e-4) for row in here] == on_ray
-    models = [load_file(tmp_path / run / "model.safetensors") for run in ("ray", "here")]
+    models = [load_file(run / "model.safetensors") for run in runs]
     for name, array in models[0].items():
         np.testing.assert_allclose(array, models[1][name], rtol=0, atol=1e-6, err_msg=name)
 
@@ -104,7 +110,7 @@ def test_a_serverapp_makes_its_data_while_processes_are_forked() -> None:
 
 
 @pytest.mark.release
-@pytest.mark.xdist_group("engine")
+@pytest.mark.xdist_group("ray")
 def test_asynchronous_training_by_the_clock_is_the_same_on_ray(tmp_path: Path) -> None:
     config = RunConfig.parse(
         {

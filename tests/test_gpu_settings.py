@@ -45,7 +45,7 @@ def test_every_worker_fits_and_no_gpu_has_more_of_them_than_it_must(gpus: int) -
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("engine")
+@pytest.mark.xdist_group("ray")
 def test_ray_gives_two_workers_on_two_gpus_one_each(tmp_path: Path) -> None:
     """Ray is told of GPUs that do not exist, and asked as ``compare --workers 2`` asks."""
     asked: dict[str, Any] = {}

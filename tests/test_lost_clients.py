@@ -216,7 +216,7 @@ def test_of_a_log_progress_and_trouble_are_shown(
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("engine")
+@pytest.mark.xdist_group("ray")
 def test_a_dead_worker_ends_a_run_on_ray_with_what_happened(tmp_path: Path) -> None:
     lines: list[str] = []
     killed: list[int] = []
@@ -229,7 +229,7 @@ def test_a_dead_worker_ends_a_run_on_ray_with_what_happened(tmp_path: Path) -> N
             killed.append(os.getpgid(worker.pid))
             worker.kill()
 
-    config = config_for(tmp_path, rounds=30)
+    config = config_for(tmp_path, rounds=30, partition="iid")
     told = r"(?s)finished:failed.*clients were lost in 3 rounds in a row"
     with pytest.raises(RuntimeError, match=told):
         flwr_run(config.to_run_config(), num_supernodes=6, workers=2, on_line=kill_one)

@@ -151,7 +151,7 @@ def test_clients_are_stacked_where_their_own_class_says_so(
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("engine")
+@pytest.mark.xdist_group("workers")
 def test_worker_processes_know_it() -> None:
     STRATEGIES["own"], CLIENTS["own"] = OfModels, Own
     found = model(OfModels, Own, InProcessGrid(make_client_app(quadratics(4)), 4, workers=2))

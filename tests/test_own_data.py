@@ -54,7 +54,7 @@ def test_the_pages_comparison_runs_on_them(shown: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("engine")
+@pytest.mark.xdist_group("workers")
 def test_workers_find_them_by_their_names(shown: str, tmp_path: Path) -> None:
     found = set()
     for further in ("", "--jobs 2", "--workers 2"):

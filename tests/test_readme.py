@@ -94,26 +94,7 @@ def test_the_readmes_comparison_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("engine")
-def test_the_demo_ends_with_a_table_and_the_path_of_its_results(tmp_path: Path) -> None:
-    assert any("make demo\n" in block for block in blocks("bash"))
-    assert "$(BIN)/python -m simulations.lab.demo" in (ROOT / "Makefile").read_text()
-    short = ["--algorithms", "fedadmm", "--rounds", "2", "--clients", "10", "--output"]
-    done = subprocess.run(
-        [sys.executable, "-m", "simulations.lab.demo", *short, str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    lines = done.stdout.splitlines()
-    assert lines[-1] == f"results: {tmp_path}"
-    assert lines[-3].startswith("| fedadmm |")
-    assert any("round 2/2" in line for line in lines)
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("engine")
+@pytest.mark.xdist_group("ray")
 def test_flwr_run_as_the_quickstart_types_it_works_and_is_stopped(tmp_path: Path) -> None:
     """In a clean clone, with a Flower home and ports of the test's own."""
     subprocess.run(["git", "clone", "-q", str(ROOT), str(tmp_path / "clone")], check=True)
@@ -133,10 +114,11 @@ def test_flwr_run_as_the_quickstart_types_it_works_and_is_stopped(tmp_path: Path
         for start in ("FLWR_DISABLE", "python -m fl_strategies.apps stop")
     )
     run = run.replace("supernodes=100", "supernodes=4").strip()
+    small = 'clients=4 rounds=2 fraction=0.5 model="logistic" partition="iid"'
     try:
         for _ in range(5):
             done = subprocess.run(
-                f"{run} --run-config 'clients=4 rounds=2 fraction=0.5 model=\"logistic\"'",
+                f"{run} --run-config '{small}'",
                 shell=True,
                 cwd=tmp_path / "clone",
                 env=env,
@@ -157,6 +139,12 @@ def test_flwr_run_as_the_quickstart_types_it_works_and_is_stopped(tmp_path: Path
         for process in left:
             process.kill()
     assert not left
+
+
+def test_the_readmes_demo_is_the_command_that_is_tested() -> None:
+    """The command runs in ``tests/test_engines.py``."""
+    assert any("make demo\n" in block for block in blocks("bash"))
+    assert "$(BIN)/python -m simulations.lab.demo\n" in (ROOT / "Makefile").read_text()
 
 
 def test_the_readmes_table_is_that_of_the_code() -> None:

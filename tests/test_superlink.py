@@ -15,7 +15,7 @@ from processes import descendants, groups, members
 
 from simulations.lab.superlink import flwr_run
 
-pytestmark = pytest.mark.xdist_group("engine")  # one at a time: each takes all cores
+pytestmark = pytest.mark.xdist_group("ray")  # one at a time: each takes all cores
 
 PYPROJECT = """
     [project]

@@ -60,7 +60,7 @@ def records_of(grid: InProcessGrid) -> dict[int, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("engine")
+@pytest.mark.xdist_group("workers")
 @pytest.mark.parametrize("workers", [2, 3])
 def test_any_number_of_workers_gives_the_same_model(
     workers: int, monkeypatch: pytest.MonkeyPatch
@@ -125,7 +125,7 @@ def run(grid: InProcessGrid, **options: Any) -> Any:
     return strategy.start(grid, initial(), num_rounds=3)
 
 
-@pytest.mark.xdist_group("engine")
+@pytest.mark.xdist_group("workers")
 def test_what_the_app_holds_goes_to_workers_and_a_run_ends_with_no_process_left() -> None:
     grid = InProcessGrid(of_a_page(), 4, workers=2)
     processes = [worker.process.pid for worker in grid._workers._workers]
@@ -142,7 +142,7 @@ def test_what_the_app_holds_goes_to_workers_and_a_run_ends_with_no_process_left(
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("engine")
+@pytest.mark.xdist_group("workers")
 def test_a_worker_that_dies_costs_its_client_alone(caplog: pytest.LogCaptureFixture) -> None:
     grid = InProcessGrid(of_a_page(fatal=2), 4, workers=2)
     strategy = FedAvg(local={"lr": 0.1}, fraction_evaluate=0.0)
@@ -152,7 +152,7 @@ def test_a_worker_that_dies_costs_its_client_alone(caplog: pytest.LogCaptureFixt
     assert deaths == 3  # asked for a description, and in two rounds
 
 
-@pytest.mark.xdist_group("engine")
+@pytest.mark.xdist_group("workers")
 def test_what_cannot_run_says_why() -> None:
     app = of_a_page()
     with pytest.raises(ValueError, match="workers must be an integer >= 1, got 0"):
@@ -167,7 +167,7 @@ def test_what_cannot_run_says_why() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("engine")
+@pytest.mark.xdist_group("workers")
 def test_a_worker_that_dies_costs_a_host_its_message_and_no_states() -> None:
     hosts = [[0, 3], [1, 2]]
     app = of_a_page(fatal=2, hosts=lambda context: hosts[context.node_config["partition-id"]])
@@ -181,7 +181,7 @@ def test_a_worker_that_dies_costs_a_host_its_message_and_no_states() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("engine")
+@pytest.mark.xdist_group("workers")
 def test_an_app_that_workers_cannot_import_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +242,7 @@ def test_workers_stack_as_many_clients_as_the_run_says(
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("engine")
+@pytest.mark.xdist_group("workers")
 def test_a_simulation_gives_the_same_model_with_workers(images: RunConfig, tmp_path: Path) -> None:
     """Two workers have hosts of three clients; with three, each client is a node."""
     hashes = set()
