@@ -65,6 +65,7 @@ SETTINGS = {
     "compression": "topk share=0.2",
     "download": "bfloat16",
 }
+NAME = "fedadmm+download=bfloat16+topk+adam"
 
 
 @pytest.mark.xdist_group("ray")
@@ -88,10 +89,10 @@ def test_the_demo_ends_with_a_table_and_ray_gives_the_in_process_model(tmp_path:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
     assert lines[-1] == f"results: {ray}"
-    assert lines[-3].startswith("| fedadmm |")
+    assert lines[-3].startswith(f"| {NAME} |")
     assert any("round 3/3" in line for line in lines)
     compare.main([*options, "--engine", "in-process", "--output", str(in_process)])
-    runs = [folder / "fedadmm" for folder in (ray, in_process)]
+    runs = [folder / NAME for folder in (ray, in_process)]
     assert all(json.loads((run / "summary.json").read_text())["finished"] for run in runs)
     on_ray, here = (read_lines(run / "clients.jsonl") for run in runs)
     assert [pytest.approx(row, rel=1e-4) for row in here] == on_ray

@@ -119,7 +119,11 @@ def kept_generators(tensors: Iterable[Tensor], *, everywhere: bool = False) -> I
 
 def seed_everywhere(seed: int) -> None:
     """Seed the generators of torch, on all devices, of NumPy and of Python's ``random``."""
-    torch.manual_seed(seed)
+    accelerator = getattr(torch, "accelerator", None)  # from PyTorch 2.6 on
+    if accelerator is None or accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)  # see seed_generators
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - it is what others' transforms draw from
 
