@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from fl_strategies.core.files import read_lines
 from simulations.config import RunConfig
 from simulations.experiment import run_in_process
-from simulations.lab import compare
+from simulations.lab import demo
 from simulations.lab.superlink import flwr_run
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +55,6 @@ SETTINGS = {
     "model": "cnn1",
     "clients": "8",
     "rounds": "3",
-    "partition": "imbalanced",  # quick to draw
     "fraction": "0.5",
     "random-epochs": "true",
     "epochs": "2",
@@ -80,8 +79,9 @@ def test_tests_that_start_ray_run_in_one_process(request: pytest.FixtureRequest)
 def test_the_demo_ends_with_a_table_and_ray_gives_the_in_process_model(tmp_path: Path) -> None:
     """FedADMM, so that state is kept too; a CNN on real images of digits, so that threads count.
 
-    PyTorch's kernels of a convolution may round otherwise in another process, which in this run
-    moves the model by less than 1e-7; one other draw, step or code moves it by more than 1e-4.
+    The rest is as the demo has it. PyTorch's kernels of a convolution may round otherwise in
+    another process, which in this run moves the model by less than 1e-7; one other draw, step or
+    code moves it by more than 1e-4.
     """
     options = [word for name, value in SETTINGS.items() for word in (f"--{name}", value)]
     ray, in_process = tmp_path / "ray", tmp_path / "here"
@@ -91,7 +91,7 @@ def test_the_demo_ends_with_a_table_and_ray_gives_the_in_process_model(tmp_path:
     assert lines[-1] == f"results: {ray}"
     assert lines[-3].startswith(f"| {NAME} |")
     assert any("round 3/3" in line for line in lines)
-    compare.main([*options, "--engine", "in-process", "--output", str(in_process)])
+    demo.main([*options, "--engine", "in-process", "--output", str(in_process)])
     runs = [folder / NAME for folder in (ray, in_process)]
     assert all(json.loads((run / "summary.json").read_text())["finished"] for run in runs)
     on_ray, here = (read_lines(run / "clients.jsonl") for run in runs)

@@ -114,11 +114,10 @@ def test_flwr_run_as_the_quickstart_types_it_works_and_is_stopped(tmp_path: Path
         for start in ("FLWR_DISABLE", "python -m fl_strategies.apps stop")
     )
     run = run.replace("supernodes=100", "supernodes=4").strip()
-    small = 'clients=4 rounds=2 fraction=0.5 model="logistic" partition="iid"'
     try:
         for _ in range(5):
             done = subprocess.run(
-                f"{run} --run-config '{small}'",
+                f"{run} --run-config 'clients=4 rounds=2 fraction=0.5 model=\"logistic\"'",
                 shell=True,
                 cwd=tmp_path / "clone",
                 env=env,

@@ -295,7 +295,7 @@ def test_a_strategy_that_waits_for_more_clients_is_told_so(monkeypatch: Any) -> 
     monkeypatch.setattr("flwr.serverapp.strategy.strategy_utils.sleep", lambda seconds: None)
     with pytest.raises(AssertionError, match=r"waits for more than the 5 clients .* by clients="):
         check_strategy(lambda: FlowerFedAvg(min_available_nodes=6))
-    assert check_strategy(lambda: Sound(min_available_nodes=6), clients=6, laws=law("trains"))
+    assert check_strategy(lambda: Sound(min_available_nodes=6), clients=6)
 
 
 def test_checks_leave_generators_and_loggers_as_they_were() -> None:

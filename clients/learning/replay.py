@@ -50,15 +50,20 @@ def _which(device: torch.device) -> tuple[torch.device, ...]:
     return () if device.type == "mps" else (device,)
 
 
-def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed torch's generators of the CPU and of ``device``, as ``torch.manual_seed`` does for all.
+def seed_generators(seed: int, device: torch.device | None = None) -> None:
+    """Seed torch's generators of the CPU and of ``device``, by default of all devices.
 
-    ``torch.manual_seed`` would format the call stack for each device that is not in use yet.
+    ``torch.manual_seed`` would format the call stack for each kind of device that is not in use.
     """
-    if device.type == "cpu":
-        torch.default_generator.manual_seed(seed)
+    if device is None:
+        accelerator = getattr(torch, "accelerator", None)  # from PyTorch 2.6 on
+        elsewhere = accelerator is None or accelerator.is_available()
     else:
+        elsewhere = device.type != "cpu"
+    if elsewhere:
         torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
 
 
 class Buffers:
@@ -119,11 +124,7 @@ def kept_generators(tensors: Iterable[Tensor], *, everywhere: bool = False) -> I
 
 def seed_everywhere(seed: int) -> None:
     """Seed the generators of torch, on all devices, of NumPy and of Python's ``random``."""
-    accelerator = getattr(torch, "accelerator", None)  # from PyTorch 2.6 on
-    if accelerator is None or accelerator.is_available():
-        torch.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)  # see seed_generators
+    seed_generators(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - it is what others' transforms draw from
 
