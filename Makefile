@@ -16,8 +16,9 @@ demo: $(READY)
 deployment: $(READY)
 	$(BIN)/python -m simulations.lab.deployment
 
+# Those of one file share a process, and what it has computed.
 test: $(READY)
-	$(PYTEST) -m 'not slow' --junitxml build/tests/quick.xml
+	$(PYTEST) --dist loadfile -m 'not slow' --junitxml build/tests/quick.xml
 
 # Much of the slow tests' time is waits, so one process more than there are cores.
 test-all: test

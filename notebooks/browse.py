@@ -9,7 +9,8 @@ place in it that there is not, a page wider than a desktop's window or a phone, 
 does not fit into a desktop's window, a table, code block or equation that is wider than its place
 and does not scroll in a box of its own (on a desktop only a table may scroll), a name in a table
 that is broken within a word or, in the first column, at all, a search for one of ``SEARCHED`` whose
-first results lack its page. Exits with 1 if there is any such thing.
+first results lack its page. Exits with 1 if there is any such thing, or if all pages are to be
+opened and there is no Chromium.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ def main(site: Path, number: str) -> int:
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
         print(f"no {' or '.join(BROWSERS)} here: the pages were not opened")
-        return 0
+        return int(number == "all")
     pages = [path for path in sorted(site.rglob("*.html")) if "_static" not in path.parts]
     pages = [path for path in pages if path != site / "index.html"]  # which leads to the first page
     if number != "all":

@@ -44,7 +44,9 @@ SHOWN_LINES = 30
 def log_levels() -> None:
     """Log all, whatever level a command before has set."""
     for name in ("flwr", "fl_strategies"):
-        logging.getLogger(name).setLevel(logging.DEBUG)
+        logger = logging.getLogger(name)
+        if logger.level != logging.DEBUG:  # to set it has all loggers forget what they know
+            logger.setLevel(logging.DEBUG)
 
 
 @pytest.fixture(autouse=True)

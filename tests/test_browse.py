@@ -43,18 +43,23 @@ def browse() -> Any:
     pytest.importorskip("playwright")
     sys.path.insert(0, str(ROOT / "notebooks"))
     try:
-        module = importlib.import_module("browse")
+        return importlib.import_module("browse")
     finally:
         sys.path.pop(0)
-    if not any(map(shutil.which, module.BROWSERS)):
-        pytest.skip("no Chromium")
-    return module
+
+
+def test_all_pages_need_a_browser(browse: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(browse, "BROWSERS", ())
+    assert browse.main(tmp_path, "all") == 1
+    assert browse.main(tmp_path, "10") == 0
 
 
 @pytest.mark.slow
 def test_each_fault_of_a_page_is_named(
     browse: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not any(map(shutil.which, browse.BROWSERS)):
+        pytest.skip("no Chromium")
     searched = {"FedADMM": "fedadmm", "mixed precision": "pages/questions"}
     monkeypatch.setattr(browse, "SEARCHED", searched)
     head = '<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'

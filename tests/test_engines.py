@@ -67,6 +67,7 @@ SETTINGS = {
 NAME = "fedadmm+download=bfloat16+topk+adam"
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_tests_that_start_ray_run_in_one_process(request: pytest.FixtureRequest) -> None:
     """pytest-xdist marks the group by the end of the test's name."""
