@@ -125,9 +125,11 @@ GUARDS: dict[str, list[tuple[Callable[[], object], str]]] = {
     "another model than the clients' would be trained or tested": [
         (lambda: start(initial_arrays=ArrayRecord(
             {n: Array(a.numpy().astype("f4")) for n, a in to_record(START).items()})),
-         "client 0 describes another model: its head is float64 (2, 2), that of the initial model"),
+         "client 0 cannot train the initial model: its head is float64 (2, 2), that of the"),
         (lambda: start(initial_arrays=ArrayRecord({"head": Array(START[:2])})),
-         "client 0 describes another model: the initial model lacks ['tail']"),
+         "client 0 cannot train the initial model: the initial model lacks ['tail']"),
+        (lambda: start(initial_arrays=to_record(START * np.nan)),
+         "client 0 cannot train the initial model: array 'head' of the initial model is not"),
         (lambda: client(test=sampled(None)), "test must be of the problem's module, got 'another"),
     ],
     "samples would be left out, or paired with others' targets": [

@@ -179,7 +179,8 @@ def decided(descriptions: Mapping[int, Description | None], arrays: Arrays) -> R
             if description is not None:
                 votes[client] = roles_in(description, arrays)
         except ValueError as fault:
-            wrong.append(f"{named([client])} describes another model: {one_line(str(fault))}")
+            why = one_line(str(fault))
+            wrong.append(f"{named([client])} cannot train the initial model: {why}")
     if wrong and len(wrong) == len(descriptions):
         raise ValueError(wrong[0])
     for said in wrong:

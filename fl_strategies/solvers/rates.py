@@ -4,7 +4,8 @@
     linear          1 - t / T
     step            factor^floor(t / every), ``step every=10 factor=0.5``
 
-times the learning rate, t = 0, ..., T - 1 being the steps after the warm-up and T their number.
+times the learning rate, t = 0, ..., T - 1 being the steps after the warm-up and T their number; a
+step more, as a loader without a length may have, has the last one's.
 With ``warm-up=w``, after the kind, the first w steps have 1/w, 2/w, ..., 1 of it; ``constant
 warm-up=5`` has no more than that.
 
@@ -49,6 +50,8 @@ def factor_of(text: str, step: int, steps: int) -> float:
     --------
     >>> [factor_of("linear warm-up=2", step, 6) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    >>> factor_of("linear", 6, 4)
+    0.25
     """
     if not text:
         return 1.0
@@ -56,7 +59,8 @@ def factor_of(text: str, step: int, steps: int) -> float:
     warm_up = int(options.get(WARM_UP, 0))
     if step < warm_up:
         return (step + 1) / warm_up
-    t, T = step - warm_up, max(1, steps - warm_up)
+    T = max(1, steps - warm_up)
+    t = min(step - warm_up, T - 1)
     if kind == "cosine":
         return (1.0 + math.cos(math.pi * t / T)) / 2.0
     if kind == "linear":
