@@ -28,7 +28,7 @@ from clients import (
     Problem,
 )
 from clients import client_id as id_of
-from fl_strategies import FedADMM, FedAvg
+from fl_strategies import FedADMM, FedAvg, FedPD
 from fl_strategies.testing import (
     CLIENT_LAWS,
     STRATEGY_LAWS,
@@ -508,6 +508,15 @@ def test_strategies_of_this_package_are_checked_with_its_own_clients() -> None:
     findings = {one.law: one.outcome for one in check_strategy(make)}
     assert findings.pop("wrapper") == "not applicable"  # FedADMM refuses it
     assert {*findings.values()} == {"passed"}
+
+
+@pytest.mark.parametrize(("p", "outcome"), [(0.6, "passed"), (0.999, "not applicable")])
+def test_a_run_of_fewer_rounds_of_communication_is_resumed_too(p: float, outcome: str) -> None:
+    def make(**options: Any) -> FedPD:
+        return FedPD(p=p, **options)
+
+    (finding,) = check_strategy(make, laws=law("resume"))
+    assert finding.outcome == outcome
 
 
 # ---- the page ------------------------------------------------------------------------------------

@@ -343,8 +343,11 @@ def resume(subject: Subject) -> None:
             return {"checkpoints": Checkpoints(f"{folder}/{name}", every=2)}
 
         whole = subject.run(options=checkpoints("whole"))
+        made = len(whole.models) - 1  # fewer than asked for where some are skipped
+        if not made:
+            raise NotApplicable("the run has no round in which clients are asked")
         same = subject.federation()
-        subject.run(same, options=checkpoints("crashed"), stop=subject.rounds - 2)
+        subject.run(same, options=checkpoints("crashed"), stop=max(1, made - 2))
         again = subject.run(same, options=checkpoints("crashed"), resume=True)
     expect_same(again.models[-1], whole.models[-1], "after a crash", "without it")
 
