@@ -352,16 +352,17 @@ class RunConfig:
         if wrong := sorted(params.keys() - set(known)):
             hint = unknown_of(wrong, known)
             raise ValueError(f"params: {self.algorithm} has no hyperparameter {hint}")
+        parts = self.parts
         shared = {
             name: (getattr(self, name) or None) if declared.optional else getattr(self, name)
             for name, declared in Options.declarations.items()
-            if name in vars(self) and name not in self.parts
+            if name in vars(self) and name not in parts
         }
         strategy = STRATEGIES[self.algorithm](
             fraction_train=self.fraction,
             local=local,
             **params,
-            **self.parts,  # type: ignore[arg-type]  # checked there
+            **parts,  # type: ignore[arg-type]  # checked there
             **shared,  # type: ignore[arg-type]  # checked there
             **options,
         )

@@ -84,12 +84,12 @@ class Quadratic:
     def n(self) -> int:
         return len(self.y)
 
-    @property
+    @functools.cached_property
     def A(self) -> np.ndarray:  # noqa: N802
         """Curvature: the Hessian X^T X / n, with eigenvalues in [0.4, 2.5]."""
         return self.X.T @ self.X / self.n
 
-    @property
+    @functools.cached_property
     def b(self) -> np.ndarray:
         """The minimiser."""
         return np.linalg.lstsq(self.X, self.y, rcond=None)[0]
@@ -121,6 +121,11 @@ class Quadratic:
 
 def quadratics(clients: int = 3, seed: int = 0) -> list[Quadratic]:
     """Return crooked problems: curvature, minimiser, noise and size (7, 9, 11 ...) differ."""
+    return [*_quadratics(clients, seed)]
+
+
+@functools.cache
+def _quadratics(clients: int, seed: int) -> list[Quadratic]:
     rng = np.random.default_rng(seed)
     made = []
     for i in range(clients):

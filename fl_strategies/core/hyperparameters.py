@@ -63,8 +63,9 @@ class Hyperparameter:
             self.check(name, value)
             return
         require(len(value) > 0, name, "a number, or one for each client", value)
+        of_one = replace(self, words=(), optional=False)
         for client, one in enumerate(value):
-            replace(self, words=(), optional=False).check(f"{name} of client {client}", one)
+            of_one.check(f"{name} of client {client}", one)
 
     def check(self, name: str, value: Any) -> None:
         """Raise ``ValueError``, which names ``name``, unless ``value`` is allowed."""

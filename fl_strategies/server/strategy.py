@@ -66,6 +66,8 @@ EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
 ShouldStop: TypeAlias = Callable[[int, Result], bool]
 OF_LAYOUT = ("layout", "frozen", "checksums", DOWNLOAD)
 """Names in a request that depend on the model's layout."""
+FLOWERS = frozenset(inspect.signature(FlowerFedAvg).parameters)
+"""The arguments that Flower's own strategies take."""
 
 
 class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None for its default
@@ -87,8 +89,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
     """
 
     def __post_init__(self) -> None:
-        flowers = inspect.signature(FlowerFedAvg).parameters
-        given = {name: getattr(self, name) for name in Options.declarations if name in flowers}
+        given = {name: getattr(self, name) for name in Options.declarations if name in FLOWERS}
         # Flower warns of 0, which is no mistake
         FlowerFedAvg.__init__(self, **given | {"fraction_evaluate": 1.0})
         vars(self).update(given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from fl_strategies.testing.federation import (
     snapshot,
 )
 from fl_strategies.testing.of_strategies import (
+    Run,
     Subject,
     late_replies,
     lost_replies,
@@ -57,6 +59,11 @@ class ClientSubject(Subject):
         """Return the context of a client that has never taken part."""
         return fresh(node_ids(self.clients)[client], client, self.clients)
 
+    @functools.cached_property
+    def once(self) -> Run:
+        """A run of one round."""
+        return self.run(rounds=1)
+
     def trainings(self, **options: Any) -> list[Work]:
         """Return what was asked and replied in a run."""
         run = self.run(**options) if options else self.plain
@@ -71,7 +78,7 @@ class ClientSubject(Subject):
 
     def first_requests(self) -> dict[int, Message]:
         """Return the first request to train that each client got."""
-        requests = self.run(rounds=1).federation.requests
+        requests = self.once.federation.requests
         expect(0 in requests, f"client 0 is not among those asked, {[*requests]}")
         return requests
 
@@ -118,7 +125,7 @@ def expect_same_replies(
 
 def trains(subject: ClientSubject) -> None:
     """Training answers with other arrays than it received."""
-    for one in subject.trainings(rounds=1):
+    for one in subject.once.federation.done("train"):
         received = snapshot(one.request.content).arrays.values()
         same = all(map(np.array_equal, one.held.arrays.values(), received))
         expect(not same, f"client {one.client} uploads the arrays that it received")
@@ -129,7 +136,7 @@ def form(subject: ClientSubject) -> None:
 
     ``num-examples`` is a number above 0.
     """
-    for one in subject.trainings(rounds=1):
+    for one in subject.once.federation.done("train"):
         (record,) = one.request.content.array_records.values()
         (upload,) = one.reply.content.array_records.values()
         expect_same(
