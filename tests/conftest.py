@@ -58,6 +58,15 @@ def no_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out a comparison's two figures, which take longer than its runs if these are small."""
+    from simulations.lab import compare
+
+    for name in ("draw_partition", "draw_curves"):
+        monkeypatch.setattr(compare, name, lambda *_: None)
+
+
+@pytest.fixture
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look for replies without a pause."""
     from fl_strategies.server import phases

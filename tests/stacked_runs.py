@@ -147,8 +147,11 @@ def assert_alike(
     training: Mapping[str, Any] | None = None,
     stack: int = 1000,
     **options: Any,
-) -> None:
-    """Models, metrics and states of both are the same, and no client was trained alone."""
+) -> Result:
+    """Models, metrics and states of both are the same, and no client was trained alone.
+
+    Returns what the stack came to.
+    """
     made = clients_of(problems, **(training or {}))
     alone = one_by_one(made, len(problems))
     at_once = stacked(made, len(problems), stack)
@@ -172,3 +175,4 @@ def assert_alike(
                 mine, theirs = kept[key][name].numpy(), record[name].numpy()
                 assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype), name
                 np.testing.assert_allclose(mine, theirs, rtol=1e3 * within, atol=10 * within)
+    return found

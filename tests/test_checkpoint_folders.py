@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +23,43 @@ from resumed import FEDADMM, outcome, run, strategy
 from fl_strategies import Checkpoints, History, RoundInfo
 from fl_strategies.core import files
 
+Whole = Callable[[int], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """Return ``whole(rounds)``: what a run comes to that nothing interrupts."""
+
+    @functools.cache
+    def outcome_of(rounds: int) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("whole")
+        return outcome(run(strategy(FEDADMM, folder), folder, rounds))
+
+    return outcome_of
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Return the folder that a run of four rounds leaves, and the run's id."""
+    folder = tmp_path_factory.mktemp("four")
+    one = strategy(FEDADMM, folder)
+    run(one, folder, 4)
+    return folder, one.run.id
+
+
+@pytest.fixture
+def after_four(four: tuple[Path, str], tmp_path: Path) -> str:
+    """Make ``tmp_path`` the folder of a run that had four rounds; return the run's id."""
+    folder, run_id = four
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    return run_id
+
+
 # ---- whose the folder is -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("resume", [True, False])
-def test_a_folder_is_one_runs_at_a_time(resume: bool, tmp_path: Path) -> None:
+def test_a_folder_is_one_runs_at_a_time(resume: bool, tmp_path: Path, whole: Whole) -> None:
     """A second run is refused, by the first one's name, and the first goes on to its end."""
     said = []
 
@@ -37,7 +72,7 @@ def test_a_folder_is_one_runs_at_a_time(resume: bool, tmp_path: Path) -> None:
     one = strategy(FEDADMM, tmp_path, callbacks=[second])
     found = run(one, tmp_path, 4)
     assert f"in use by run {one.run.id} (process {os.getpid()}): wait until" in said[0]
-    assert outcome(found) == outcome(run(strategy(FEDADMM, tmp_path / "b"), tmp_path / "b", 4))
+    assert outcome(found) == whole(4)
     run(strategy(FEDADMM, tmp_path), tmp_path, 5)
 
 
@@ -50,7 +85,9 @@ def killed(folder: Path) -> None:
     run(strategy(FEDADMM, folder, callbacks=[callback], checkpoints={"every": 9}), folder, 5)
 
 
-def test_a_killed_run_leaves_the_folder_free_and_goes_on_under_its_id(tmp_path: Path) -> None:
+def test_a_killed_run_leaves_the_folder_free_and_goes_on_under_its_id(
+    tmp_path: Path, whole: Whole
+) -> None:
     """Although it had no checkpoint yet: its clients' states carry the id."""
     process = multiprocessing.get_context("fork").Process(target=killed, args=(tmp_path,))
     process.start()
@@ -61,24 +98,24 @@ def test_a_killed_run_leaves_the_folder_free_and_goes_on_under_its_id(tmp_path: 
     again = strategy(FEDADMM, tmp_path)
     found = run(again, tmp_path, 5)
     assert again.run.id == signed["run"]
-    assert outcome(found) == outcome(run(strategy(FEDADMM, tmp_path / "b"), tmp_path / "b", 5))
+    assert outcome(found) == whole(5)
 
 
 @pytest.mark.parametrize(
     "lock", [None, b"", b"{", b"\xff\n", b'{"run": "fedadmm-x", "process": 1}']
 )
-def test_a_resumed_run_keeps_the_id_of_its_checkpoint(lock: bytes | None, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_id_of_its_checkpoint(
+    lock: bytes | None, tmp_path: Path, after_four: str
+) -> None:
     """Whatever became of the lock's file."""
-    one = strategy(FEDADMM, tmp_path)
-    run(one, tmp_path, 4)
     file = tmp_path / "checkpoints/run.json"
     file.unlink() if lock is None else file.write_bytes(lock)
     again = strategy(FEDADMM, tmp_path)
-    assert again.run.id != one.run.id
+    assert again.run.id != after_four
     used = run(again, tmp_path, 6).train_metrics_clientapp[6]["clients-used"]
     assert used == 3  # of the 3 asked, who have states
-    assert again.run.id == one.run.id
-    assert json.loads(file.read_text())["run"] == one.run.id
+    assert again.run.id == after_four
+    assert json.loads(file.read_text())["run"] == after_four
 
 
 def test_a_second_start_keeps_the_id_and_the_folder_unless_it_is_anothers_now(
@@ -137,10 +174,8 @@ STRAYS = [
 
 @pytest.mark.parametrize("kind", ["file", "folder", "link to nothing"])
 def test_strays_are_left_alone_with_a_line(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, whole: Whole, after_four: str
 ) -> None:
-    whole = run(strategy(FEDADMM, tmp_path / "b"), tmp_path / "b", 8)
-    run(strategy(FEDADMM, tmp_path), tmp_path, 4)
     folder = tmp_path / "checkpoints"
     for path in [folder / name for name in STRAYS] + [folder / ".round-00000004.safetensors.x"]:
         if kind == "file":
@@ -149,7 +184,7 @@ def test_strays_are_left_alone_with_a_line(
             path.mkdir()
         else:
             path.symlink_to(folder / "nothing")
-    assert outcome(run(strategy(FEDADMM, tmp_path), tmp_path, 8)) == outcome(whole)
+    assert outcome(run(strategy(FEDADMM, tmp_path), tmp_path, 8)) == whole(8)
     lines = [r.getMessage() for r in caplog.records if "is no checkpoint and is" in r.getMessage()]
     assert len(lines) == len(STRAYS)
     assert all(line.isprintable() for line in lines)
@@ -159,10 +194,9 @@ def test_strays_are_left_alone_with_a_line(
 @pytest.mark.parametrize("kind", ["a folder", "a link to nothing"])
 @pytest.mark.parametrize("resume", [True, False])
 def test_what_is_no_file_in_a_checkpoints_place_is_one_clear_error(
-    resume: bool, kind: str, tmp_path: Path
+    resume: bool, kind: str, tmp_path: Path, after_four: str
 ) -> None:
     """Also where an earlier checkpoint could be used, as the pages say."""
-    run(strategy(FEDADMM, tmp_path), tmp_path, 4)
     path = tmp_path / "checkpoints/round-00000006.safetensors"
     path.mkdir() if kind == "a folder" else path.symlink_to("nothing")
     pages = [
@@ -199,17 +233,15 @@ TEXTS = ["", "{", "3", "{}", "[" * 100_000, '{"names": ["a"]}', '{"names": [], "
          '{"names": [], "state": {"array": "b"}, "run": 3}']  # fmt: skip
 
 
-def test_a_made_up_checkpoint_is_passed_over(tmp_path: Path) -> None:
+def test_a_made_up_checkpoint_is_passed_over(tmp_path: Path, whole: Whole, after_four: str) -> None:
     """Although its checksum is right."""
-    whole = run(strategy(FEDADMM, tmp_path), tmp_path, 4)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     for number, text in enumerate(TEXTS, start=5):
         files.save_arrays(checkpoints.path(number), {"b": np.zeros(2)}, text)
-    assert outcome(run(strategy(FEDADMM, tmp_path), tmp_path, 4)) == outcome(whole)
+    assert outcome(run(strategy(FEDADMM, tmp_path), tmp_path, 4)) == whole(4)
 
 
-def test_a_checkpoint_of_another_record_is_refused(tmp_path: Path) -> None:
-    run(strategy(FEDADMM, tmp_path), tmp_path, 4)
+def test_a_checkpoint_of_another_record_is_refused(tmp_path: Path, after_four: str) -> None:
     found = Checkpoints(tmp_path / "checkpoints").last()
     assert found is not None
     states = {"algorithm": {**found.states["algorithm"], "callbacks": []}}
@@ -219,8 +251,9 @@ def test_a_checkpoint_of_another_record_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 6, "7"])
-def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path, version: object) -> None:
-    run(strategy(FEDADMM, tmp_path), tmp_path, 4)
+def test_a_checkpoint_of_another_version_is_refused(
+    tmp_path: Path, version: object, after_four: str
+) -> None:
     path = Checkpoints(tmp_path / "checkpoints").path(4)
     arrays, text = files.load_arrays(path)
     files.save_arrays(path, arrays, json.dumps({**json.loads(text), "version": version}))
@@ -234,10 +267,9 @@ def header_of(path: Path) -> int:
 
 @pytest.mark.slow
 def test_the_header_of_a_checkpoint_does_not_grow_with_its_rounds_or_clients(
-    tmp_path: Path,
+    tmp_path: Path, after_four: str
 ) -> None:
     """Safetensors takes headers up to 100 MB."""
-    run(strategy(FEDADMM, tmp_path), tmp_path, 4)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     found = checkpoints.last()
     assert found is not None

@@ -6,6 +6,7 @@ import json
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -144,19 +145,29 @@ def test_replies_lost_before_and_after_a_checkpoint_are_undone(tmp_path: Path) -
 def test_a_damaged_checkpoint_is_passed_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = run(strategy(FEDADMM, tmp_path / "whole"), tmp_path / "whole", 12)
-    interrupted(strategy(FEDADMM, tmp_path / "parts"), tmp_path / "parts", 9)
-    newest = Checkpoints(tmp_path / "parts" / "checkpoints").path(8)
+    whole = run(strategy(FEDADMM, tmp_path / "whole"), tmp_path / "whole", 6)
+    interrupted(strategy(FEDADMM, tmp_path / "parts"), tmp_path / "parts", 5)
+    newest = Checkpoints(tmp_path / "parts" / "checkpoints").path(4)
     content = bytearray(newest.read_bytes())
     content[-3] ^= 1
     newest.write_bytes(content)
-    resumed = run(strategy(FEDADMM, tmp_path / "parts"), tmp_path / "parts", 12)
-    assert "round-00000008.safetensors is damaged: its checksum differs; it is not" in caplog.text
+    resumed = run(strategy(FEDADMM, tmp_path / "parts"), tmp_path / "parts", 6)
+    assert "round-00000004.safetensors is damaged: its checksum differs; it is not" in caplog.text
     assert outcome(resumed) == outcome(whole)
 
 
-def test_a_run_does_not_begin_anew_where_every_checkpoint_is_damaged(tmp_path: Path) -> None:
-    run(strategy(FEDADMM, tmp_path), tmp_path, 4)
+@pytest.fixture(scope="module")
+def four_rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run of four rounds, which no test may change."""
+    folder = tmp_path_factory.mktemp("four")
+    run(strategy(FEDADMM, folder), folder, 4)
+    return folder
+
+
+def test_a_run_does_not_begin_anew_where_every_checkpoint_is_damaged(
+    four_rounds: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(four_rounds, tmp_path, dirs_exist_ok=True)
     for path in (tmp_path / "checkpoints").glob("round-*"):
         path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged: \[2, 4\]"):
@@ -174,23 +185,20 @@ def test_a_run_does_not_begin_anew_where_every_checkpoint_is_damaged(tmp_path: P
     ],
 )
 def test_another_runs_checkpoints_are_refused(
-    others: dict[str, Any], said: str, tmp_path: Path
+    others: dict[str, Any], said: str, four_rounds: Path
 ) -> None:
-    run(strategy(FEDADMM, tmp_path), tmp_path, 4)
     with pytest.raises(ValueError, match=said):
-        run(strategy(FEDADMM, tmp_path, **others), tmp_path, 6)
+        run(strategy(FEDADMM, four_rounds, **others), four_rounds, 6)
 
 
-def test_another_algorithms_checkpoints_are_refused(tmp_path: Path) -> None:
-    run(strategy(FEDADMM, tmp_path), tmp_path, 4)
+def test_another_algorithms_checkpoints_are_refused(four_rounds: Path) -> None:
     with pytest.raises(ValueError, match="algorithm was fedadmm, is fedavg; "):
-        run(FedAvg(seed=3, checkpoints=Checkpoints(tmp_path / "checkpoints")), tmp_path, 6)
+        run(FedAvg(seed=3, checkpoints=Checkpoints(four_rounds / "checkpoints")), four_rounds, 6)
 
 
-def test_a_new_run_does_not_write_among_the_checkpoints_of_another(tmp_path: Path) -> None:
-    run(strategy(FEDADMM, tmp_path), tmp_path, 4)
+def test_a_new_run_does_not_write_among_the_checkpoints_of_another(four_rounds: Path) -> None:
     with pytest.raises(ValueError, match=r"of rounds \[2, 4\]: continue with resume"):
-        run(strategy(FEDADMM, tmp_path), tmp_path, 4, resume=False)
+        run(strategy(FEDADMM, four_rounds), four_rounds, 4, resume=False)
 
 
 def test_resuming_needs_checkpoints(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ statistics of the personalized model sent.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -31,14 +31,22 @@ def descended(q: Quadratic, v: np.ndarray, theta: np.ndarray, lam: float) -> np.
     return v
 
 
+BATCHES = local(solver="sgd", lr=0.01, epochs=2, **{"batch-size": 3})
+
+
+@cache
+def of_fedavg(weights: str) -> np.ndarray:
+    """Return FedAvg's model after three rounds, computed once."""
+    plain = FedAvg(weights=weights, fraction_evaluate=0.0, local=BATCHES)  # type: ignore[arg-type]
+    return train(plain, grid(quadratics(4)), 3)
+
+
 @pytest.mark.parametrize("lam", [0.0, 0.5, 50.0])
 @pytest.mark.parametrize("weights", ["samples", "uniform"])
 def test_the_global_model_is_fedavgs_whatever_lambda(lam: float, weights: str) -> None:
-    problems = quadratics(4)
-    settings = local(solver="sgd", **{"batch-size": 3}, lr=0.01)
-    plain = FedAvg(weights=weights, fraction_evaluate=0.0, local=settings)  # type: ignore[arg-type]
-    found = train(strategy(lam=lam, weights=weights, local=settings), grid(problems), 4)
-    np.testing.assert_array_equal(found, train(plain, grid(problems), 4))
+    one = strategy(lam=lam, weights=weights, local=BATCHES)
+    found = train(one, grid(quadratics(4)), 3)
+    np.testing.assert_array_equal(found, of_fedavg(weights))
 
 
 def test_personalized_models_go_on_from_their_own_towards_the_global_one() -> None:
@@ -59,8 +67,8 @@ def test_personalized_models_go_on_from_their_own_towards_the_global_one() -> No
 def test_without_a_pull_a_client_trains_alone_and_with_a_strong_one_it_is_at_the_model() -> None:
     problems = quadratics(3)
     alone, tied = grid(problems), grid(problems)
-    one = strategy(lam=0.0)
-    train(one, alone, 60)
+    one = strategy(lam=0.0, local=local(lr=3 * RATE))
+    train(one, alone, 20)
     for q, v in zip(problems, own(one, alone), strict=True):
         np.testing.assert_allclose(v, q.b, atol=1e-3)
     lam = 1e6

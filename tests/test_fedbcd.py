@@ -182,7 +182,7 @@ def test_the_servers_sum_is_that_of_all_devices_last_models_after_lost_replies(r
 def test_without_acknowledgement_lost_replies_break_the_sum() -> None:
     federation = grid(quadratics(8), fault=drop(0.3))
     one = fedbcd_(acknowledge=False)
-    train(one, federation, 12)
+    train(one, federation, 6)
     newest = {
         client: max(int(key.rsplit("-", 1)[1]) for key in context.state.array_records)
         for client, context in enumerate(federation.contexts.values())

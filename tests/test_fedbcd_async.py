@@ -27,8 +27,8 @@ def test_one_cloud_server_is_sync_cloud_to_the_bit() -> None:
     problems = quadratics(4)
     for hyperparameters in ({}, {"fraction_train": 0.5, "repeats": 2, "eta_z": 0.3, "gamma": 0.6}):
         np.testing.assert_array_equal(
-            train(async_(**hyperparameters), grid(problems), 5),
-            train(fedbcd_(**hyperparameters), grid(problems), 5),
+            train(async_(**hyperparameters), grid(problems), 3),
+            train(fedbcd_(**hyperparameters), grid(problems), 3),
         )
 
 
@@ -127,9 +127,9 @@ def test_a_seed_fixes_an_asynchronous_run_whatever_the_order_of_replies(make: An
         one = make(servers=3, first=1, local=settings, fraction_train=0.5, seed=seed)
         return train(one, kind(make_client_app(problems), 6), 6)
 
-    np.testing.assert_array_equal(run(1), run(1))
-    np.testing.assert_array_equal(run(1), run(1, Shuffled))
-    assert np.abs(run(1) - run(2)).max() > 1e-6
+    found = run(1)
+    np.testing.assert_array_equal(found, run(1, Shuffled))
+    assert np.abs(found - run(2)).max() > 1e-6
 
 
 @pytest.mark.parametrize("rounds", [1, 9])
@@ -161,7 +161,7 @@ def test_no_cloud_server_goes_longer_without_a_mix_than_staleness_allows(
     one.callbacks = (
         lambda info: seen.append((set(mixed_in(one, info)), info.metrics["virtual-seconds"])),
     )
-    train(one, grid(quadratics(4)), 12)
+    train(one, grid(quadratics(4)), 3 * staleness)
     last = dict.fromkeys(range(4), 0)
     for t, (mixed, _) in enumerate(seen, start=1):
         overdue = {n for n in range(4) if t - last[n] >= staleness}
@@ -193,14 +193,14 @@ def test_a_cloud_server_whose_devices_are_all_gone_is_not_waited_for() -> None:
 
 
 def test_a_newcomers_update_is_bounded_from_its_own_cloud_servers_model() -> None:
-    problems = quadratics(40)
+    problems = quadratics(20)
     one = async_(servers=2, first=2, gamma=0.5, fraction_train=0.5, clipping_norm=1e9)
     far: dict[int, float] = {}
     far_from_mean: dict[int, float] = {}
 
     def seen(info: RoundInfo) -> None:
         if info.server_round == 1:
-            for i in set(range(40)) - one.ledger.acked.keys():
+            for i in set(range(20)) - one.ledger.acked.keys():
                 z = one.state.z[i % 2]
                 x, _ = aspg(problems[i], z, z, STEPS, zeta=0.9, gamma=0.5, z=z)
                 far[i] = float(np.linalg.norm(x - z))
@@ -293,8 +293,8 @@ def test_killed_with_work_under_way_and_running_statistics_it_ends_as_if_never(
         return {f"{n} {name}": a.numpy() for n, r in enumerate(arrays) for name, a in r.items()}
 
     expected = run(tmp_path / "whole", [99])
-    for lives in ([3, 5, 99], [99, 99]):  # the last had ended before
-        found = run(tmp_path / str(len(lives)), lives)
+    for folder, lives in (("cut", [3, 5, 99]), ("whole", [99])):  # the last had ended before
+        found = run(tmp_path / folder, lives)
         for name, array in expected.items():
             np.testing.assert_array_equal(found[name], array, err_msg=name)
 

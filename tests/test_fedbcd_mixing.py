@@ -34,13 +34,13 @@ def one_over_b(server_round: int, ready: Sequence[int]) -> list[list[float]]:
 )
 def test_the_default_is_one_over_b_to_the_bit(make: Any, options: dict[str, Any]) -> None:
     problems, options = quadratics(6), {"servers": 3, "fraction_train": 0.5, **options}
-    plain = train(make(**options), grid(problems), 6)
+    plain = train(make(**options), grid(problems), 4)
     ways: list[Any] = [one_over_b]
     if options.get("first") == 3:
         ways.append([np.full((3, 3), 1 / 3)])
     for mixing in ways:
         np.testing.assert_array_equal(
-            train(make(**options, mixing=mixing), grid(problems), 6), plain
+            train(make(**options, mixing=mixing), grid(problems), 4), plain
         )
 
 
@@ -83,12 +83,12 @@ def test_by_matrices_that_change_a_run_is_eq_6_step_by_step(repeats: int) -> Non
 
 @both
 def test_matrices_are_used_in_turn_by_round(make: Any) -> None:
-    problems, options = quadratics(8), {"servers": 4, "first": 4}
+    problems, options = quadratics(4), {"servers": 4, "first": 4}
     turns = [RING, np.eye(4), RING @ RING]
-    found = train(make(**options, mixing=np.array(turns)), grid(problems), 5)
+    found = train(make(**options, mixing=np.array(turns)), grid(problems), 4)
     function = make(**options, mixing=lambda number, ready: turns[(number - 1) % 3])
-    np.testing.assert_array_equal(found, train(function, grid(problems), 5))
-    assert np.abs(found - train(make(**options, mixing=[RING]), grid(problems), 5)).max() > 1e-6
+    np.testing.assert_array_equal(found, train(function, grid(problems), 4))
+    assert np.abs(found - train(make(**options, mixing=[RING]), grid(problems), 4)).max() > 1e-6
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -82,7 +82,8 @@ def test_a_folded_run_is_the_other_to_rounding_and_its_numbers_are_its_clients(r
 def test_the_first_round_tells_every_clients_numbers_exactly(row: Row) -> None:
     """Later ones start from models that differ by rounding."""
     (_, rows), (_, folded) = (
-        told(row.strategy(local=local(), fold=fold), federation(), 1) for fold in ("off", "on")
+        told(row.strategy(local=local(epochs=2), fold=fold), federation(), 1)
+        for fold in ("off", "on")
     )
     assert folded == rows
 
@@ -190,7 +191,8 @@ def test_distances_that_cannot_be_are_refused(
         else:
             records["metrics-0"]["folded-distance2"] = values
 
-    one = QFedAvg(local=local(), fraction_evaluate=0.0, fold="on", clipping_norm=1e3)
+    options: dict[str, Any] = {"fraction_evaluate": 0.0, "fold": "on", "clipping_norm": 1e3}
+    one = QFedAvg(local=local(epochs=1), **options)
     train(one, federation(fault=forged(change)), 2)
     assert one.ledger.acked == {c: 1 if c < 4 else 2 for c in range(CLIENTS)}
     assert re.search(reason, caplog.text)
@@ -343,7 +345,8 @@ def test_a_forged_mean_harms_the_clients_of_its_host_alone(
 ) -> None:
     change, reason = FORGERIES[forgery]
     grid = federation(fault=forged(change))
-    one = FedADMM(local=local(), fraction_evaluate=0.0, fold="on", clipping_norm=1e3)
+    options: dict[str, Any] = {"fraction_evaluate": 0.0, "fold": "on", "clipping_norm": 1e3}
+    one = FedADMM(local=local(epochs=1), **options)
     train(one, grid, 2)
     assert one.ledger.acked == {c: 1 if c < 4 else 2 for c in range(CLIENTS)}
     assert re.search(reason, caplog.text)

@@ -107,9 +107,9 @@ def test_one_client_moves_the_sum_by_its_bound() -> None:
 @pytest.mark.parametrize("name", ["fedavg", "per-fedavg", "pfedme"])
 def test_without_noise_and_bound_it_is_the_rule_to_the_bit(name: str) -> None:
     options = {"local": local(), "fraction_train": 0.6, "seed": 4, "weights": "uniform"}
-    plain = train(ROW[name].strategy(**options), grid(quadratics(5)), 3)
+    plain = train(ROW[name].strategy(**options), grid(quadratics(5)), 2)
     part = Gaussian(**NONE, seed=4)
-    found = train(ROW[name].strategy(**options, privacy=part), grid(quadratics(5)), 3)
+    found = train(ROW[name].strategy(**options, privacy=part), grid(quadratics(5)), 2)
     np.testing.assert_array_equal(found, plain)
 
 
@@ -292,10 +292,10 @@ def test_max_epsilon_ends_the_run_before_it_is_exceeded(sampling: str, tmp_path:
         one.checkpoints = Checkpoints(tmp_path / f"{bound}", every=2)
         return one
 
-    def start(one: Any, **options: Any) -> Any:
-        return one.start(grid(quadratics(4)), to_record(START), 6, **options)
+    def start(one: Any, rounds: int = 6, **options: Any) -> Any:
+        return one.start(grid(quadratics(4)), to_record(START), rounds, **options)
 
-    start(free := strategy(None))
+    start(free := strategy(None), rounds=3)
     bound = epsilons(free)[2] * (1 + 1e-9)
     start(bounded := strategy(bound))
     assert epsilons(bounded) == epsilons(free)[:3]
@@ -372,7 +372,7 @@ def test_the_bound_reaches_the_quantile_of_a_stream_of_norms(
 
 
 def test_the_noise_of_changes_and_of_the_count_are_those_of_the_formulas() -> None:
-    d, n, z, s = 20_000, 40, 1.3, 2.5
+    d, n, z, s = 20_000, 8, 1.3, 2.5
     theta, part = np.zeros(d), Gaussian(clip=0.7, noise=z, quantile=0.5, count_noise=s, seed=8)
     round = a_round(theta, n, n)
     state = part.begin(None)._replace(clip=0.2)

@@ -5,6 +5,7 @@ Counted on an emulated GPU (``emulated_gpu``), where results are the CPU's to th
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -73,6 +74,11 @@ def message(
     return Counts(*(b - a for a, b in zip(before, after, strict=True)))
 
 
+@functools.cache
+def of_two_layers(clients: int, steps: int, stack: Any = 99) -> Counts:
+    return message(layers(2), steps, clients=clients, stack=stack)
+
+
 def plain_loop(module: nn.Module, steps: int) -> int:
     """Return the launches of as many steps of SGD, as one writes them without any framework."""
     with EmulatedGPU() as gpu:
@@ -106,7 +112,7 @@ def test_a_message_is_one_copy_of_the_model_each_way_whatever_the_number_of_arra
 
 def test_a_stacks_launches_and_waits_depend_on_no_number_of_clients() -> None:
     counts = {
-        (clients, steps): message(layers(2), steps, clients=clients, stack=99)
+        (clients, steps): of_two_layers(clients, steps)
         for clients, steps in itertools.product((2, 5, 20), (3, 9))
     }
     assert counts[2, 3] == counts[5, 3] == counts[20, 3]
@@ -117,8 +123,8 @@ def test_a_stacks_launches_and_waits_depend_on_no_number_of_clients() -> None:
 
 def test_a_stacks_step_launches_as_much_as_three_steps_of_one_client() -> None:
     """So that it pays from four clients on, where launches are what a step costs."""
-    stack = [message(layers(2), steps, clients=8, stack=99).launches for steps in (3, 9)]
-    alone = [message(layers(2), steps).launches for steps in (3, 9)]
+    stack = [of_two_layers(5, steps).launches for steps in (3, 9)]
+    alone = [of_two_layers(1, steps, "off").launches for steps in (3, 9)]
     assert stack[1] - stack[0] <= 3 * (alone[1] - alone[0])
 
 

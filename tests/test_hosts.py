@@ -20,6 +20,12 @@ from fl_strategies.messages import hosting
 # ---- however clients are spread -----------------------------------------------------------------
 
 
+@cache
+def undisturbed(rounds: int) -> np.ndarray:
+    """Return the model of FedADMM's clients, each on a node of its own."""
+    return train(admm(), federation("nodes of one"), rounds)
+
+
 def model_and_numbers(row: Row, shape: str) -> tuple[np.ndarray, list[Any]]:
     """Return the model after four rounds, and each round's numbers and clients' rows."""
     numbers: list[Any] = []
@@ -38,7 +44,7 @@ def model_and_numbers(row: Row, shape: str) -> tuple[np.ndarray, list[Any]]:
 @every_algorithm
 def test_models_and_numbers_are_the_same_to_the_bit_however_clients_are_spread(row: Row) -> None:
     model, numbers = model_and_numbers(row, "nodes of one")
-    for shape in SHAPES:
+    for shape in SHAPES.keys() - {"nodes of one"}:
         other, others = model_and_numbers(row, shape)
         np.testing.assert_array_equal(other, model, err_msg=shape)
         assert others == numbers, shape
@@ -57,7 +63,7 @@ def test_messages_are_about_a_bounded_number_of_clients(
         return reply
 
     size = sum(len(array.data) for array in to_record(START).values())
-    expected = train(admm(), federation("nodes of one"), 4)
+    expected = undisturbed(4)
     if by == "bytes":
         monkeypatch.setattr(hosting, "MOST_BYTES", most * size)
     one = admm(clients_per_message=most) if by == "clients" else admm()
@@ -191,9 +197,8 @@ def test_a_killed_host_comes_back_under_another_id_with_its_state() -> None:
             context.node_id = 4711
             grid.contexts[4711] = context
 
-    expected = train(admm(), federation(), 8)
     one = admm(callbacks=[restart])
-    np.testing.assert_array_equal(train(one, grid, 8), expected)
+    np.testing.assert_array_equal(train(one, grid, 8), undisturbed(8))
     assert one.nodes.known == {*range(CLIENTS)}
     assert second in grid.contexts
 
@@ -211,7 +216,6 @@ def test_what_a_host_keeps_does_not_grow_with_the_rounds() -> None:
 
 def test_a_client_moves_to_another_host_with_its_state_directory(tmp_path: Path) -> None:
     app = lambda: {"store": lambda c: DirectoryStore(tmp_path, client_id(c))}  # noqa: E731
-    expected = train(admm(), federation(), 8)
     grid = federation("2 hosts", **app())
     other = federation("2 hosts, crossed and reversed", **app())
 
@@ -224,17 +228,16 @@ def test_a_client_moves_to_another_host_with_its_state_directory(tmp_path: Path)
                 context.node_id = 9000 + number
                 grid.contexts[9000 + number] = context
 
-    np.testing.assert_array_equal(train(admm(callbacks=[move]), grid, 8), expected)
+    np.testing.assert_array_equal(train(admm(callbacks=[move]), grid, 8), undisturbed(8))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_run_goes_on_from_a_checkpoint_to_the_same_model(shape: str, tmp_path: Path) -> None:
-    expected = train(admm(shape), federation(shape), 8)
     grid, folder = federation(shape), tmp_path / "checkpoints"
     train(admm(shape, checkpoints=Checkpoints(folder)), grid, 5)
     again = admm(shape, checkpoints=Checkpoints(folder))
     result = again.start(grid, to_record(START), 8, resume=True)
-    np.testing.assert_array_equal(to_vector(result.arrays), expected)
+    np.testing.assert_array_equal(to_vector(result.arrays), undisturbed(8))
 
 
 # ---- hosts that are late ------------------------------------------------------------------------
@@ -298,7 +301,7 @@ def test_the_order_of_clients_in_a_message_does_not_matter() -> None:
 
     grid = federation("1 host")
     grid.__class__ = Reversed
-    np.testing.assert_array_equal(train(admm(), grid, 4), train(admm(), federation(), 4))
+    np.testing.assert_array_equal(train(admm(), grid, 4), undisturbed(4))
 
 
 def test_the_bytes_down_of_a_round_do_not_depend_on_a_shared_populations_hosts() -> None:

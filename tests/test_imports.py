@@ -270,12 +270,27 @@ def arrows() -> dict[str, set[str]]:
     return {n: {*every_import(p)} & names.keys() - {n} for n, p in names.items()}
 
 
+@functools.cache
+def imports_of(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    """Return all import statements of a module, also those in functions."""
+    nodes = statements(tree_of(path))
+    return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield all that is below a node, but for expressions, in which no statement is."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.expr):
+            yield child
+            yield from statements(child)
+
+
 def every_import(path: Path) -> Iterator[str]:
     """Yield all modules that a module names in its imports."""
-    for node in ast.walk(tree_of(path)):
+    for node in imports_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif node.module:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
@@ -335,6 +350,6 @@ def test_flowers_internals_are_imported_in_one_module() -> None:
 
 
 def flower_modules(path: Path) -> Iterator[str]:
-    for node in ast.walk(tree_of(path)):
+    for node in imports_of(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flwr"):
             yield str(node.module)

@@ -219,7 +219,7 @@ def test_a_hints_remedy_trains_and_other_words_get_no_hint(
     with pytest.raises(ValueError, match=re.escape(hint)):
         FedAvg(local=local)
     strategy = FedAvg(local=remedy, fraction_evaluate=0.0)
-    assert strategy.start(grid(quadratics(1)), to_record(START), 2).skipped == []
+    assert strategy.start(grid(quadratics(1)), to_record(START), 1).skipped == []
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_a_solver_starts_at_its_own_rate_where_none_is_given(solver: str) -> Non
 
     def ours(settings: dict[str, Any], training: LocalTraining = own) -> np.ndarray:
         strategy = FedAvg(local=settings, **options)
-        result = strategy.start(grid(problems, training=training), to_record(START), 2)
+        result = strategy.start(grid(problems, training=training), to_record(START), 1)
         return to_vector(result.arrays)
 
     expected = ours(given | {"lr": rate})
@@ -285,7 +285,7 @@ def test_a_solver_starts_at_its_own_rate_where_none_is_given(solver: str) -> Non
         "lbfgs",
     )
     theirs = FlowerFedAvg(**options).start(
-        grid(problems, training=own), to_record(START), 2, train_config=ConfigRecord(given)
+        grid(problems, training=own), to_record(START), 1, train_config=ConfigRecord(given)
     )
     np.testing.assert_allclose(to_vector(theirs.arrays), expected, rtol=1e-9)
     if solver in ("delta-sgd", "sps"):

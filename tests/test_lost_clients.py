@@ -28,8 +28,8 @@ DIED = "<class 'ray.exceptions.ActorDiedError'>:<'The actor died unexpectedly.\n
 
 
 def config_for(tmp_path: Path, **others: Any) -> RunConfig:
-    keys = {"clients": CLIENTS, "rounds": 5, "fraction": 1.0, "output": str(tmp_path / "run")}
-    return RunConfig.parse(keys | others)
+    keys = {"clients": CLIENTS, "rounds": 5, "steps": 1, "fraction": 1.0}
+    return RunConfig.parse(keys | {"output": str(tmp_path / "run")} | others)
 
 
 class Flaky(InProcessGrid):
@@ -229,7 +229,7 @@ def test_a_dead_worker_ends_a_run_on_ray_with_what_happened(tmp_path: Path) -> N
             killed.append(os.getpgid(worker.pid))
             worker.kill()
 
-    config = config_for(tmp_path, rounds=30, partition="iid")
+    config = config_for(tmp_path, rounds=30, steps=0, partition="iid")
     told = r"(?s)finished:failed.*clients were lost in 3 rounds in a row"
     with pytest.raises(RuntimeError, match=told):
         flwr_run(config.to_run_config(), num_supernodes=6, workers=2, on_line=kill_one)

@@ -62,7 +62,7 @@ def test_with_some_of_the_clients_from_the_first_round_on_it_comes_to_the_optimu
 
 
 def test_without_the_correction_it_stays_off_the_optimum() -> None:
-    found = train(admm(newcomer="received"), Members(), 90)
+    found = train(admm(newcomer="received"), Members(), 40)
     assert np.abs(found - optimum(quadratics(CLIENTS))).max() > 0.1
 
 

@@ -137,7 +137,7 @@ def test_every_solver_goes_to_where_the_gradient_of_the_whole_vanishes(solver: s
     contrast = Contrast(problem, towards, mu=MU)
     params = {"sps": "c=1 growth=0 max_step=0.3"}.get(solver, "")
     training = LocalTraining(
-        solver=solver, lr=1.0 if solver == "lbfgs" else 0.1, epochs=600, batch_size=0,
+        solver=solver, lr=1.0 if solver == "lbfgs" else 0.1, epochs=400, batch_size=0,
         solver_params=params,
     )  # fmt: skip
     info = solve(contrast, torch.tensor(theta), Subproblem(), training, np.random.default_rng(0))
@@ -145,7 +145,7 @@ def test_every_solver_goes_to_where_the_gradient_of_the_whole_vanishes(solver: s
     left = q.gradient(w.numpy()) + MU * contrast_gradient(q, w.numpy(), theta, previous, TAU)
     assert np.abs(left).max() < 1e-5
     assert np.abs(MU * contrast_gradient(q, w.numpy(), theta, previous, TAU)).max() > 1e-2
-    assert info.steps == 600
+    assert info.steps == 400
 
 
 def test_pieces_of_a_batch_find_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ from fl_strategies import STRATEGIES, FedAvg
 from fl_strategies.solvers.local import default_training
 from simulations.config import RunConfig
 
-LONG = 100_000
+LONG = 10_000
+"""More characters than a message has, and more digits than Python makes an integer of (4300)."""
 ODD: dict[str, Any] = {
     "long": 10**400,
     "longer": -(10**5000),

@@ -62,7 +62,7 @@ def test_numpy_clients_train_as_those_of_this_package_also_when_replies_are_lost
     zeros = ArrayRecord({"weight": torch.zeros(1, 3, dtype=torch.float64)})
     ends = []
     for app, initial in ((page["app"], page["initial"]), (client_app(client_fn), zeros)):
-        settings = {"lr": 0.02, "steps": 20, "batch-size": 20}
+        settings = {"lr": 0.02, "steps": 4, "batch-size": 20}
         strategy = FedADMM(eta="fraction", rho=1.0, fraction_evaluate=0.0, local=settings)
         on = InProcessGrid(app, num_clients=4, fault=drop(lost))
         (array,) = strategy.start(on, initial, num_rounds=12).arrays.values()
@@ -80,7 +80,7 @@ def keys_sent(row: Row, **options: Any) -> set[str]:
         return reply
 
     train(
-        row.strategy(local=local(), node_wait=0.01, **options), grid(quadratics(4), fault=read), 2
+        row.strategy(local=local(), node_wait=0.01, **options), grid(quadratics(2), fault=read), 2
     )
     return keys
 

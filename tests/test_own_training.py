@@ -141,8 +141,8 @@ def test_scaffold_with_momentum_reaches_the_optimum() -> None:
     """With our loop; by the first law, with one of one's own as well."""
     problems = quadratics(3)
     settings = local(lr=0.1, epochs=3, momentum=0.9)
-    strategy = SCAFFOLD(fraction_evaluate=0.0, local=settings, eta_g=0.5)
-    found = train(strategy, grid(problems), 120)
+    strategy = SCAFFOLD(fraction_evaluate=0.0, local=settings, eta_g=0.7)
+    found = train(strategy, grid(problems), 65)
     np.testing.assert_allclose(found, optimum(problems), atol=1e-9)
 
 

@@ -46,13 +46,13 @@ def test_a_late_reply_leaves_as_little_behind_as_a_lost_one(row: Row) -> None:
         callbacks=[lambda info: used.append({*info.clients})],
         **knobs,
     )
-    late = train(strategy, grid(quadratics(CLIENTS)), 8)
-    assert 0 < sum(map(len, used)) < 8 * CLIENTS
+    late = train(strategy, grid(quadratics(CLIENTS)), 4)
+    assert 0 < sum(map(len, used)) < 4 * CLIENTS
 
     def lost(server_round: int, client: int) -> bool:
         return client not in used[server_round - 1]
 
-    assert Troubled(lost=lost).run(row, 8, **knobs).tobytes() == late.tobytes()
+    assert Troubled(lost=lost).run(row, 4, **knobs).tobytes() == late.tobytes()
 
 
 def test_sums_are_exact_after_any_pattern() -> None:
@@ -213,20 +213,20 @@ def test_by_arrival_late_replies_leave_nothing_behind(row: Row, slow: Callable[.
 
     def answers(info: RoundInfo) -> None:
         used.append({*info.clients})
-        if info.server_round == 4:
+        if info.server_round == 3:
             on.now, on.looks = 10**9, {}
 
     pace = Deadline(seconds=5.0, order="arrival")
     strategy = row.strategy(local=local(), pace=pace, callbacks=[answers], **knobs)
     on = slow(CLIENTS, {1: 10**8})
-    late = train(strategy, on, 8)
-    assert [t for t, clients in enumerate(used, start=1) if 1 in clients] == [5, 6, 7, 8]
-    assert [t for t, client in on.asked if client == 1] == [1, 5, 6, 7, 8]
+    late = train(strategy, on, 5)
+    assert [t for t, clients in enumerate(used, start=1) if 1 in clients] == [4, 5]
+    assert [t for t, client in on.asked if client == 1] == [1, 4, 5]
     troubled = Troubled(
         lost=lambda t, client: (t, client) == (1, 1),
-        away=lambda t, client: client == 1 and 1 < t < 5,
+        away=lambda t, client: client == 1 and 1 < t < 4,
     )
-    assert troubled.run(row, 8, **knobs).tobytes() == late.tobytes()
+    assert troubled.run(row, 5, **knobs).tobytes() == late.tobytes()
 
 
 def test_by_arrival_the_first_count_and_the_others_are_late(slow: Callable[..., Slow]) -> None:

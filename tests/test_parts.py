@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -162,7 +163,7 @@ def test_compare_runs_rules_with_parts(tmp_path: Path) -> None:
 
 
 def parameters(part: type[Part]) -> dict[str, Any]:
-    """Return hyperparameters for a round of four clients."""
+    """Return hyperparameters for a round of three clients."""
     return {"attackers": 0} if "attackers" in part.declarations else {}
 
 
@@ -172,9 +173,9 @@ def needed_with(stage: str) -> dict[str, Any]:
 
 
 def sized() -> InProcessGrid:
-    """Return four clients on one host, which says how many samples they have."""
-    app = make_client_app(quadratics(4), hosts=lambda context: Hosted([*range(4)], [7, 9, 11, 13]))
-    return InProcessGrid(app, 4, hosts=1)
+    """Return three clients on one host, which says how many samples they have."""
+    app = make_client_app(quadratics(3), hosts=lambda context: Hosted([*range(3)], [7, 9, 11]))
+    return InProcessGrid(app, 3, hosts=1)
 
 
 @every_part
@@ -183,13 +184,13 @@ def test_a_part_runs_a_round_around_every_algorithm_or_says_why_not(part: type[P
     for row in TABLE:
         uniform = part.stage == "privacy" and "weights" in row.others
         options: dict[str, Any] = {"weights": "uniform"} if uniform else {}
-        rule = row.strategy(local=local(), **options)
+        rule = row.strategy(local=local(epochs=1), **options)
         given = {**needed_with(part.stage), part.stage: part(**parameters(part))}
         if part.refusal(rule, row.name):
             with pytest.raises(ValueError, match=f"^{part.stage}=.* does not go with .*; use "):
-                row.strategy(local=local(), **given, **options)
+                row.strategy(local=local(epochs=1), **given, **options)
             continue
-        strategy = row.strategy(local=local(), **given, **options)
+        strategy = row.strategy(local=local(epochs=1), **given, **options)
         found = train(strategy, sized(), 1)
         assert np.isfinite(found).all(), row.name
         assert strategy.result.skipped == [], row.name
@@ -254,23 +255,48 @@ def test_a_killed_run_with_parts_resumes_to_the_bit(rule: str, tmp_path: Path) -
     assert outcome(again) == outcome(whole)
 
 
+class Found(NamedTuple):
+    """What a run comes to: the model before each round and at the end, times, losses."""
+
+    models: list[bytes]
+    seconds: list[Any]
+    losses: list[float]
+
+
+def found(rule: str, shape: str) -> Found:
+    """Return what three rounds come to where hosts send each upload, not a mean."""
+    options: dict[str, Any] = {"fold": "off"} if rule in OF_SUMS else {"fold_memory": 0}
+    options |= {"fraction_evaluate": 1.0, "node_wait": 0.01}
+    models, note = noted()
+    strategy = with_parts(rule, **options, **shared(shape))
+    strategy.start(federation(shape), to_record(START), 3, evaluate_fn=note)
+    rounds = strategy.result.train_metrics_clientapp.values()
+    losses = strategy.result.evaluate_metrics_clientapp.values()
+    seconds = [row.get("virtual-seconds") for row in rounds]
+    return Found(models, seconds, [round(row["eval-loss"], 9) for row in losses])
+
+
+def noted() -> tuple[list[bytes], Any]:
+    """Return a list, and the ``evaluate_fn`` that adds each model to it."""
+    models: list[bytes] = []
+
+    def note(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        models.append(to_vector(arrays).tobytes())
+        return MetricRecord({"test-loss": 1.0})
+
+    return models, note
+
+
+@functools.cache
+def on_nodes_of_one(rule: str) -> Found:
+    return found(rule, "nodes of one")
+
+
 @every_rule
 def test_hosts_send_each_upload_where_it_is_needed_and_change_nothing(rule: str) -> None:
     """Also where what may be a mean would be one."""
-    options: dict[str, Any] = {"fold": "off"} if rule in OF_SUMS else {"fold_memory": 0}
-    options |= {"fraction_evaluate": 1.0, "node_wait": 0.01}
-
-    def found(shape: str) -> tuple[bytes, list[Any], list[float]]:
-        strategy = with_parts(rule, **options, **shared(shape))
-        model = train(strategy, federation(shape), 3)
-        rounds = strategy.result.train_metrics_clientapp.values()
-        losses = strategy.result.evaluate_metrics_clientapp.values()
-        seconds = [row.get("virtual-seconds") for row in rounds]
-        return model.tobytes(), seconds, [round(row["eval-loss"], 9) for row in losses]
-
-    alone = found("nodes of one")
     for shape in ("2 hosts, crossed and reversed", "1 host that shares"):
-        assert found(shape) == alone
+        assert found(rule, shape) == on_nodes_of_one(rule)
     if rule not in OF_SUMS:
         with pytest.raises(ValueError, match=r"fold must be .* which needs each upload"):
             with_parts(rule, fold="on")
@@ -278,22 +304,15 @@ def test_hosts_send_each_upload_where_it_is_needed_and_change_nothing(rule: str)
 
 @every_rule
 def test_a_legacy_server_has_the_models_of_start_or_refuses_a_part(rule: str) -> None:
-    found: list[list[float]] = []
-
-    def note(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        found.append(to_vector(arrays).tolist())
-        return MetricRecord({"test-loss": 1.0})
-
     strategy = with_parts(rule, min_available_nodes=6)
     if "download" in TOGETHER[rule]:
         with pytest.raises(ValueError, match=r"needs Strategy\.start|has no legacy form"):
             as_legacy(strategy, to_record(START))
         return
+    models, note = noted()
     adapter = as_legacy(strategy, to_record(START), evaluate_fn=note)
     serve(adapter, grid(quadratics(6)), 3)
-    legacy, found[:] = found[:], []
-    with_parts(rule).start(grid(quadratics(6)), to_record(START), 3, evaluate_fn=note)
-    assert legacy == found
+    assert models == on_nodes_of_one(rule).models
 
 
 def test_the_sites_table_says_what_strategies_do() -> None:

@@ -8,6 +8,7 @@ trained with the head of before; a loop of one's own whose optimizer steps what 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -76,8 +77,12 @@ def descend(module: nn.Module, client: int, epochs: int, *parts: str) -> None:
         optimizer.step()
 
 
+@functools.cache
 def twin(name: str, rounds: int) -> tuple[dict[str, Tensor], list[nn.ModuleDict]]:
-    """Return the body after FedAvg over bodies, and the clients' models, by PyTorch alone."""
+    """Return the body after FedAvg over bodies, and the clients' models, by PyTorch alone.
+
+    No test changes them.
+    """
     models, theta = [net() for _ in range(3)], net()["body"].state_dict()
     for _ in range(rounds):
         for client, model in enumerate(models):

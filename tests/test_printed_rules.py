@@ -62,7 +62,7 @@ def test_a_strategy_takes_its_rules_and_clients_are_told_of_their_local_settings
 @every_form
 def test_the_rules_train(name: str, form: str) -> None:
     rule = getattr(STRATEGIES[name], f"{form}_rule") | NEEDED.get(name, {})
-    problems = quadratics(4)
+    problems = quadratics(3)
     found = train(STRATEGIES[name](**rule, fraction_evaluate=0.0), grid(problems), 3)
     near = np.linalg.norm([q.b for q in problems], axis=1).max() + np.linalg.norm(START)
     assert 0.0 < np.linalg.norm(found - START) < 2 * near

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,13 @@ def noise(rng: np.random.RandomState, deviation: float) -> np.ndarray:
     return deviation * np.concatenate([rng.normal(size=4), rng.normal(size=1)])
 
 
+@functools.cache
+def alone(name: str) -> np.ndarray:
+    """Return the model of three rounds of the algorithm without any privacy."""
+    (row,) = (row for row in TABLE if row.name == name)
+    return train(row.strategy(local=local(), fraction_evaluate=1.0), grid(PROBLEMS), 3)
+
+
 # ---- central differential privacy, fixed clipping ------------------------------------------------
 
 
@@ -62,11 +70,9 @@ def noise(rng: np.random.RandomState, deviation: float) -> np.ndarray:
 @rows(OF_MODELS)
 @pytest.mark.sampled
 def test_a_bound_that_nothing_reaches_leaves_the_run_as_it_is(side: Side, row: Row) -> None:
-    options: dict[str, Any] = {"local": local(), "fraction_evaluate": 1.0}
-    wrapper, mods = side(row.strategy(**options), 0.0, 1e6)
+    wrapper, mods = side(row.strategy(local=local(), fraction_evaluate=1.0), 0.0, 1e6)
     result = wrapper.start(grid(PROBLEMS, mods=mods), to_record(START), 3)
-    plain = train(row.strategy(**options), grid(PROBLEMS), 3)
-    np.testing.assert_allclose(to_vector(result.arrays), plain, rtol=1e-12)
+    np.testing.assert_allclose(to_vector(result.arrays), alone(row.name), rtol=1e-12)
     evaluations = result.evaluate_metrics_clientapp.values()  # which mods leave alone
     assert [metrics["eval-clients-used"] for metrics in evaluations] == [3, 3, 3]
 
@@ -131,10 +137,25 @@ def test_a_wrapper_started_again_goes_on_counting_rounds() -> None:
     assert again == seen
 
 
+MOON = next(row for row in TABLE if row.name == "moon")
+IN_BATCHES: dict[str, Any] = {"local": local(solver="sgd", **{"batch-size": 4})}
+
+
+@functools.cache
+def moon_without_round_2() -> np.ndarray:
+    """Return MOON's model after four rounds, of the second of which all replies are lost."""
+
+    def silent_in_round_2(request: Message, reply: Message) -> Message | None:
+        config = request.content.config_records.get("config", {})
+        lost = request.metadata.message_type == "train" and config.get("server-round") == 2
+        return None if lost else reply
+
+    return train(MOON.strategy(**IN_BATCHES), grid(PROBLEMS, fault=silent_in_round_2), 4)
+
+
 @pytest.mark.parametrize("unusable", [False, True])
 def test_a_failed_client_costs_the_round_and_no_state(unusable: bool) -> None:
     """Noise is made for all replies. A wrapper itself drops a round with an error."""
-    moon = next(row for row in TABLE if row.name == "moon")
 
     def fails_in_round_2(request: Message, reply: Message) -> Message:
         config = request.content.config_records.get("config", {})
@@ -146,16 +167,9 @@ def test_a_failed_client_costs_the_round_and_no_state(unusable: bool) -> None:
         reply.content.metric_records["metrics"]["num-examples"] = 0
         return reply
 
-    def silent_in_round_2(request: Message, reply: Message) -> Message | None:
-        config = request.content.config_records.get("config", {})
-        lost = request.metadata.message_type == "train" and config.get("server-round") == 2
-        return None if lost else reply
-
-    options: dict[str, Any] = {"local": local(solver="sgd", **{"batch-size": 4})}
-    wrapper, _ = server_side(moon.strategy(**options), 0.0, 1e6)
+    wrapper, _ = server_side(MOON.strategy(**IN_BATCHES), 0.0, 1e6)
     found = wrapper.start(grid(PROBLEMS, fault=fails_in_round_2), to_record(START), 4)
-    plain = train(moon.strategy(**options), grid(PROBLEMS, fault=silent_in_round_2), 4)
-    np.testing.assert_allclose(to_vector(found.arrays), plain, rtol=1e-12)
+    np.testing.assert_allclose(to_vector(found.arrays), moon_without_round_2(), rtol=1e-12)
 
 
 # ---- adaptive clipping ---------------------------------------------------------------------------
@@ -225,10 +239,9 @@ def test_local_privacy_clips_and_adds_noise_at_each_client(sensitivity: float) -
 
 @rows({"fedprox", "ditto", "fedpd"})
 def test_local_privacy_that_does_nothing_changes_nothing(row: Row) -> None:
-    options: dict[str, Any] = {"local": local()}
     mods = [LocalDpMod(1e6, 0.0, 1.0, 0.1)]
-    found = train(row.strategy(**options), grid(PROBLEMS, mods=mods), 3)
-    np.testing.assert_allclose(found, train(row.strategy(**options), grid(PROBLEMS), 3), rtol=1e-12)
+    found = train(row.strategy(local=local()), grid(PROBLEMS, mods=mods), 3)
+    np.testing.assert_allclose(found, alone(row.name), rtol=1e-12)
 
 
 # ---- legacy wrappers -----------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def ran_by(row: Row) -> str:
 def test_a_client_that_names_no_algorithm_is_taken_where_that_is_right_and_refused_elsewhere(
     row: Row, caplog: pytest.LogCaptureFixture
 ) -> None:
-    strategy = row.strategy(local=local(), node_wait=1.0)
+    strategy = row.strategy(local=local(), node_wait=1.0, max_unusable_rounds=1)
     run = lambda: strategy.start(InProcessGrid(vanilla(), 2), to_record(START), 4)  # noqa: E731
     if row.name in ("fedavg", "fedprox"):
         np.testing.assert_allclose(to_vector(run().arrays), 0.9**4 * START, rtol=1e-12)
@@ -92,7 +92,8 @@ def test_a_user_can_say_that_a_client_of_another_make_implements_the_algorithm(r
         (vanilla(), {"assume_algorithm": True}),
         (vanilla(algorithm=ran_by(row)), {}),
     ):
-        strategy = row.strategy(local=local(), node_wait=1.0, **options)
+        options |= {"local": local(), "node_wait": 1.0, "max_unusable_rounds": 1}
+        strategy = row.strategy(**options)
         needs = [f"metric {name!r} is missing" for name in strategy.scalar_bounds]
         run = lambda s, a: s.start(InProcessGrid(a, 2), to_record(START), 3)  # noqa: E731
         if needs:
@@ -106,7 +107,8 @@ def test_a_user_can_say_that_a_client_of_another_make_implements_the_algorithm(r
 @every_algorithm
 def test_a_reply_of_another_algorithm_is_refused_with_both_names(row: Row) -> None:
     other = "fedavg" if ran_by(row) != "fedavg" else "fedprox"
-    strategy = row.strategy(local=local(), node_wait=1.0, assume_algorithm=True)
+    options = {"node_wait": 1.0, "assume_algorithm": True, "max_unusable_rounds": 1}
+    strategy = row.strategy(local=local(), **options)
     with pytest.raises(NothingUsable, match=f"ran '{other}' and .* needs '{ran_by(row)}'"):
         strategy.start(InProcessGrid(vanilla(algorithm=other), 2), to_record(START), 4)
 

@@ -114,14 +114,20 @@ class Seen:
             raise self.error
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what eight rounds come to."""
+    folder = tmp_path_factory.mktemp("whole")
+    return outcome(run(strategy(FEDADMM, folder), folder, 8))
+
+
 @pytest.mark.parametrize("fails", [1, 4, 5, 8])
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.sampled("4")
 def test_a_round_whose_callback_raises_has_its_checkpoint_and_is_seen_once_by_all(
-    fails: int, place: int, tmp_path: Path
+    fails: int, place: int, whole: dict[str, Any], tmp_path: Path
 ) -> None:
     """Whatever ``every`` is. The run goes on, to the same end, with the next round."""
-    whole = run(strategy(FEDADMM, tmp_path / "whole"), tmp_path / "whole", 8)
     error, seen = ConnectionError("the tracker is away"), [list[int](), list[int]()]
 
     def callbacks(error: Exception | None) -> list[Any]:
@@ -134,7 +140,7 @@ def test_a_round_whose_callback_raises_has_its_checkpoint_and_is_seen_once_by_al
     assert raised.value.__context__ is None
     assert Checkpoints(tmp_path / "checkpoints").rounds()[-1] == fails
     found = run(strategy(FEDADMM, tmp_path, callbacks=callbacks(None)), tmp_path, 8)
-    assert outcome(found) == outcome(whole)
+    assert outcome(found) == whole
     assert seen == [list(range(1, 9))] * 2
     assert [row["round"] for row in lines_of(tmp_path / "history.jsonl")] == list(range(1, 9))
 

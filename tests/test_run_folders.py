@@ -29,6 +29,11 @@ from simulations.lab.compare import main
 from simulations.rules import configs_for
 
 
+def short(tmp_path: Path, **others: Any) -> RunConfig:
+    """Return a small run in which a client takes one step a round."""
+    return small(tmp_path, steps=1, **others)
+
+
 def refused(error: type[Exception], said: str, config: RunConfig) -> None:
     with pytest.raises(error, match=said):
         run_in_process(config)
@@ -36,13 +41,13 @@ def refused(error: type[Exception], said: str, config: RunConfig) -> None:
 
 def test_a_results_folder_is_one_runs_at_a_time(tmp_path: Path) -> None:
     """A second one is refused before it writes anything, and the first goes on to its end."""
-    config = small(tmp_path, algorithm="fedavg")
+    config = short(tmp_path, algorithm="fedavg")
     said = r"run is in use by run fedavg-[0-9a-f]{16} \(process \d+\): wait until"
 
     def second(info: RoundInfo) -> None:
         before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
         refused(ValueError, said, config)
-        refused(ValueError, said, small(tmp_path, algorithm="fedprox"))
+        refused(ValueError, said, short(tmp_path, algorithm="fedprox"))
         assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
 
     run_in_process(config, [second])
@@ -52,7 +57,7 @@ def test_a_results_folder_is_one_runs_at_a_time(tmp_path: Path) -> None:
 
 def test_a_state_directory_is_one_runs(tmp_path: Path) -> None:
     """Also when that is over; another directory, or an emptied one, does for the next."""
-    first = small(tmp_path, **{"state-dir": str(tmp_path / "state")})
+    first = short(tmp_path, **{"state-dir": str(tmp_path / "state")})
     summary = run_in_process(first)
     second = replace(first, output=str(tmp_path / "second"))
     run_id = json.loads((tmp_path / "run/run.json").read_text())["run"]
@@ -81,7 +86,7 @@ def test_a_run_whose_rounds_were_all_void_fails_and_is_not_finished(tmp_path: Pa
     def lost(request: Message, reply: Message) -> Message | None:
         return None if request.metadata.message_type == "train" else reply
 
-    config = small(tmp_path, **{"lost-rounds": 0})
+    config = short(tmp_path, **{"lost-rounds": 0})
     federation = InProcessGrid(app, 20, run_config=config.to_run_config(), fault=lost)
     with pytest.raises(RuntimeError, match=r"every round was skipped \(3 of 3\): the model is"):
         run(config, federation)
@@ -90,7 +95,7 @@ def test_a_run_whose_rounds_were_all_void_fails_and_is_not_finished(tmp_path: Pa
 
 
 def test_a_run_without_legible_settings_is_not_resumed(tmp_path: Path) -> None:
-    config = small(tmp_path, algorithm="fedavg", **{"checkpoint-every": 1, "resume": True})
+    config = short(tmp_path, algorithm="fedavg", **{"checkpoint-every": 1, "resume": True})
     run_in_process(config)
     settings = tmp_path / "run/config.json"
     for stored in ("", "[]", '{"params": 3}', None):
@@ -101,7 +106,7 @@ def test_a_run_without_legible_settings_is_not_resumed(tmp_path: Path) -> None:
 def test_one_state_directory_serves_several_algorithms(tmp_path: Path) -> None:
     state = {"state-dir": str(tmp_path / "state")}
     for algorithm in ("fedadmm", "scaffold"):
-        run_in_process(small(tmp_path, algorithm=algorithm, **state))
+        run_in_process(short(tmp_path, algorithm=algorithm, **state))
     found = sorted(path.name for path in (tmp_path / "state").iterdir())
     assert found == ["fedadmm", "scaffold"]
 
@@ -109,10 +114,10 @@ def test_one_state_directory_serves_several_algorithms(tmp_path: Path) -> None:
 def test_a_state_directory_is_for_algorithms_whose_clients_keep_state(tmp_path: Path) -> None:
     state = {"state-dir": str(tmp_path / "state")}
     for algorithm, client in CLIENTS.items():
-        if client.state_type is None and not small(tmp_path, algorithm=algorithm).stateful:
+        if client.state_type is None and not short(tmp_path, algorithm=algorithm).stateful:
             with pytest.raises(ValueError, match=r"state-dir is '.*', and no clients here keep a"):
                 configs_for([algorithm], [], state, tmp_path)
-            assert small(tmp_path, algorithm=algorithm, **state).state_dir == ""
+            assert short(tmp_path, algorithm=algorithm, **state).state_dir == ""
             both = configs_for([algorithm, "fedadmm"], [], state, tmp_path)
             assert [config.state_dir for config in both] == ["", state["state-dir"]]
 
@@ -123,14 +128,14 @@ def test_states_beyond_a_size_go_to_a_file_without_a_name_and_the_model_is_the_s
     megabytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """120 states of 10 to 20 kB: above 1 MB, far below 1000."""
-    keys = {"clients": 120, "rounds": 3, "fraction": 0.5, "model": "mlp", "steps": 1}
-    expected = run_in_process(small(tmp_path, **keys)).model_sha256
+    keys = {"clients": 120, "rounds": 3, "fraction": 0.5, "model": "mlp"}
+    expected = run_in_process(short(tmp_path, **keys)).model_sha256
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     seen: list[list[Path]] = []
     caplog.clear()
-    config = small(tmp_path, **keys, **{"state-memory": megabytes})
+    config = short(tmp_path, **keys, **{"state-memory": megabytes})
     summary = run_in_process(config, [lambda info: seen.append(list(temporary.iterdir()))])
     assert summary.model_sha256 == expected
     assert seen == [[], [], []]  # so that nothing is left even where the process is killed
@@ -236,7 +241,7 @@ def test_where_the_disk_of_the_results_is_full_the_run_names_file_and_setting(
     said = rf"^{path} cannot be written \(No space left on device\): .* choose another output$"
     options = {"checkpoint-every": 1, "state-dir": str(tmp_path / "states")}
     with pytest.raises(RuntimeError, match=said):
-        run_in_process(small(tmp_path, **options))
+        run_in_process(short(tmp_path, **options))
 
 
 def test_where_the_disk_of_the_states_is_full_the_run_names_file_and_setting(
@@ -244,7 +249,7 @@ def test_where_the_disk_of_the_states_is_full_the_run_names_file_and_setting(
 ) -> None:
     fill(monkeypatch, f"{tmp_path}/states/*/*.safetensors")
     with pytest.raises(RuntimeError, match=rf"No space left on device: '{tmp_path}/states/\S+'"):
-        run_in_process(small(tmp_path, **{"state-dir": str(tmp_path / "states"), "fraction": 1.0}))
+        run_in_process(short(tmp_path, **{"state-dir": str(tmp_path / "states"), "fraction": 1.0}))
 
 
 @pytest.mark.parametrize(
@@ -257,6 +262,7 @@ def test_where_the_disk_of_the_states_is_full_the_run_names_file_and_setting(
         ("table.md", 1),
     ],
 )
+@pytest.mark.usefixtures("no_figures")
 def test_a_comparison_on_a_full_disk_is_a_failed_run_and_no_bad_argument(
     file: str,
     at: int,

@@ -25,7 +25,7 @@ CLIENTS, HOSTILE, SAMPLES, ROUNDS = 4, 2, 8, 2
 
 def normalised() -> Border:
     parts = [("norm", nn.BatchNorm1d(3)), ("in", nn.Linear(3, 4)), ("out", nn.Linear(4, 1))]
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)  # torch.manual_seed would seed the GPUs as well
     return Border(nn.Sequential(OrderedDict(parts)).double(), head="out")
 
 

@@ -37,7 +37,7 @@ def test_the_same_seed_gives_the_same_model_twice_and_another_seed_another(
     algorithm: str, tmp_path: Path
 ) -> None:
     given = {"clients": 10, "rounds": 2, "fraction": -1.0}  # the default of each
-    config = small(tmp_path, algorithm=algorithm, **given)
+    config = small(tmp_path, algorithm=algorithm, steps=20, **given)  # more than an epoch
     first, again = run_in_process(config), run_in_process(config)
     other = run_in_process(replace(config, seed=2))
     assert first.model_sha256 == again.model_sha256 != other.model_sha256
@@ -68,13 +68,13 @@ def test_a_run_writes_its_results_and_prints_their_absolute_path_last(
 def test_metrics_of_is_a_run_that_prints_nothing_and_leaves_no_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_in_process(small(tmp_path, **{"batch-size": 7}))
+    run_in_process(small(tmp_path, steps=2, **{"batch-size": 7}))
     expected = read_history(tmp_path / "run/history.jsonl")
     capsys.readouterr()
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    rows = metrics_of(**SMALL, batch_size=7)
+    rows = metrics_of(**SMALL, steps=2, batch_size=7)
     assert [row["test-loss"] for row in rows] == [row["test-loss"] for row in expected]
     assert capsys.readouterr().out == ""
     assert list(temporary.iterdir()) == []
@@ -85,7 +85,7 @@ def test_a_quiet_run_logs_nothing_that_is_only_informative(
     quiet: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    run_in_process(small(tmp_path, algorithm="fedbc"), quiet=quiet)
+    run_in_process(small(tmp_path, algorithm="fedbc", steps=1), quiet=quiet)
     assert (caplog.records == []) == quiet
 
 
@@ -95,7 +95,7 @@ def test_an_interrupted_run_leaves_what_was_computed_so_far(tmp_path: Path) -> N
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_in_process(small(tmp_path), [interrupt])
+        run_in_process(small(tmp_path, steps=1), [interrupt])
     folder = tmp_path / "run"
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["rounds"], summary["finished"]) == (2, False)
@@ -112,7 +112,7 @@ def test_models_may_be_tested_in_every_nth_round_and_in_the_last(tmp_path: Path)
     """As if the other rounds' tests were struck out: training is the same."""
     summaries, histories = [], []
     for every in (1, 2):
-        config = small(tmp_path, rounds=5, target=0.01, **{"evaluate-every": every})
+        config = small(tmp_path, rounds=5, steps=2, target=0.01, **{"evaluate-every": every})
         summaries.append(run_in_process(config))
         lines = (tmp_path / "run/history.jsonl").read_text().splitlines()
         histories.append([json.loads(line) for line in lines])
@@ -130,20 +130,20 @@ def test_models_may_be_tested_in_every_nth_round_and_in_the_last(tmp_path: Path)
 
 
 def test_a_target_is_looked_for_where_models_are_tested(tmp_path: Path) -> None:
-    keys = {"stop-at-target": True, "evaluate-every": 2}
+    keys = {"stop-at-target": True, "evaluate-every": 2, "steps": 1}
     assert run_in_process(small(tmp_path, rounds=5, target=0.01, **keys)).rounds == 2
 
 
 def test_the_last_exchange_is_tested_where_rounds_are_skipped(tmp_path: Path) -> None:
     keys = {"algorithm": "fedpd", "params": "eta=1 p=0.5", "fraction": 1.0, "evaluate-every": 100}
-    run_in_process(small(tmp_path, rounds=12, steps=1, **keys))
+    run_in_process(small(tmp_path, rounds=12, clients=5, steps=1, **keys))
     rows = [json.loads(row) for row in (tmp_path / "run/history.jsonl").read_text().splitlines()]
     assert 1 < len(rows) < 12
     assert ["test-loss" in row for row in rows] == [False] * (len(rows) - 1) + [True]
 
 
 def test_clients_may_evaluate_on_data_of_their_own(tmp_path: Path) -> None:
-    config = small(tmp_path, **{"local-test": 0.2, "fraction-evaluate": 0.5})
+    config = small(tmp_path, steps=1, **{"local-test": 0.2, "fraction-evaluate": 0.5})
     run_in_process(config)
     row = json.loads((tmp_path / "run/history.jsonl").read_text().splitlines()[0])
     assert row["eval-clients-used"] == 10
@@ -205,7 +205,7 @@ def test_bad_input_is_refused_before_any_round(
 
 
 def test_a_state_directory_of_another_algorithm_or_model_is_refused(tmp_path: Path) -> None:
-    state = {"state-dir": str(tmp_path / "state")}
+    state = {"state-dir": str(tmp_path / "state"), "steps": 1}
     run_in_process(small(tmp_path, **state))
     with pytest.raises(StateError, match="not of 'fedadmm'"):
         run_in_process(small(tmp_path, model="mlp", **state))

@@ -106,7 +106,7 @@ def rprop(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
 CONVERGENT = [
     (LocalTraining(solver="gd", lr=0.4, steps=200), 1e-11),
     (LocalTraining(solver="sgd", lr=0.3, steps=200, batch_size=0, momentum=0.4), 1e-11),
-    (LocalTraining(solver="adam", lr=0.1, steps=2000, batch_size=0), 1e-6),
+    (LocalTraining(solver="adam", lr=0.1, steps=500, batch_size=0), 1e-6),
     (LocalTraining(solver="adagrad", lr=1.5, steps=400, batch_size=0), 1e-8),
     (LocalTraining(solver="lbfgs", lr=1.0, steps=5), 5e-5),
     (LocalTraining(solver=rprop, lr=0.1, steps=200, batch_size=0), 1e-5),

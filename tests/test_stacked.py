@@ -32,6 +32,8 @@ from clients.stacking import choice
 from clients.stacking.fit import fit_all
 from simulations import models
 
+BATCHES: dict[str, Any] = {"solver": "sgd", "batch-size": 5, "epochs": 2}
+
 # ---- every algorithm ----------------------------------------------------------------------------
 
 ON_STACKS = [row for row in TABLE if CLIENTS[row.name].stacks]
@@ -48,7 +50,7 @@ def test_every_algorithm_on_a_stack_is_the_algorithm(row: Row, settings: dict[st
 @one_of_each_mechanism
 def test_every_algorithm_in_single_precision(row: Row) -> None:
     problems = classified(smooth(torch.float32))
-    assert_alike(row, problems, within=SINGLE, local=local(solver="sgd", **{"batch-size": 5}))
+    assert_alike(row, problems, within=SINGLE, local=local(**BATCHES))
 
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -69,9 +71,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "options"), VARIANTS, ids=str)
 def test_variants_of_algorithms_on_a_stack(name: str, options: dict[str, Any]) -> None:
-    assert_alike(
-        ROWS[name], classified(smooth()), local=local(solver="sgd", **{"batch-size": 5}), **options
-    )
+    assert_alike(ROWS[name], classified(smooth()), local=local(**BATCHES), **options)
 
 
 def test_a_request_may_give_each_client_its_own_hyperparameters() -> None:
@@ -115,22 +115,21 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.sampled
 def test_every_solver_on_a_stack_is_the_solver(name: str, settings: dict[str, Any]) -> None:
     """FedADMM's subproblem has a slope and a pull; Ditto solves twice from one stream."""
-    settings = {"solver": "sgd", "batch-size": 5, "epochs": 2} | settings
-    assert_alike(ROWS[name], classified(smooth()), local=local(**settings))
+    assert_alike(ROWS[name], classified(smooth()), local=local(**BATCHES | settings))
 
 
 # ---- data and models ----------------------------------------------------------------------------
 
 
 def test_clients_have_tensors_in_common_or_their_own() -> None:
-    settings = local(solver="sgd", **{"batch-size": 5})
+    settings = local(**BATCHES)
     assert_alike(ROWS["fedadmm"], classified(smooth(), shared=False), local=settings)
 
 
 def test_samples_beyond_a_chunk_go_through_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clients.stacking.stack.PIECE", 6)
     for row, others in (("scaffold", {"option": "I"}), ("q-fedavg", {})):
-        settings = local(solver="sgd", **{"batch-size": 4})
+        settings = local(**BATCHES | {"batch-size": 4})
         assert_alike(ROWS[row], classified(smooth()), local=settings, **others)
 
 
@@ -161,7 +160,7 @@ def test_targets_may_be_numbers(loss: Any, targets: Any) -> None:
         Problem(model, loss, torch.from_numpy(rng.normal(size=(n, 4))), torch.from_numpy(y))
         for n, y in ((n, targets(rng, n)) for n in (3, 8, 5))
     ]
-    assert_alike(ROWS["fedavg"], problems, local=local(solver="sgd", **{"batch-size": 4}))
+    assert_alike(ROWS["fedavg"], problems, local=local(**BATCHES | {"batch-size": 4}))
 
 
 def penalty(w: Tensor) -> Tensor:
@@ -170,7 +169,7 @@ def penalty(w: Tensor) -> Tensor:
 
 def test_a_penalty_is_each_clients() -> None:
     problems = classified(smooth(), penalty=penalty)
-    assert_alike(ROWS["per-fedavg"], problems, local=local(solver="sgd", **{"batch-size": 5}))
+    assert_alike(ROWS["per-fedavg"], problems, local=local(**BATCHES))
 
 
 def tied() -> nn.Module:
@@ -221,7 +220,7 @@ def test_models_of_layers_that_stacks_take_are_stacked(name: str) -> None:
     build, shape = MODELS[name]
     torch.manual_seed(4)
     problems = classified(build().double(), shape=shape)
-    assert_alike(ROWS["fedadmm"], problems, local=local(solver="sgd", **{"batch-size": 5}))
+    assert_alike(ROWS["fedadmm"], problems, local=local(**BATCHES))
 
 
 def test_kinds_of_models() -> None:

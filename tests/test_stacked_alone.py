@@ -174,7 +174,7 @@ def assert_the_same_bits(
     caplog: pytest.LogCaptureFixture,
     **settings: Any,
 ) -> None:
-    made, options = clients_of(problems), {"local": local(**settings)}
+    made, options = clients_of(problems), {"local": local(**{"epochs": 2, **settings})}
     with caplog.at_level(logging.INFO, "flwr"):
         caplog.clear()
         found = run(row, stacked(made, len(problems)), problems, **options)

@@ -7,10 +7,12 @@ noise of privacy depends on the last bit of the sum, and is 0 here.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from flwr.serverapp.strategy import Result
 from laws import local
 from stacked_runs import (
     EXACT,
@@ -54,6 +56,17 @@ TRIED = [
 """All that clients compute, and a part of each stage that they know nothing of."""
 
 
+TRAINING = local(solver="sgd", epochs=2, **{"batch-size": 5})
+
+
+@cache
+def without_parts(algorithm: str, **options: Any) -> Result:
+    """Return what a stack comes to, computed once."""
+    problems = classified(smooth())
+    on = stacked(clients_of(problems), len(problems))
+    return run(ROWS[algorithm], on, problems, local=TRAINING, **options)
+
+
 def test_every_stage_is_tried() -> None:
     assert {stage for stage, *_ in TRIED} == STAGES.keys()
 
@@ -67,14 +80,9 @@ def test_a_part_on_a_stack_is_the_part(stage: str, name: str, algorithm: str) ->
         options["weights"] = "uniform"
     if stage == "pace":
         options["clock"] = Clock(step=1.0, spread=1.0)
-    training = local(solver="sgd", **{"batch-size": 5})
-    problems = classified(smooth())
-    assert_alike(ROWS[algorithm], problems, local=training, **options)
+    found = assert_alike(ROWS[algorithm], classified(smooth()), local=TRAINING, **options)
     plain = {n: v for n, v in options.items() if n == "weights"}
-    found, without = (
-        run(ROWS[algorithm], stacked(clients_of(problems), 5), problems, local=training, **given)
-        for given in (options, plain)
-    )
+    without = without_parts(algorithm, **plain)
     assert relative(*(result.arrays.to_numpy_ndarrays() for result in (found, without))) > 1e-6
 
 

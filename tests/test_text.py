@@ -43,6 +43,11 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(distilbert(tmp_path_factory.mktemp("distilbert")))
 
 
+@pytest.fixture(scope="module")
+def news(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(ag_news(tmp_path_factory.mktemp("news") / "own"))
+
+
 def tokens(*halves: str, length: int) -> list[int]:
     """Return markers and words of a text, or of two, padded."""
     found = [CLS]
@@ -51,8 +56,8 @@ def tokens(*halves: str, length: int) -> list[int]:
     return found + [0] * (length - len(found))
 
 
-def test_the_tokens_of_a_text_are_its_words_between_markers(words: str, tmp_path: Path) -> None:
-    found = data.load(str(ag_news(tmp_path / "own")), tokenizer=words, tokens=12)
+def test_the_tokens_of_a_text_are_its_words_between_markers(words: str, news: str) -> None:
+    found = data.load(news, tokenizer=words, tokens=12)
     expected = [tokens(sentence, length=12) for sentence in sentences(30)]
     assert np.concatenate([found.x, found.test_x]).tolist() == expected
     assert np.concatenate([found.y, found.test_y]).tolist() == [0, 3, 1] * 10
@@ -68,13 +73,13 @@ def test_a_title_and_its_content_are_two_halves(words: str, tmp_path: Path) -> N
     assert found.num_classes == 14
 
 
-def test_long_texts_are_cut_to_the_length_and_keep_both_markers(words: str, tmp_path: Path) -> None:
-    found = data.load(str(ag_news(tmp_path / "own")), tokenizer=words, tokens=8)
+def test_long_texts_are_cut_to_the_length_and_keep_both_markers(words: str, news: str) -> None:
+    found = data.load(news, tokenizer=words, tokens=8)
     long = [i for i in range(20) if i % 7 == 6]  # seven words
     assert found.x.shape == (20, 8)
     for i in long:
         assert found.x[i].tolist() == [*tokens(sentences(30)[i], length=0)[:7], SEP]
-    whole = data.load(str(tmp_path / "own"), tokenizer=words)
+    whole = data.load(news, tokenizer=words)
     assert whole.x.shape == (20, 128)
 
 
@@ -100,7 +105,7 @@ def test_tokens_are_kept_in_the_smallest_type_that_holds_them(count: int, kind: 
 def test_without_transformers_the_extra_is_named(
     words: str, bert: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    news = str(ag_news(tmp_path / "own"))
+    news = str(ag_news(tmp_path / "own"))  # which nothing has read before
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ValueError, match=r"extra 'text' .*pip install transformers"):
         data.load(news, tokenizer=words)
@@ -120,10 +125,10 @@ def test_without_transformers_the_extra_is_named(
     ],
 )
 def test_bad_options_of_text_are_refused(
-    options: dict[str, Any], message: str, words: str, tmp_path: Path
+    options: dict[str, Any], message: str, words: str, news: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        data.load(str(ag_news(tmp_path / "own")), **{"tokenizer": words} | options)
+        data.load(news, **{"tokenizer": words} | options)
 
 
 # ---- models -----------------------------------------------------------------------------------

@@ -118,7 +118,9 @@ def seeded(seed: int) -> Iterator[None]:
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
     if torch:
-        torch.manual_seed(seed)
+        from clients.learning.replay import seed_generators
+
+        seed_generators(seed)
     try:
         yield
     finally:
