@@ -92,6 +92,9 @@ def derived(strategy: type[FederatedStrategy]) -> type[FederatedClient]:
         )
     if (half.state is None) != (half.first_state is None):
         raise TypeError(f"{name}.client_half needs both a state and a first_state, or neither")
+    _check_arguments(half.rule, 2 if half.state is None else 3)
+    if half.first_state is not None:
+        _check_arguments(half.first_state, 1)
     keeps = "nothing" if half.state is None else ", ".join(half.state._fields)
     members: dict[str, Any] = {
         "__doc__": f"Runs the client rule of ``{strategy.__module__}``; keeps {keeps}.",
@@ -108,3 +111,11 @@ def derived(strategy: type[FederatedStrategy]) -> type[FederatedClient]:
     if half.own:
         members["personalized_model"] = staticmethod(attrgetter(half.own))
     return type(f"{name}Client", (DerivedClient,), members)
+
+
+def _check_arguments(function: Callable[..., Any], by_place: int) -> None:
+    """Raise ``TypeError`` for arguments that would never be given."""
+    parameters = [*inspect.signature(function).parameters.values()][by_place:]
+    if never := [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY]:
+        name = getattr(function, "__name__", "the rule")
+        raise TypeError(f"{name} must take all but its first {by_place} by name, after *: {never}")

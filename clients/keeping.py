@@ -143,9 +143,17 @@ def to_fields(state: State) -> dict[str, npt.NDArray[Any]]:
 
 
 def from_fields(state_type: Any, fields: Fields, like: Tensor) -> State:
-    """Return the state made of named arrays; its vectors have the type and device of ``like``."""
+    """Return the state made of named arrays; its vectors have the type and device of ``like``.
+
+    Those of whole numbers and truth values keep their type.
+    """
     values = {
-        name: torch.from_numpy(fields[name]).to(like) if fields[name].ndim else fields[name].item()
+        name: _vector(fields[name], like) if fields[name].ndim else fields[name].item()
         for name in state_type._fields
     }
     return state_type(**values)
+
+
+def _vector(array: npt.NDArray[Any], like: Tensor) -> Tensor:
+    vector = torch.from_numpy(array)
+    return vector.to(like) if vector.is_floating_point() else vector.to(like.device)

@@ -36,6 +36,12 @@ SAMPLE = {"fedavg", "scaffold", "fedadmm", "fedpd", "fedbcd-async"}
 """The algorithms for which the quick tests run what takes long: one of each mechanism."""
 NAMED = pytest.StashKey[dict[str, tuple[set[str], set[str]]]]()
 """By test with the mark ``sampled``: the names that the mark has, and those that cases have."""
+DRAWN = (
+    ("simulations.experiment", "draw_curves"),
+    ("simulations.lab.compare", "draw_curves"),
+    ("simulations.lab.compare", "draw_partition"),
+)
+"""The functions that draw figures, by the modules that call them."""
 SHOWN_LINES = 30
 """Of each stream that a failed test printed or logged to."""
 
@@ -50,20 +56,15 @@ def log_levels() -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out a run's figure, which takes longer than a small run, but for the mark `curves`."""
-    experiment = sys.modules.get("simulations.experiment")
-    if experiment and not request.node.get_closest_marker("curves"):
-        monkeypatch.setattr(experiment, "draw_curves", lambda *_: None)
+def no_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what runs and comparisons draw, which takes longer than these if they are small.
 
-
-@pytest.fixture
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out a comparison's two figures, which take longer than its runs if these are small."""
-    from simulations.lab import compare
-
-    for name in ("draw_partition", "draw_curves"):
-        monkeypatch.setattr(compare, name, lambda *_: None)
+    It is drawn in tests with the mark `figures`.
+    """
+    if not request.node.get_closest_marker("figures"):
+        for module, name in DRAWN:
+            if module in sys.modules:
+                monkeypatch.setattr(sys.modules[module], name, lambda *_: None)
 
 
 @pytest.fixture

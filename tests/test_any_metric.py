@@ -202,7 +202,7 @@ FILES = {"summary.json", "model.safetensors", "history.jsonl", "clients.jsonl", 
 
 
 @pytest.mark.slow
-@pytest.mark.curves
+@pytest.mark.figures
 @pytest.mark.parametrize("value", [-5.0, 1e9, LARGEST, 1.7e308])
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedpd"])
 def test_no_metric_destroys_the_files_of_a_run_or_its_tables(

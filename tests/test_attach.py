@@ -43,7 +43,7 @@ from clients import (
     client_id,
     personalized_model,
 )
-from fl_strategies import SCAFFOLD, Ditto, FedADMM, FedAvg, FedBC, FedProx, apps
+from fl_strategies import SCAFFOLD, Ditto, FedADMM, FedAvg, FedBC, FedProx, NothingUsable, apps
 from fl_strategies.messages.description import DESCRIBE, QUERY, Description
 from simulations.lab.deployment import Federation
 from simulations.lab.superlink import flwr_run
@@ -300,6 +300,24 @@ def test_a_clipping_mod_acts_on_a_model_that_is_uploaded() -> None:
     assert not reply.has_error(), reply.error
     moved = to_vector(reply.content["arrays"]) - START
     assert np.linalg.norm(moved) == pytest.approx(0.01, rel=1e-6)
+
+
+def averaged(msg: Message, context: Context, call_next: Any) -> Message:
+    """Reply with other weights than the steps came to, as an average of all steps is."""
+    reply: Message = call_next(msg, context)
+    arrays = to_vector(reply.content["arrays"])
+    reply.content["arrays"] = to_record(0.9 * arrays)
+    return reply
+
+
+@pytest.mark.parametrize("algorithm", ["scaffold", "fednova", "fedbcd"])
+def test_where_a_rule_counts_on_the_steps_other_weights_in_the_reply_are_an_error(
+    algorithm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = with_functions(ClientApp(), quadratics(2), inside=[averaged])
+    strategy = ROW[algorithm].strategy(local={}, node_wait=0.01, max_unusable_rounds=1)
+    with pytest.raises(NothingUsable, match="changed the model in its reply"):
+        train(strategy, InProcessGrid(app, 2), 1)
 
 
 # ---- attach -------------------------------------------------------------------------------------

@@ -264,6 +264,7 @@ def test_a_setting_goes_to_the_algorithms_of_a_comparison_that_use_it(tmp_path: 
             configs_for([name], [], {"dataset": "digits", **setting}, tmp_path)
 
 
+@pytest.mark.figures
 @pytest.mark.slow
 def test_compare_writes_a_summary_a_table_and_figures(tmp_path: Path) -> None:
     line = "--dataset digits --partition shards --clients 10 --rounds 2 --seed 1"

@@ -133,7 +133,6 @@ def test_a_cell_that_fails_leaves_the_others_and_is_named(
     assert "bad failed: OSError: no space left" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_a_comparison_whose_runs_all_fail_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,7 +149,6 @@ def test_a_comparison_whose_runs_all_fail_says_why(
     assert json.loads((tmp_path / "summary.json").read_text()) == []
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_a_trial_that_fails_leaves_other_rules_their_whole_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,7 +181,6 @@ def test_a_rate_that_diverges_ends_its_run_alone_and_is_named(
     assert "fedavg ended early: no reply of 3 rounds" in (tmp_path / "alone/table.md").read_text()
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_ctrl_c_in_one_process_keeps_what_is_finished_in_the_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

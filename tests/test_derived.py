@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,6 +94,7 @@ def test_a_hyperparameter_is_needed_although_the_argument_has_a_default() -> Non
         return Step(theta)
 
     class Unsent(Own):
+        algorithm = "own"
         client_half = ClientHalf(rule)
         eta: float = number(default=0.5, about="A number that is not sent.")
 
@@ -125,6 +127,7 @@ def test_one_entry_registers_an_algorithm(made: Any) -> None:
 
 def test_an_entry_that_is_made_again_has_the_clients_of_the_last() -> None:
     class Again(Own):
+        algorithm = "own"
         client_half = FedAvg.client_half
 
     before = client_of("own")
@@ -143,10 +146,53 @@ def test_an_entry_that_is_made_again_has_the_clients_of_the_last() -> None:
     ],
 )
 def test_a_half_that_lacks_something_makes_no_client(half: Any, said: str) -> None:
-    STRATEGIES["own"] = type("Bad", (Own,), {"client_half": half, "__module__": __name__})
+    members = {"algorithm": "own", "client_half": half, "__module__": __name__}
+    STRATEGIES["own"] = type("Bad", (Own,), members)
     with pytest.raises(TypeError) as caught:
         client_of("own")
     assert said in str(caught.value)
+
+
+def by_place(theta: Any, oracle: Any, mu: float = 3.0) -> Step:
+    return Step(theta)
+
+
+def any_name(theta: Any, oracle: Any, **others: Any) -> Step:
+    return Step(theta)
+
+
+@pytest.mark.parametrize("rule", [by_place, any_name])
+def test_an_argument_that_no_rule_would_get_is_refused(rule: Any) -> None:
+    half = {"algorithm": "own", "client_half": ClientHalf(rule), "__module__": __name__}
+    STRATEGIES["own"] = type("Bad", (Own,), half)
+    with pytest.raises(TypeError, match=r"must take all but its first 2 by name, after \*: \['"):
+        client_of("own")
+
+
+HALF = ClientHalf(lambda theta, oracle: Step(theta))
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        ({"client_half": HALF}, "Bad has a client_half of its own, and needs an `algorithm` of"),
+        ({"client_half": HALF, "algorithm": "bad", "runs": "fedavg"}, "and no `runs`"),
+        ({"catch_up": lambda *_: None, "for_client": lambda *_: None}, "either a catch_up or a"),
+        ({"extra_vectors": ("catch_up",)}, "extra_vectors must not be called ['catch_up']"),
+    ],
+)
+def test_what_clients_would_never_get_is_refused(members: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(said)):
+        type("Bad", (FedAvg,), members)
+
+
+def test_a_plain_value_in_a_subclass_is_the_default_of_what_it_hides() -> None:
+    class Stronger(FedProx):
+        mu = 5.0  # type: ignore[assignment]
+
+    assert (Stronger().mu, Stronger(mu=2.0).mu, FedProx().mu) == (5.0, 2.0, 0.01)
+    with pytest.raises(ValueError, match="mu must be >= 0"):
+        type("Wrong", (FedProx,), {"mu": -1.0})()
 
 
 @pytest.mark.parametrize("client", dict.fromkeys(CLIENTS.values()), ids=lambda c: c.__name__)

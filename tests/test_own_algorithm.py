@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor
 from clients import CLIENTS, FederatedClient, InProcessGrid, Step
 from fl_strategies import (
     STRATEGIES,
+    Checkpoints,
     FedAvg,
     FederatedStrategy,
     Next,
@@ -26,7 +28,7 @@ from fl_strategies import (
     weighted_mean,
 )
 from fl_strategies.core.stacks import norm
-from fl_strategies.parts import BFloat16, TopK
+from fl_strategies.parts import BFloat16, Gaussian, Median, TopK
 
 
 class OfChanges(FederatedStrategy):
@@ -189,3 +191,80 @@ def test_compare_imports_it_in_all_its_processes(
     monkeypatch.syspath_prepend(tmp_path)
     fedavg, own = compare(tmp_path / "out", "--import own_module --algorithms fedavg,own --jobs 2")
     assert own["model_sha256"] == fedavg["model_sha256"]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [{"combine": Median()}, {"privacy": Gaussian(clip=1.0)}],
+    ids=str,
+)
+def test_a_part_that_acts_in_the_mean_is_not_passed_over(part: dict[str, Any]) -> None:
+    class Aside(OfModels):
+        averages = "models"
+
+        def aggregate(self, state: None, round: Round, uploads: Sequence[Upload]) -> Next:
+            return weighted_mean((one.vector, 1.0) for one in uploads), state, {}
+
+    CLIENTS["own"] = Own
+    STRATEGIES["own"] = Aside
+    with pytest.raises(ValueError, match=r"^Aside.aggregate must average by round.mean, in which"):
+        Aside(local=local(), fraction_evaluate=0.0, **part).start(
+            grid(quadratics(3)), to_record(START), 1
+        )
+
+
+class Holds(NamedTuple):
+    kept: Any
+
+
+class Keeper(FederatedStrategy):
+    """FedAvg that keeps what it is given, or the clients' uploads."""
+
+    algorithm, averages, runs = "own", "", "fedavg"
+    begins_with: Any = None
+
+    def first_state(self, theta: Any) -> Holds:
+        return Holds(self.begins_with)
+
+    def aggregate(self, state: Holds, round: Round, uploads: Sequence[Upload]) -> Next:
+        theta = round.mean((one.vector, 1.0) for one in uploads)
+        return theta, state if state.kept else Holds({u.client: u.vector for u in uploads}), {}
+
+
+def kept_by(value: Any, folder: Path) -> tuple[Any, Any]:
+    """Return what a run keeps, and what the run that continues from its checkpoint does."""
+    kept = []
+    for resume in (False, True):
+        STRATEGIES["own"] = type("Own", (Keeper,), {"begins_with": value, "algorithm": "own"})
+        one: Any = STRATEGIES["own"](
+            local=local(), fraction_evaluate=0.0, checkpoints=Checkpoints(folder)
+        )
+        one.start(grid(quadratics(2)), to_record(START), 1, resume=resume)
+        kept.append(one.state.kept)
+    return kept[0], kept[1]
+
+
+@pytest.mark.parametrize(
+    "value", [{"a": (1, 2.5), 3: ["x", None, True]}, (1.0, (2,)), [{}, 0]], ids=str
+)
+def test_a_checkpoint_gives_back_what_a_state_holds(value: Any, tmp_path: Path) -> None:
+    before, after = kept_by(value, tmp_path)
+    assert before == after == value
+    assert repr(before) == repr(after)
+
+
+def test_uploads_may_be_kept_as_they_are(tmp_path: Path) -> None:
+    before, after = kept_by({}, tmp_path)
+    assert before.keys() == after.keys() == {0, 1}
+    for client in before:
+        np.testing.assert_array_equal(before[client], after[client])
+
+
+@pytest.mark.parametrize(
+    "value", [{(0, 1): 2.0}, defaultdict(float, a=1.0), {1.5, 2.5}, [np.float32(1.0)]], ids=str
+)
+def test_what_a_checkpoint_would_not_give_back_is_refused_before_the_first_round(
+    value: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(TypeError, match=r"^Own.first_state must return a state of numbers, texts"):
+        kept_by(value, tmp_path)

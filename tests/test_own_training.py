@@ -102,6 +102,44 @@ def test_a_loop_of_ones_own_gives_what_our_loop_gives(name: str) -> None:
     assert np.abs(own - START).max() > 0.1
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_a_loop_thaws_gets_the_terms_too(kept: bool) -> None:
+    """The head is frozen until round 3 and after each training; so is one that is made anew."""
+    problems, problem_of = quadratics(2), dict[int, OwnTraining]()
+
+    def thaws(module: Any, client: int, config: Any) -> None:
+        module.head.requires_grad_(config["server-round"] > 2)
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            half_mean_square(module(X[client]), Y[client]).backward()
+            optimizer.step()
+        module.head.requires_grad_(False)
+
+    X, Y = (
+        [torch.tensor(a) for a in part]
+        for part in zip(*((q.X, q.y) for q in problems), strict=True)
+    )
+
+    def client_fn(context: Any) -> AnyAlgorithmClient:
+        me = client_id(context)
+        made = OwnTraining(Linear(), lambda module, config: thaws(module, me, config), 3)
+        return AnyAlgorithmClient(problem_of.setdefault(me, made) if kept else made)
+
+    strategy = FedADMM(rho=1.0, fraction_evaluate=0.0)
+    found = train(strategy, InProcessGrid(client_app(client_fn), 2), 4)
+    w, y, theta = [START] * 2, [0 * START] * 2, START
+    for round in range(1, 5):
+        for i, q in enumerate(problems):
+            v = w[i].copy()
+            for _ in range(3):
+                step = q.gradient(v) + y[i] + (v - theta)
+                v = v - 0.1 * np.where([round > 2] * 4 + [True], step, 0.0)
+            y[i], w[i] = y[i] + (v - theta), v
+        theta = np.mean([a + b for a, b in zip(w, y, strict=True)], axis=0)
+    np.testing.assert_allclose(found, theta, rtol=1e-11)
+
+
 def test_the_table_of_what_runs_around_a_loop_is_what_the_rules_ask_for() -> None:
     found = {row.name: imported_directives().around_a_loop(row.name) for row in TABLE}
     assert {name for name, misses in found.items() if not misses} == {*RUN}

@@ -262,7 +262,6 @@ def test_where_the_disk_of_the_states_is_full_the_run_names_file_and_setting(
         ("table.md", 1),
     ],
 )
-@pytest.mark.usefixtures("no_figures")
 def test_a_comparison_on_a_full_disk_is_a_failed_run_and_no_bad_argument(
     file: str,
     at: int,

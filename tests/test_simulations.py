@@ -43,7 +43,7 @@ def test_the_same_seed_gives_the_same_model_twice_and_another_seed_another(
     assert first.model_sha256 == again.model_sha256 != other.model_sha256
 
 
-@pytest.mark.curves
+@pytest.mark.figures
 def test_a_run_writes_its_results_and_prints_their_absolute_path_last(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

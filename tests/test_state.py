@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -26,6 +26,7 @@ from clients import (
     StateError,
     client_id,
 )
+from clients.keeping import from_fields, to_fields
 from clients.node.in_process import InProcessGrid
 from clients.node.state import Store, fresh_nonce, peek, settle
 from fl_strategies import FedADMM
@@ -297,6 +298,19 @@ def test_state_never_goes_through_pickle() -> None:
                     assert ast.literal_eval(node.value) is (node.arg == "weights_only"), path
                 elif isinstance(node, ast.Attribute) and node.attr in ("load", "save"):
                     assert ast.unparse(node) not in {"torch.load", "torch.save", "np.load"}, path
+
+
+class Counts(NamedTuple):
+    seen: torch.Tensor
+    mask: torch.Tensor
+
+
+def test_whole_numbers_and_truth_values_of_a_state_keep_their_type() -> None:
+    state = Counts(torch.tensor([2**24 + 1, 3]), torch.tensor([True, False]))
+    found: Any = from_fields(Counts, to_fields(state), torch.zeros(2))
+    for before, after in zip(state, found, strict=True):
+        assert before.dtype == after.dtype
+        assert torch.equal(before, after)
 
 
 def test_a_tensor_state_on_the_way_in_is_of_the_models_type(reopen: Callable[[], Store]) -> None:

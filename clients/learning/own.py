@@ -133,7 +133,7 @@ class OwnTraining(LocalProblem):
         ``model`` is the problem's, or one with a part of its trained parameters.
         """
         with model.fixing():
-            terms.attach([p if p.requires_grad else None for p in model.shared])
+            terms.attach([p if model.moves else None for p in model.shared])
             into_training(model.module)
             model.module.zero_grad(set_to_none=True)
             result = self.train(model.module, config)

@@ -253,10 +253,15 @@ class Terms:
             f" and {'; '.join(seen)}"
         )
 
+    def check_ended(self, ended: Sequence[Tensor]) -> None:
+        """Raise ``ValueError`` if the rule needs to know the steps, and ``ended`` differs."""
+        if any(_differ(ended[place], left) for place, (_, left) in self._left.items()):
+            raise ValueError(self._changed("in its reply"))
+
     def _is_changed(self, place: int) -> bool:
         """Return whether a parameter is not what its last step left."""
         p, (_, left) = self._parameters[place], self._left[place]
-        return p is not None and not torch.equal(p.detach(), left.to(p))
+        return p is not None and _differ(p, left)
 
     def _changed(self, when: str) -> str:
         return (
@@ -609,3 +614,9 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
             if (found := _ATTACHED.get(id(p))) is not None:
                 found[0].after_step(optimizer)
                 return
+
+
+def _differ(now: Tensor, left: Tensor) -> bool:
+    """Return whether two tensors differ; NaN is NaN, as where training has diverged."""
+    now = now.detach().to(left)
+    return not torch.equal(now.nan_to_num(), left.nan_to_num())

@@ -286,6 +286,7 @@ class Attached(OwnTraining):
             while self._fixed:
                 self._fixed.pop().requires_grad_(True)
         self._take(reply)
+        terms.check_ended(self.model.shared)
         self._check_stepped(terms)
         if not aside:
             self._reply = reply

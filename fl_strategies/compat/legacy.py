@@ -165,6 +165,8 @@ class _LegacyStrategy(Strategy):
         self.strategy.run.waited_since = time.monotonic()
         if not self._arrays:
             self._open_with_a_clients(client_manager)
+        elif self.strategy.run.round:  # a second fit of the server
+            self._open(self._arrays)
         return to_parameters(self._arrays)
 
     def _open_with_a_clients(self, manager: ClientManager) -> None:
@@ -231,10 +233,11 @@ class _LegacyStrategy(Strategy):
         self._take(parameters)
         if self.evaluate_fn is None or self._stopped:
             return None
-        metrics = self.evaluate_fn(server_round, self.strategy.evaluated_model(self._arrays))
+        number = self.strategy.run.rounds_before + server_round
+        metrics = self.evaluate_fn(number, self.strategy.evaluated_model(self._arrays))
         if metrics is None:
             return None
-        self.strategy.result.evaluate_metrics_serverapp[server_round] = metrics
+        self.strategy.result.evaluate_metrics_serverapp[number] = metrics
         loss = metrics.get("test-loss", metrics.get("loss", float("nan")))
         return cast(float, loss), dict(metrics)
 

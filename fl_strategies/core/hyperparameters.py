@@ -200,7 +200,11 @@ class Declared:
         super().__init_subclass__(**options)
         ordered: dict[str, Hyperparameter] = {}
         for base in reversed(cls.__mro__):
-            ordered |= {n: d for n, d in vars(base).items() if isinstance(d, Hyperparameter)}
+            for name, value in vars(base).items():
+                if isinstance(value, Hyperparameter):
+                    ordered[name] = value
+                elif name in ordered and not hasattr(value, "__get__"):  # mu = 0.5 in a subclass
+                    ordered[name] = replace(ordered[name], default=value)
         cls.declarations = {n: d for n, d in ordered.items() if n not in cls.common} | ordered
         cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [

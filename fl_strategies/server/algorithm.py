@@ -158,6 +158,7 @@ class Algorithm(Options):
         super().__init_subclass__(**options)
         check_declared(cls, cls.declarations)
         declared = added(cls)
+        check_clients_half(cls, declared)
         if declared.get("averages") == "models" and "moves_received" not in declared:
             cls.moves_received = True
         if "algorithm" in declared and not cls.runs and "unnamed" not in declared:
@@ -472,6 +473,21 @@ def added(cls: type) -> dict[str, Any]:
     known = {one for base in cls.__bases__ if issubclass(base, Algorithm) for one in base.__mro__}
     new = {n: v for base in cls.__mro__[::-1] if base not in known for n, v in vars(base).items()}
     return {name: value for name, value in new.items() if getattr_static(cls, name) is value}
+
+
+def check_clients_half(cls: type[Algorithm], declared: Mapping[str, Any]) -> None:
+    """Raise ``TypeError`` for what clients would never get of what a class declares."""
+    named = "algorithm" in declared or not getattr(cls, "algorithm", "")
+    if declared.get("client_half") and (not named or declared.get("runs")):
+        raise TypeError(
+            f"{cls.__name__} has a client_half of its own, and needs an `algorithm` of its own, and"
+            " no `runs`: by this name clients find it"
+        )
+    hooks = "catch_up", "for_client"
+    if all(getattr(cls, hook) is not getattr(Algorithm, hook) for hook in hooks):
+        raise TypeError(f"{cls.__name__} must have either a catch_up or a for_client: one is sent")
+    if reserved := sorted({*hooks} & {*cls.extra_vectors}):
+        raise TypeError(f"{cls.__name__}.extra_vectors must not be called {reserved}")
 
 
 def check_declared(cls: type[Algorithm], declarations: Mapping[str, Hyperparameter]) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from logging import INFO, WARNING
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ import numpy.typing as npt
 from fl_strategies.core.files import DamagedFile, FolderLock, load_arrays, save_arrays
 from fl_strategies.core.log import log
 from fl_strategies.core.schedules import check, shown
+from fl_strategies.core.vectors import Pieces
 from fl_strategies.server.callbacks import Watched
 
 PREFIX, SUFFIX = "round-", ".safetensors"
@@ -34,6 +36,8 @@ RUN = frozenset(
      "devices", "roles"}
 )  # fmt: skip
 """The content of ``Checkpoint.run``."""
+PLAIN = frozenset({str, int, float, bool})
+"""The types of the keys of a dict that a checkpoint gives back as they were."""
 VERSION = 7
 """The version of the format."""
 
@@ -222,7 +226,7 @@ class Checkpoints:
 
 
 def can_hold(value: Any) -> bool:
-    """Return whether a checkpoint can hold ``value``, a field of a state."""
+    """Return whether a checkpoint can hold ``value``, a field of a state, and give it back."""
     arrays: dict[str, npt.NDArray[Any]] = {}
     try:
         json.dumps(_pack(value, arrays))
@@ -232,26 +236,37 @@ def can_hold(value: Any) -> bool:
 
 
 def _pack(value: Any, arrays: dict[str, npt.NDArray[Any]]) -> Any:
-    """Return ``value`` in a form for JSON; its arrays are put into ``arrays``."""
-    if isinstance(value, np.ndarray):
+    """Return ``value`` in a form for JSON; its arrays are put into ``arrays``.
+
+    Raises ``TypeError`` for what :func:`_unpack` would not give back; a named tuple comes back as a
+    tuple.
+    """
+    if isinstance(value, np.ndarray | Pieces):
         name = f"state/{len(arrays)}"
-        arrays[name] = value
+        arrays[name] = np.asarray(value)
         return {"array": name}
-    if isinstance(value, Mapping):
+    plain = type(value) in (dict, MappingProxyType) and all(type(key) in PLAIN for key in value)
+    if plain:
         return {"map": [[key, _pack(item, arrays)] for key, item in value.items()]}
     if isinstance(value, list | tuple):
-        return [_pack(item, arrays) for item in value]
+        items = [_pack(item, arrays) for item in value]
+        return {"tuple": items} if isinstance(value, tuple) else items
+    if value is not None and not isinstance(value, bool | int | float | str):
+        must = "numbers, texts, NumPy arrays, and lists, tuples and dicts (by texts or numbers)"
+        raise TypeError(f"a state must be made of {must}, got {shown(value)}")
     return value
 
 
 def _unpack(value: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
-    if isinstance(value, dict) and "array" in value:
-        return arrays[value["array"]]
-    if isinstance(value, dict):
-        return {key: _unpack(item, arrays) for key, item in value["map"]}
     if isinstance(value, list):
         return [_unpack(item, arrays) for item in value]
-    return value
+    if not isinstance(value, dict):
+        return value
+    if "array" in value:
+        return arrays[value["array"]]
+    if "tuple" in value:
+        return tuple(_unpack(value["tuple"], arrays))
+    return {key: _unpack(item, arrays) for key, item in value["map"]}
 
 
 def fields_of(state: Any) -> dict[str, Any]:

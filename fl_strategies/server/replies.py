@@ -282,7 +282,8 @@ def summary(
 
     If there are more than ``MAX_METRICS`` names, those that most clients report are summarized; a
     log line counts the others. A list has its weighted mean alone, entry by entry, as Flower has
-    it, over the clients whose list has the most usual length; a log line names lists of others.
+    it, over the clients whose list has the most usual length; a log line names lists of others, and
+    what is a list of some clients and a number of others, which is left out.
     ``numbers`` are those of each client, under their metrics' names.
     """
     values: dict[str, list[tuple[float, float]]] = {}
@@ -294,6 +295,10 @@ def summary(
         log(WARNING, "%d metrics of clients are left out", len(values) - MAX_METRICS)
         values = {name: values[name] for name in first}
     metrics: dict[str, float | list[float]] = {**_mean_lists(replies, names)}
+    if mixed := sorted(metrics.keys() & values.keys()):
+        log(WARNING, "metrics that are lists of some clients are left out: %.300r", mixed)
+    for name in mixed:
+        del metrics[name], values[name]
     for name, pairs in values.items():
         each, weights = np.array(pairs).T
         with np.errstate(over="ignore", invalid="ignore"):  # large numbers overflow

@@ -9,7 +9,7 @@ are not used, and model, server state and ledger stay as they were.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,9 +25,9 @@ from fl_strategies.core.metric_names import (
     SPREAD,
     TESTED,
 )
-from fl_strategies.core.records import NOTHING, Round, Upload
+from fl_strategies.core.records import NOTHING, Mean, Round, Upload
 from fl_strategies.core.schedules import plain, shown
-from fl_strategies.core.vectors import Pieces, Vector, finite
+from fl_strategies.core.vectors import Pieces, Vector, finite, weighted_mean
 from fl_strategies.server.algorithm import Algorithm
 from fl_strategies.server.checkpoints import fields_of
 from fl_strategies.server.stages import (
@@ -94,6 +94,18 @@ def next_model(
     return Outcome(None, after, info, skipped=fault, parts={**parts})
 
 
+@dataclass
+class Heard:
+    """A mean that knows whether it was called."""
+
+    mean: Mean
+    called: bool = False
+
+    def __call__(self, weighted: Iterable[tuple[Vector, Any]]) -> Vector:
+        self.called = True
+        return self.mean(weighted)
+
+
 def _aggregated(
     algorithm: Algorithm, state: Any, round: Round, uploads: Sequence[Upload]
 ) -> tuple[Any, Any, Mapping[str, float]]:
@@ -106,8 +118,12 @@ def _aggregated(
     for value in fields_of(state).values():
         if isinstance(value, np.ndarray):
             value.flags.writeable = False
-    made: Any = algorithm.aggregate(state, replace(round, theta=theta), uploads)
     name, shape = f"{type(algorithm).__name__}.aggregate", np.shape(round.theta)
+    mean = round.mean if round.mean is weighted_mean else Heard(round.mean)
+    made: Any = algorithm.aggregate(state, replace(round, theta=theta, mean=mean), uploads)
+    if isinstance(mean, Heard) and not mean.called:
+        what = algorithm.privacy or algorithm.combine or algorithm.selection
+        raise ValueError(f"{name} must average by round.mean, in which {what!r} acts")
     if not isinstance(made, tuple) or len(made) != 3:
         raise TypeError(f"{name} must return (theta, state, info), got {shown(made)}")
     if np.shape(made[0]) != shape:

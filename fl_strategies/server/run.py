@@ -160,7 +160,9 @@ class Run:
     roles: Roles | None = None
     """The roles of the model's arrays, once they are settled."""
     asked: Asked | None = None
-    """Who was asked last, between Flower's hooks that configure and that aggregate."""
+    """Who was asked, between Flower's hooks that configure and that aggregate."""
+    train_config: dict[str, Any] = field(default_factory=dict)
+    """The ``train_config`` of the current call, as it was at its beginning."""
     opened: bool = False
     """Whether the strategy's ``start`` or ``open``, not a wrapper, began the run."""
     began: float = field(default_factory=time.monotonic)
@@ -196,7 +198,8 @@ class Run:
         return f"{algorithm}: {self.num_rounds} rounds, from round {self.number + 1}; run {self.id}"
 
     def open(self, arrays: ArrayRecord, num_rounds: int) -> None:
-        """Begin a call: forget the result of the last."""
+        """Begin a call: forget the result of the last, which ends here if it has not ended."""
+        self.close()
         self.num_rounds, self.result, self.tested = num_rounds, Result(arrays=arrays), set()
         self.opened = True
         self.began = self.waited_since = time.monotonic()

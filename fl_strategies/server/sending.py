@@ -152,7 +152,10 @@ class Sender:
         declared = sent_values(type(algorithm).declarations, lambda name: getattr(algorithm, name))
         of_each = {name: value for name, value in declared.items() if is_per_client(value)}
         alike = {name: value for name, value in declared.items() if name not in of_each}
-        alike = {**config, **self._alike(round, caller, alike)}
+        alike = self._alike(round, caller, alike)
+        if clash := sorted(config.keys() & alike.keys()):
+            raise ValueError(f"the config of requests must not set {clash}: the strategy does")
+        alike = {**config, **alike}
 
         configs: dict[int, dict[str, Any]] = {}
         for client in round.asked:

@@ -151,8 +151,8 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
 
         With ``resume`` the run continues from the last of ``checkpoints``, in a new process after
         the old one was killed, and reaches the result of an uninterrupted run. Without a checkpoint
-        the run begins anew. ``num_rounds`` includes the earlier rounds. Clients must still have
-        their states (``clients.DirectoryStore``). A callback with a method ``recall`` gets the
+        the run begins anew. ``num_rounds`` includes this call's earlier rounds. Clients must still
+        have their states (``clients.DirectoryStore``). A callback with a method ``recall`` gets the
         metrics of the earlier rounds, by round. Callbacks see each round once; rounds after the
         last checkpoint, which a killed run lost, are run again. The run keeps its id, which
         clients' states carry: a new strategy without ``resume`` is another run.
@@ -169,8 +169,9 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         self.open(initial_arrays, num_rounds)
         self._check_config("train_config", train_config)
         self._check_config("evaluate_config", evaluate_config)
-        train_config = train_config or ConfigRecord()
-        evaluate_config = evaluate_config or ConfigRecord()
+        train_config = ConfigRecord() if train_config is None else train_config
+        evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
+        run.train_config = dict(train_config)
         try:
             arrays = self._first_model(grid, num_rounds, resume=resume)
             log(INFO, run.beginning(self.algorithm))
@@ -182,6 +183,8 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
                 new = self.train_round(arrays, grid, timeout, train_config)
                 arrays = arrays if new is None else new
                 evaluated = self.configure_evaluate(run.round, arrays, evaluate_config, grid)
+                if run.asked is None and evaluated:
+                    evaluated = self._none("configure_evaluate", evaluated)
                 replies = send_and_receive(grid, evaluated, timeout)
                 if (metrics := self.aggregate_evaluate(run.round, replies)) is not None:
                     run.result.evaluate_metrics_clientapp[run.number] = metrics
@@ -231,7 +234,8 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         if evaluate_fn is None:
             return
         number, wanted = self.run.number, "a MetricRecord, or None"
-        metrics = evaluate_fn(number, self.evaluated_model(arrays))
+        self.result.arrays = self.evaluated_model(arrays)  # also if evaluate_fn raises
+        metrics = evaluate_fn(number, self.result.arrays)
         if metrics is not None:
             require(isinstance(metrics, Mapping), "what evaluate_fn returns", wanted, metrics)
             self.result.evaluate_metrics_serverapp[number] = metrics
@@ -259,10 +263,13 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
     def _settings(self) -> dict[str, str]:
         """What a checkpoint and the run that continues from it must have in common."""
         names = {"algorithm", "seed", *self.hyperparameters(), *STAGES, "fraction_train"}
+        names |= {"clipping_norm", "weighted_by_key"}
         settings = {name: getattr(self, name) for name in sorted(names)}
         # its budget counts each round with the noise that it had
         settings["privacy"] = type(self.privacy).__name__
         settings |= {f"local {name!r}": value for name, value in self.local.items()}
+        given = self.run.train_config
+        settings |= {f"train_config {name!r}": value for name, value in given.items()}
         settings["model"] = self.opened_model.layout.signature
         texts = {n: v if isinstance(v, str) else repr(v) for n, v in settings.items()}
         # 1 and 1.0 are one; an object's address says nothing
@@ -316,8 +323,25 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
             self.load(arrays)
             return self.use(*self._overlapping(grid, timeout, config))[0]
         requests = self.configure_train(self.run.round, arrays, config, grid)
+        if self.run.asked is None:
+            requests = self._none("configure_train", requests)
         replies = send_and_receive(grid, requests, timeout)
-        return self.aggregate_train(self.run.round, replies)[0]
+        new, metrics = self.aggregate_train(self.run.round, replies)
+        if metrics is not None:
+            self.run.result.train_metrics_clientapp[self.run.number] = metrics
+        return new
+
+    def _none(self, hook: str, requests: Iterable[Message]) -> list[Message]:
+        """Return no requests; ``ValueError`` for some, which the hook's ``super()`` did not make.
+
+        Replies are read by what was asked.
+        """
+        if count := len([*requests]):
+            raise ValueError(
+                f"{type(self).__name__}.{hook} must return the requests of super().{hook}(...), or"
+                f" none, got {count} others"
+            )
+        return []
 
     # ---- a round ------------------------------------------------------------------------------
 
@@ -384,7 +408,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         self.state, (self.parts, clock) = outcome.state, stages.passed(outcome.parts, read.seconds)
         seconds = time.monotonic() - asked.started
         metrics.update({**read.hosts, **clock, **outcome.info, "seconds": seconds})
-        self.result.train_metrics_clientapp[number] = metrics
+        run.result.train_metrics_clientapp[number] = metrics
         if outcome.model is None:
             return None, metrics
         return self.opened_model.record_with(outcome.model), metrics
@@ -601,16 +625,18 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Return the next global model and the round's metrics; None if the round is skipped."""
-        assert self.run.asked is not None
-        return self.use(self.run.asked, replies)
+        """Return the next global model and the round's metrics.
+
+        The model is None if the round is skipped, both are if nobody was asked.
+        """
+        asked, self.run.asked = self.run.asked, None
+        return (None, None) if asked is None else self.use(asked, replies)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return the requests to the clients sampled to evaluate; none if the fraction is 0."""
         if self.fraction_evaluate == 0.0:
-            self.run.asked = None
             return []
         least, busy = max(self.min_available_nodes, self.min_evaluate_nodes), self.phases.busy
         nodes = {c: n for c, n in self.nodes.wait(grid, least).items() if c not in busy}
@@ -631,7 +657,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         """Return the clients' evaluation: weighted means, and the variation between clients."""
-        asked = self.run.asked
+        asked, self.run.asked = self.run.asked, None
         if asked is None or not asked.clients:
             return None
         read = self.reader.evaluation(asked, replies, self.run.clients)
