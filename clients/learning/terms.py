@@ -255,13 +255,13 @@ class Terms:
 
     def check_ended(self, ended: Sequence[Tensor]) -> None:
         """Raise ``ValueError`` if the rule needs to know the steps, and ``ended`` differs."""
-        if any(_differ(ended[place], left) for place, (_, left) in self._left.items()):
+        if any(_differ(ended[place].to(left), left) for place, (_, left) in self._left.items()):
             raise ValueError(self._changed("in its reply"))
 
     def _is_changed(self, place: int) -> bool:
         """Return whether a parameter is not what its last step left."""
         p, (_, left) = self._parameters[place], self._left[place]
-        return p is not None and _differ(p, left)
+        return p is not None and _differ(p, left.to(p))
 
     def _changed(self, when: str) -> str:
         return (
@@ -618,5 +618,4 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _differ(now: Tensor, left: Tensor) -> bool:
     """Return whether two tensors differ; NaN is NaN, as where training has diverged."""
-    now = now.detach().to(left)
-    return not torch.equal(now.nan_to_num(), left.nan_to_num())
+    return not torch.allclose(now.detach(), left, rtol=0.0, atol=0.0, equal_nan=True)

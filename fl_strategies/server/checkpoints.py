@@ -245,8 +245,7 @@ def _pack(value: Any, arrays: dict[str, npt.NDArray[Any]]) -> Any:
         name = f"state/{len(arrays)}"
         arrays[name] = np.asarray(value)
         return {"array": name}
-    plain = type(value) in (dict, MappingProxyType) and all(type(key) in PLAIN for key in value)
-    if plain:
+    if type(value) in (dict, MappingProxyType) and all(type(key) in PLAIN for key in value):
         return {"map": [[key, _pack(item, arrays)] for key, item in value.items()]}
     if isinstance(value, list | tuple):
         items = [_pack(item, arrays) for item in value]
