@@ -242,6 +242,41 @@ class ScheduleFree(Optimizer):
         return None
 
 
+class Clipped(SGD):
+    """Clips its gradients' norm, or takes their means off, and steps as its base does."""
+
+    centred = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        reached = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if self.centred:
+            for p in reached:
+                p.grad = p.grad - p.grad.mean()
+        else:
+            nn.utils.clip_grad_norm_(reached, 0.1)
+        return super().step(closure)
+
+
+SGD([nn.Parameter(torch.zeros(1))], 0.1)  # from now on PyTorch calls hooks in SGD.step itself
+
+
+class Centred(Clipped):
+    centred = True
+
+
+class Several(Optimizer):
+    """Steps two optimizers; its own parameters are the first one's."""
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        super().__init__(optimizers[0].param_groups, {})
+        self.optimizers = optimizers
+
+    def step(self, closure: Any = None) -> Any:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
 def sam_loop(case: Case) -> int:
     optimizer = SAM(SGD(parameters(case.model), 0.05, momentum=0.9))
     for x, y in BATCHES:
@@ -301,6 +336,12 @@ def two_optimizers(case: Case) -> int:
     return 2 * len(BATCHES)
 
 
+def two_optimizers_by_one(case: Case) -> int:
+    *body, last = parameters(case.model)
+    make = plain(lambda ps: Several(Clipped(body, 0.05), Adam([last], 0.01)))
+    return 2 * int(make(case))
+
+
 def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
     some = {"params": params[:2], "lr": 0.02}
     return [some, {"params": params[2:], "lr": 0.01, "weight_decay": 0.1}]
@@ -329,6 +370,8 @@ LOOPS: dict[str, Callable[[Case], int]] = {
     ),
     "Lookahead": plain(lambda ps: Lookahead(Adam(ps, 0.02))),
     "Lookahead, closure": by_closure(lambda ps: Lookahead(SGD(ps, 0.05, momentum=0.9))),
+    "clipped in the step": plain(lambda ps: Clipped(ps, 0.05, momentum=0.9)),
+    "centred in the step": plain(lambda ps: Centred(ps, 0.05, momentum=0.9)),
     "SAM": sam_loop,
     "L-BFGS": by_closure(lambda ps: LBFGS(ps, 0.5, max_iter=3), full=True),
     "L-BFGS, strong Wolfe": by_closure(
@@ -343,6 +386,7 @@ LOOPS: dict[str, Callable[[Case], int]] = {
     "GradScaler, fused SGD": scaled(lambda ps: SGD(ps, 0.05, momentum=0.9, fused=True)),
     "GradScaler, unscaled before": scaled(lambda ps: Adam(ps, 0.02, fused=True), unscale=True),
     "two optimizers": two_optimizers,
+    "an optimizer that steps two": two_optimizers_by_one,
 }
 
 
@@ -694,15 +738,23 @@ def test_a_loop_that_raises_leaves_no_hook_and_nothing_attached(error: type[Base
     torch.testing.assert_close(case.border.vector, before, rtol=0, atol=0)
 
 
-def test_a_step_that_raises_hides_no_later_step() -> None:
-    ends = []
+class Failing(SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise KeyError("no such batch")
+
+
+@pytest.mark.parametrize("make", [Failing, lambda ps, lr: LBFGS(ps, lr)])
+def test_a_step_that_raises_hides_no_later_step(make: Any) -> None:
+    ends, errors = [], []
     for fails in (False, True):
         case = Case("pull", written=False)
         with case.active():
-            optimizer = LBFGS(parameters(case.model), 0.1)
+            optimizer = make(parameters(case.model), 0.1)
+            case.loss(*BATCHES[0]).backward()
             if fails:
-                with pytest.raises(KeyError):
+                with pytest.raises(KeyError) as error:
                     optimizer.step(lambda: {}["no such batch"])
+                errors.append(error)  # whose traceback holds the call
             case.border.write(case.start)
             plain(lambda ps: SGD(ps, 0.1))(case)
         ends.append(case.border.vector)

@@ -6,8 +6,9 @@ step of any optimizer does it, for the parameters that are attached, while a :cl
 active. Then the steps are those on the loss with <slope, w> + (pull/2) ||w - centre||^2 written
 into it:
 
-- A gradient gets the terms once, however many optimizers step each other (Lookahead, SAM): it is
-  known by its tensor and that tensor's version. A parameter without a gradient has gradient 0.
+- A gradient gets the terms once: it is known by its tensor and that tensor's version. Optimizers
+  may step each other (Lookahead, SAM) and change gradients before (clipping): while one steps, only
+  a closure makes a gradient new. A parameter without a gradient has gradient 0.
 - A closure is wrapped, so that each evaluation has the terms' gradient and value, up to a constant:
   their least value is 0, or without a pull their value at the start.
 - Gradients that are scaled while an optimizer steps (``GradScaler`` with a fused optimizer) get
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -110,7 +112,9 @@ class Terms:
         self._parameters: list[nn.Parameter | None] = []
         self._marks: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._strangers: dict[int, weakref.ref[Tensor]] = {}
-        self._counted: tuple[Optimizer, list[Held], Any] | None = None
+        self._call: dict[str, Any] | None = None  # keyword arguments of the outermost step
+        self._given = set[int]()  # places whose gradients have the terms in this step
+        self._counted: list[tuple[list[Held], Any]] = []
         self._momenta: weakref.WeakKeyDictionary[Optimizer, dict[int, Any]]
         self._momenta = weakref.WeakKeyDictionary()
         self._weights: dict[int, Any] = {}
@@ -165,7 +169,10 @@ class Terms:
         self, optimizer: Optimizer, held: list[Held], args: Any, kwargs: Any
     ) -> tuple[Any, Any] | None:
         """Add the terms to the gradients that a step uses; return its new arguments, if any."""
-        step = Step(self, optimizer, held)
+        nested = self._is_stepping
+        if not nested:
+            self._call, self._given, self._counted = kwargs, set(), []
+        step = Step(self, optimizer, held, nested)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             step.add()
@@ -174,6 +181,7 @@ class Terms:
 
         def with_terms() -> Any:
             step.restore(kept)
+            self._given.difference_update(h.place for h in held)
             with torch.enable_grad():
                 loss = closure()
             fresh = step.add()
@@ -181,25 +189,33 @@ class Terms:
                 return loss
             return loss + self._value(fresh)
 
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": with_terms}
-        return (args[0], with_terms, *args[2:]), kwargs
+        if "closure" not in kwargs:
+            return (args[0], with_terms, *args[2:]), kwargs
+        with_closure = {**kwargs, "closure": with_terms}
+        if not nested:
+            self._call = with_closure
+        return args, with_closure
 
     @property
-    def steps_now(self) -> bool:
-        """Whether a step was counted that has not ended, unless it raised."""
-        return self._counted is not None
+    def _is_stepping(self) -> bool:
+        """Whether a step was begun that has neither ended nor raised: its call is on the stack."""
+        frame = None if self._call is None else sys._getframe()
+        while frame is not None:
+            if frame.f_code.co_filename == _HOOKING and frame.f_locals.get("kwargs") is self._call:
+                return True
+            frame = frame.f_back
+        return False
 
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Move ahead, and note what the step left."""
-        if self._counted is None or self._counted[0] is not optimizer:
+    def after_step(self, kwargs: dict[str, Any]) -> None:
+        """Move ahead, and note what the step left, unless another optimizer's step called it."""
+        if kwargs is not self._call and self._is_stepping:
             return
-        _, held, skipped = self._counted
-        self._counted = None
-        if self._ahead is not None:
-            self._move(self._ahead, held, skipped)
-        if self._rates or self._ahead:
-            self._left |= {place: (p._version, p.detach().clone()) for place, p, _ in held}
+        counted, self._counted, self._call = self._counted, [], None
+        for held, skipped in counted:
+            if self._ahead is not None:
+                self._move(self._ahead, held, skipped)
+            if self._rates or self._ahead:
+                self._left |= {place: (p._version, p.detach().clone()) for place, p, _ in held}
 
     @torch.no_grad()
     def _move(self, ahead: Ahead, held: Sequence[Held], skipped: Any) -> None:
@@ -326,14 +342,19 @@ class Terms:
 
     def is_fresh(self, held: Held) -> bool:
         """Return whether the parameter's gradient has not got the terms yet."""
+        return held.place not in self._given and not self.is_marked(held)
+
+    def is_marked(self, held: Held) -> bool:
+        """Return whether the parameter's gradient is the one of :meth:`mark`, unchanged."""
         mark, gradient = self._marks.get(held.place), held.parameter.grad
         if mark is None or gradient is None:
-            return True
-        return mark[0]() is not gradient or mark[1] != gradient._version
+            return False
+        return mark[0]() is gradient and mark[1] == gradient._version
 
     def mark(self, held: Sequence[Held]) -> None:
         """Remember that the parameters' gradients have the terms."""
         for place, p, _ in held:
+            self._given.add(place)
             assert p.grad is not None
             self._marks[place] = weakref.ref(p.grad), p.grad._version
 
@@ -384,7 +405,7 @@ class Terms:
         skipped = None if found is None else found > 0
         if skipped is not None:
             self._skipped = self._skipped + skipped.long()
-        self._counted = step.optimizer, step.held, skipped
+        self._counted.append((step.held, skipped))
         self._check_most()
         if self._rates:
             for held in step.held:
@@ -443,8 +464,8 @@ class Terms:
 class Step:
     """One call of an optimizer's ``step``: gradients get the terms when they are computed."""
 
-    def __init__(self, terms: Terms, optimizer: Optimizer, held: list[Held]) -> None:
-        self.terms, self.optimizer = terms, optimizer
+    def __init__(self, terms: Terms, optimizer: Optimizer, held: list[Held], nested: bool) -> None:
+        self.terms, self.optimizer, self._nested = terms, optimizer, nested
         self.held = [one for one in held if one.parameter.requires_grad]
         self._counted = False
 
@@ -489,13 +510,13 @@ class Step:
         """Put gradients back that nobody has changed since: a closure may add to them."""
         for held in self.held:
             before, after = kept.pop(held.place, (None, None))
-            if after is not None and held.parameter.grad is after and not self.terms.is_fresh(held):
+            if after is not None and held.parameter.grad is after and self.terms.is_marked(held):
                 held.parameter.grad = before
 
     def _noted(self, fresh: list[Held]) -> list[Held]:
-        self.terms.mark(fresh)
-        inside = self.terms.steps_now and not fresh  # of another optimizer's step
-        if not (self._counted or inside) and any(h.parameter.grad is not None for h in self.held):
+        with_gradient = [h for h in self.held if h.parameter.grad is not None]
+        self.terms.mark(with_gradient)
+        if with_gradient and not self._counted and (fresh or not self._nested):
             self._counted = True
             self.terms.count(self)
         return fresh
@@ -565,6 +586,8 @@ class WatchedScalers:
 _CURRENT: ContextVar[Terms | None] = ContextVar("terms", default=None)
 _ATTACHED: dict[int, tuple[Terms, int]] = {}
 """The terms that a parameter gets, by the parameter's id, and its place; terms hold parameters."""
+_HOOKING = Optimizer.profile_hook_step.__code__.co_filename
+"""The file of what calls hooks around a step."""
 _HANDLES: list[RemovableHandle | WatchedScalers] = []
 _LOCK = threading.Lock()
 _users = 0
@@ -612,7 +635,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     for group in optimizer.param_groups:
         for p in group["params"]:
             if (found := _ATTACHED.get(id(p))) is not None:
-                found[0].after_step(optimizer)
+                found[0].after_step(kwargs)
                 return
 
 
