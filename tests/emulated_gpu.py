@@ -41,8 +41,8 @@ WITHOUT_KERNEL = {
 }  # fmt: skip
 """Operators that start nothing on a GPU, beside views."""
 READING = {
-    "_local_scalar_dense", "_unique2", "equal", "is_nonzero", "item", "masked_select", "nonzero",
-    "unique_dim",
+    "_local_scalar_dense", "_unique2", "allclose", "equal", "is_nonzero", "item", "masked_select",
+    "nonzero", "unique_dim",
 }  # fmt: skip
 """Operators whose result depends on values, so that the host waits for the GPU."""
 BY_INDEX = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")

@@ -570,9 +570,15 @@ def restored_between(module: nn.Module, config: Any, q: Quadratic) -> None:
     descend(module, config, q, steps=1)
 
 
+def begun_elsewhere(module: nn.Module, config: Any, q: Quadratic) -> None:
+    module.tail.data.add_(1.0)
+    descend(module, config, q, steps=1)
+
+
 @pytest.mark.parametrize(
     ("loop", "when"),
     [
+        (begun_elsewhere, "before its first step"),
         (restored, "after its last step"),
         (restored_by_data, "after its last step"),
         (restored_between, "between two steps"),

@@ -781,7 +781,7 @@ def test_more_steps_than_the_most_are_refused_where_they_begin(swallowed: bool) 
 # ---- on a GPU -----------------------------------------------------------------------------------
 
 
-def test_a_step_waits_for_no_device_and_terms_move_to_it_once() -> None:
+def test_no_step_but_the_first_waits_for_a_device_and_terms_move_to_it_once() -> None:
     """With rates, too: the module goes to the device after it was attached."""
 
     def waits(steps: int) -> list[int]:
@@ -803,4 +803,5 @@ def test_a_step_waits_for_no_device_and_terms_move_to_it_once() -> None:
                 after = gpu.reads, gpu.to_host, gpu.to_device
         return [b - a for a, b in zip(before, after, strict=True)]
 
-    assert waits(2) == waits(7) == [0, 0, 4]  # slope and centre of two parameters
+    # two parameters: the first step compares each with its start; slope, centre and start move
+    assert waits(2) == waits(7) == [2, 0, 6]

@@ -275,8 +275,8 @@ class Terms:
             raise ValueError(self._changed("in its reply"))
 
     def _is_changed(self, place: int) -> bool:
-        """Return whether a parameter is not what its last step left."""
-        p, (_, left) = self._parameters[place], self._left[place]
+        """Return whether a parameter is not what its last step left, or what it began with."""
+        p, (_, left) = self._parameters[place], self._left.get(place, (None, self._begun[place]))
         return p is not None and _differ(p, left.to(p))
 
     def _changed(self, when: str) -> str:
@@ -392,13 +392,12 @@ class Terms:
 
     def count(self, step: Step) -> None:
         """Count a step, and weigh its gradients."""
-        touched = [
-            place
-            for place, p, _ in step.held
-            if place in self._left and self._left[place][0] != p._version
-        ]
-        if any(map(self._is_changed, touched)):
-            self._fail(self._changed("between two steps"))
+        if self._rates or self._ahead is not None:
+            for place, p, _ in step.held:
+                version = self._left[place][0] if place in self._left else None
+                if version != p._version and self._is_changed(place):
+                    when = "before its first step" if version is None else "between two steps"
+                    self._fail(self._changed(when))
         self._steps += 1
         self._stepped.update(held.place for held in step.held)
         found = getattr(step.optimizer, "found_inf", None)
