@@ -109,13 +109,19 @@ def our_loop(make: Callable[[int], Border] = border) -> Any:
     return client_app(client_fn)
 
 
+def work(config: Any) -> int:
+    """Return how long a loop is to train, on whole batches: it is told epochs or steps."""
+    (amount,) = [config[name] for name in ("epochs", "steps") if name in config]
+    return int(amount)
+
+
 def own_loop() -> Any:
     def client_fn(context: Context) -> AnyAlgorithmClient:
         me = client_id(context)
 
         def train(module: nn.Module, config: Any) -> dict[str, float]:
-            descend(module, me, config["epochs"])
-            return {"epochs": config["epochs"]}
+            descend(module, me, work(config))
+            return {"epochs": work(config)}
 
         return AnyAlgorithmClient(OwnTraining(border(), train, len(samples(me)[1])))
 
@@ -134,7 +140,7 @@ def attached() -> Any:
         me, config = client_id(context), message.content["config"]
         KEPT.load_state_dict(message.content["arrays"].to_torch_state_dict())
         attach(KEPT)
-        descend(KEPT, me, config["epochs"])
+        descend(KEPT, me, work(config))
         content = RecordDict({"arrays": ArrayRecord(KEPT.state_dict())})
         content["metrics"] = MetricRecord({"num-examples": len(samples(me)[1])})
         return Message(content, reply_to=message)
@@ -143,6 +149,7 @@ def attached() -> Any:
 
 
 DOORS = {"our loop": our_loop, "own loop": own_loop, "attached": attached}
+AMOUNTS = {"our loop": LOCAL, "own loop": {"epochs": EPOCHS}, "attached": {"steps": EPOCHS}}
 
 
 def strategy(name: str, **options: Any) -> FederatedStrategy:
@@ -153,9 +160,8 @@ def strategy(name: str, **options: Any) -> FederatedStrategy:
 @both
 @pytest.mark.parametrize("door", DOORS)
 def test_head_and_body_are_trained_apart_through_every_door(name: str, door: str) -> None:
-    settings = LOCAL if door == "our loop" else {"epochs": EPOCHS}
     on = InProcessGrid(DOORS[door](), 3)
-    found = strategy(name, local=settings).start(on, ArrayRecord(net().state_dict()), 3)
+    found = strategy(name, local=AMOUNTS[door]).start(on, ArrayRecord(net().state_dict()), 3)
     theta, models = twin(name, 3)
     arrays = found.arrays.to_torch_state_dict()
     for key, value in theta.items():

@@ -242,13 +242,14 @@ class Request:
         return {name: array for name, array in arrays if not name.startswith(further)}
 
     def answered(self, arrays: Arrays, config: Mapping[str, Any]) -> Message:
-        """Return the user's reply to this request with other arrays and config."""
+        """Return the user's reply to this request with other arrays and config, without None."""
         message, content = copy.copy(self.message), RecordDict()
         for key, record in self.message.content.items():
             if isinstance(record, ArrayRecord):
                 content[key] = recorded(arrays)
             elif isinstance(record, ConfigRecord):
-                content[key] = ConfigRecord({**record, **config})
+                told = {name: v for name, v in {**record, **config}.items() if v is not None}
+                content[key] = ConfigRecord(told)
             else:
                 content[key] = copy.copy(record)
         message.content = content
@@ -278,9 +279,9 @@ class Attached(OwnTraining):
     def run(self, terms: Terms, model: Border, config: dict[str, Any], *, aside: bool) -> Any:
         self._terms, self._fixed_names = terms, model.fixed_names
         token = _TRAINED.set(self)
-        told = {name: value for name, value in config.items() if name in ("seed", "epochs")}
+        work = {name: config.get(name) for name in ("seed", "epochs", "steps")}
         try:
-            reply = self.request.answered(self._arrays(), told)
+            reply = self.request.answered(self._arrays(), work)
         finally:
             _TRAINED.reset(token)
             while self._fixed:
