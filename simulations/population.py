@@ -28,9 +28,7 @@ from simulations.config import RunConfig
 
 SHARED = ".shared"
 """A file that the server puts into the state directory, so that a Ray worker can recognise it."""
-HOW_TO_KEEP = (
-    "state-dir=DIR (--state-dir DIR) keeps them, for python -m simulations.lab.personalized RESULTS"
-)
+HOW_TO_KEEP = "state-dir=DIR (--state-dir DIR) keeps them, for clients.personalized_models"
 """What to do about personalized models that would go with their run."""
 NODES_SECONDS = 30.0
 """How long a run waits for its nodes."""
