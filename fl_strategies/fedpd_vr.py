@@ -92,7 +92,7 @@ def client_rule(
 
     x, g, done = repeated(inner_steps, step, x, g, Tally())
     lam_new, x0_new = dual_step(x, x0, lam, eta=eta, x0_rule=x0_rule)
-    solved = done.mean(x, inner_steps, epochs=0)
+    solved = done.mean(x, inner_steps, epochs=None)
     return Step(x0_new, State(x, lam_new, g), consensus(x, x0), solved)
 
 

@@ -94,7 +94,7 @@ def client_rule(
 
     start = state.theta if local_start == "client" else w
     theta, w, done = repeated(steps, outer_step, start, w, Tally())
-    return Step(w, State(theta), solved=done.mean(w, steps, epochs=0))
+    return Step(w, State(theta), solved=done.mean(w, steps, epochs=None))
 
 
 def server_rule(
@@ -156,6 +156,9 @@ class PFedMe(Averaging):
         one_batch = {"variance-reduction": ("off",)}
         why = "pFedMe's local steps are all on one mini-batch"
         check_plain_steps(self.local, why, one_batch)
+        if self.beta != 1.0 and self.server_step is not None and self.server_step.needs_distances:
+            name = type(self.server_step).__name__
+            raise ValueError(f"{name} sets how long the step is; beta must be 1, got {self.beta}")
 
     @property
     def mean_of(self) -> Averages:

@@ -131,7 +131,7 @@ class ProxSkip(FederatedStrategy):
         arxiv="2202.09357",
     )
     averages = "changes"
-    accumulates_changes = True
+    accumulates_changes = needs_exact_model = True
     folds = True
 
     p: float = number(

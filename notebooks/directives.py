@@ -338,7 +338,7 @@ def combinations() -> list[str]:
     alike: dict[tuple[object, ...], list[type[Part]]] = {}
     for stage in STAGES:
         for part in parts_for(stage).values():
-            needs = part.needs if stage == part.stage else ()
+            needs = part.needs if stage == part.stage else part.needs_elsewhere
             alike.setdefault((stage, *needs), []).append(part)
     heads = [
         ", ".join(p.__name__ if p.stage == stage else f"{p.__name__} ({stage})" for p in group)

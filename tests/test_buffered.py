@@ -17,6 +17,7 @@ from arrivals import Slow
 from federations import drop
 from flwr.app import Error, Message
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
+from hosted import SHAPES, federation, shared
 from laws import RATE, REVIEWED, START, TABLE, Row, Shuffled, local, quiet, rounds_of, train
 from limits import STEPS
 from problems import (
@@ -436,6 +437,17 @@ def test_a_run_is_the_same_on_nodes_and_hosts_and_in_any_order_of_replies() -> N
         found = train(strategy, on, 8).tobytes()
         runs.append((found, rounds_of(strategy, "virtual-seconds")))
     assert runs[0] == runs[1] == runs[2]
+
+
+def test_a_run_is_the_same_however_clients_lie_on_hosts() -> None:
+    runs = []
+    for shape in SHAPES:
+        pace = Buffered(size=2, concurrency=4)
+        options: dict[str, Any] = {"pace": pace, "clock": CLOCK, **shared(shape)}
+        strategy = quiet(FedAvg, node_wait=0.01, **options)
+        found = train(strategy, federation(shape), 4).tobytes()
+        runs.append((found, rounds_of(strategy, "virtual-seconds")))
+    assert runs == runs[:1] * len(SHAPES)
 
 
 class Killed(BaseException):

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import Message
 from laws import START, TABLE, Row, local, one_of_each_mechanism, quiet, rounds_of, train
 from limits import STEPS
 from problems import grid, quadratics, used_states
@@ -59,13 +60,31 @@ def test_a_round_takes_as_long_as_the_slowest_that_is_waited_for() -> None:
     asked: list[tuple[int, ...]] = []
     strategy.callbacks = (lambda info: asked.append(tuple(info.clients)),)
     train(strategy, grid(quadratics(3)), 4)
-    down = 5 * 8 + 2 * 128  # two arrays of float64 with their headers
     expected, now = [], 0.0
     for clients in asked:
         assert len(clients) == 2
-        now += max(0.5 + STEPS * steps[c] + down / 12.5 + 40 / 25.0 for c in clients)
+        now += max(0.5 + STEPS * steps[c] + 40 / 12.5 + 40 / 25.0 for c in clients)
         expected.append(now)
     assert rounds_of(strategy, SECONDS) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("pace", "until"),
+    [(None, []), (Deadline(seconds=1.5 * STEPS), [1.5 * STEPS, 3.0 * STEPS])],
+)
+def test_a_reply_that_cannot_be_used_takes_its_time(pace: Any, until: list[float]) -> None:
+    def diverged(request: Message, reply: Message) -> Message:
+        if request.metadata.dst_node_id == 2 and request.metadata.message_type == "train":
+            reply.content["metrics"]["train-loss"] = math.nan  # type: ignore[index]
+        return reply
+
+    seconds = []
+    for fault in (None, diverged):
+        strategy = quiet(FedAvg, clock=Clock(step={0: 0.5, 1: 2.0, 2: 1.0}), pace=pace)
+        train(strategy, grid(quadratics(3), fault=fault), 2)
+        seconds.append(rounds_of(strategy, SECONDS))
+    usable, diverging = seconds
+    assert diverging == (usable if pace is None else until)
 
 
 def test_clients_of_a_device_work_one_after_another_and_reply_together() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
-from laws import REVIEWED, START, TABLE, Row, local, train
+from laws import REVIEWED, START, TABLE, Row, local, rounds_of, train
 from problems import make_client_app, quadratics, to_record
 
 from clients import AnyAlgorithmClient, InProcessGrid
@@ -18,6 +18,7 @@ from clients.node.in_process import Fault
 from fl_strategies import FedADMM, FedAvg, FederatedStrategy, QFedAvg, RoundInfo, q_fedavg
 from fl_strategies.core.layout import Layout
 from fl_strategies.core.records import Round, Upload
+from fl_strategies.parts import Clock
 from fl_strategies.server.asked import Asked
 from fl_strategies.server.reading import check_fold
 
@@ -86,6 +87,15 @@ def test_the_first_round_tells_every_clients_numbers_exactly(row: Row) -> None:
         for fold in ("off", "on")
     )
     assert folded == rows
+
+
+def test_a_folded_upload_takes_a_models_time_on_a_link() -> None:
+    seconds = []
+    for fold in ("off", "on"):
+        strategy = FedAvg(local=local(), fold=fold, clock=Clock(upload=1e-3), quiet=True)
+        train(strategy, federation(), 2)
+        seconds.append(rounds_of(strategy, "virtual-seconds"))
+    assert seconds == [pytest.approx([5 * 8 / 125, 2 * 5 * 8 / 125])] * 2
 
 
 def test_weights_that_are_all_zero_are_folded_to_the_plain_mean() -> None:

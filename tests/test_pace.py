@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
@@ -17,7 +18,18 @@ from laws import START, Row, local, one_of_each_mechanism, quiet, rounds_of, tra
 from limits import STEPS
 from problems import grid, quadratics, to_vector, used_states
 
-from fl_strategies import FedADMM, FedAvg, FederatedStrategy, FedNova, NothingUsable, RoundInfo
+from fl_strategies import (
+    APFL,
+    Ditto,
+    FedADMM,
+    FedAvg,
+    FederatedStrategy,
+    FedNova,
+    FedRep,
+    NothingUsable,
+    PFedMe,
+    RoundInfo,
+)
 from fl_strategies.bcd.latency import exponential_quantile, mean_order_statistic
 from fl_strategies.messages.internals import ObjectPushError
 from fl_strategies.parts import BySize, Clock, Deadline, Exponential, Gaussian
@@ -149,6 +161,16 @@ def test_work_is_cut_to_the_deadline(make: Any) -> None:
         assert {c: row["steps"] for c, row in clients.items()} == {0: STEPS, 1: 2, 2: 1}
     assert rounds_of(strategy, "clients-late") == [1.0, 1.0]
     assert rounds_of(strategy, "virtual-seconds") == [2.5, 5.0]
+
+
+@pytest.mark.parametrize("make", [APFL, Ditto, FedRep, functools.partial(PFedMe, inner_steps=2)])
+def test_the_deadline_is_shared_by_the_trainings_of_a_request(make: Any) -> None:
+    settings = local(epochs=9)
+    pace = Deadline(seconds=24.5, cut=True)
+    strategy = quiet(make, clock=Clock(step=1.0), pace=pace, local=settings)
+    train(strategy, grid(quadratics(2)), 1)
+    assert rounds_of(strategy, "clients-late") == [0.0]
+    assert 0.0 < rounds_of(strategy, "virtual-seconds")[0] <= 24.0
 
 
 def test_as_many_steps_as_fit_exactly_are_in_time() -> None:

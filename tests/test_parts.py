@@ -212,7 +212,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "scaffold": {
         "selection": HighLoss(), "compression": TopK(share=0.4), "server_step": Momentum(),
     },
-    "scaffold, rounded": {"compression": QSGD(levels=100), "download": BFloat16()},
+    "fednova, rounded": {"compression": QSGD(levels=100), "download": BFloat16()},
     "fedavg": {"compression": BFloat16(), "combine": Median(), "server_step": Adam()},
     "fedavg, trimmed": {"combine": TrimmedMean(), "server_step": Yogi(), "availability": Trace()},
     "fedavg, geometric": {"combine": GeometricMedian(), "server_step": Adagrad()},

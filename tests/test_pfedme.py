@@ -17,6 +17,7 @@ from clients.node.in_process import InProcessGrid
 from fl_strategies import PFedMe, pfedme
 from fl_strategies.core.randomness import stream
 from fl_strategies.core.records import Round, Upload
+from fl_strategies.parts import FedExP
 
 LAM, ETA = 2.0, 0.2
 
@@ -230,6 +231,7 @@ def test_the_training_loss_is_thetas_before_its_last_step() -> None:
         ({"eta": -1.0}, r"eta must be > 0, got -1.0"),
         ({"beta": 0.0}, r"beta must be > 0, got 0.0"),
         ({"beta": {1: 1.0, 3: 0.0}}, r"beta must be > 0, got 0.0"),
+        ({"beta": 0.1, "server_step": FedExP()}, r"FedExP sets how long .* must be 1, got 0.1"),
         ({"inner_steps": 0}, r"inner_steps must be an integer >= 1, got 0"),
         ({"inner_steps": 1.5}, r"inner_steps must be an integer >= 1, got 1.5"),
         ({"local_start": "w"}, r"local_start must be one of \['client', 'global'\], got 'w'"),

@@ -289,6 +289,12 @@ def test_losses_that_nobody_reports_are_named(caplog: pytest.LogCaptureFixture) 
     assert caplog.text.count(said) == 1
 
 
+@pytest.mark.parametrize("part", [lambda by: Probabilities(p=by), lambda by: Clock(step=by)])
+def test_clients_are_named_by_numbers(part: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"mapping of clients.*'0'"):
+        part({"0": 1.0})
+
+
 def test_unknown_sizes_are_refused_with_what_tells_them() -> None:
     with pytest.raises(ValueError, match=r"4 of 4 clients were introduced without.*Hosted\("):
         train(FedAvg(local=local(), selection=BySize()), grid(quadratics(4)), 1)

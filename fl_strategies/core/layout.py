@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -87,6 +88,11 @@ class Layout:
     def dtype(self) -> np.dtype[Any]:
         """The type that holds the numbers of all trainable arrays."""
         return np.result_type(*(self.dtypes[name] for name in self.trainable))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The bytes of all numbers."""
+        return sum(math.prod(s) * self.dtypes[n].itemsize for n, s in self.shapes.items())
 
     @cached_property
     def copies(self) -> dict[str, str]:

@@ -11,8 +11,8 @@ Nothing is stored. A step of (2) is a renewal with probability r = 1/on + 1/off 
 client is there with probability on/(on + off), the share of its time; else it stays as it was. So
 its state is that of its last renewal, for which one looks back, 1/r rounds in the mean.
 
-A client that is away counts as one that is not connected: ``fraction_train`` is a share of those
-that are there. A round in which nobody is there is skipped.
+In training a client that is away counts as one that is not connected: ``fraction_train`` is a share
+of those that are there, and a round in which nobody is there is skipped. Evaluation asks all.
 
 Reference: (2) as in Ribero, Vikalo, de Veciana, "Federated Learning Under Intermittent Client
 Availability and Time-Varying Communication Constraints", IEEE JSTSP 2023; (3) as seen by Bonawitz

@@ -7,11 +7,11 @@
 t_i       seconds from the request to client i's reply in round t
 k_i       local steps that client i reports, at most those that its request allows (as many as
           local training by default takes, where ``local`` says nothing); one that reports none
-          takes these
+          takes these, and one without a reply takes none
 s_i       seconds per local step: lognormal over clients (z_i) and rounds (z_ti), with median step;
           a client that a mapping ``step`` does not name has the mean of the others
 D_i, U_i  links of client i: ``download`` and ``upload`` times exp(link_spread z'_i)
-down, up  bytes of the request and of the reply, as they travel
+down, up  bytes of the numbers in request and reply, as they travel
 device    with ``per_device`` = n > 1, clients j n to j n + n - 1 share device j: those of them that
           are asked work one after another and reply together, and each t_i is the sum of theirs
 dropout   probability that client i leaves during its work, at a time that is uniform in [0, t_i];
@@ -49,7 +49,8 @@ def are_seconds(step: object) -> bool:
     """Return whether ``step`` is a number of seconds, or a mapping to one or more."""
     numbers = [*step.values()] if isinstance(step, Mapping) else [step]
     right = (isinstance(one, int | float) and 0.0 <= one <= LONGEST for one in numbers)
-    return bool(numbers) and all(right)
+    named = not isinstance(step, Mapping) or all(isinstance(client, int) for client in step)
+    return bool(numbers) and all(right) and named
 
 
 class Clock(VirtualClock):

@@ -52,11 +52,19 @@ SAME_KIND = Need(
 )
 
 
+EXACT = Need(
+    lambda rule: not rule.needs_exact_model,
+    "clients of {rule} add up how far the model that they get is from the mean of what they sent,"
+    " and with it the roundings",
+    "`compression`",
+)
+
+
 class Compression(Part):
     """Base of the codecs."""
 
     stage = "compression"
-    needs = (SAME_KIND,)
+    needs: ClassVar[tuple[Need, ...]] = (SAME_KIND,)
     feedback: ClassVar[bool] = True
     """Whether the client keeps what the compressed update leaves out."""
 
@@ -94,7 +102,7 @@ class TopK(Compression):
 
     def count(self, size: int) -> int:
         """Return k."""
-        return min(size, math.ceil(self.share * size))
+        return min(size, math.ceil(self.share * size - 1e-9))
 
 
 class BFloat16(Compression):
@@ -103,6 +111,7 @@ class BFloat16(Compression):
     name = "bfloat16"
     about = "sends two bytes a number, and keeps the rounding errors for later"
     paper = "Karimireddy et al., ICML 2019"
+    needs_elsewhere = (EXACT,)
 
     def encode(self, p: Numbers, rng: np.random.Generator) -> Code:
         return halves(p).view(np.uint8)

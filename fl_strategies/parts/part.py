@@ -35,6 +35,10 @@ class Rule(Protocol):
     def equal_weights(self) -> bool: ...
     @property
     def takes_late_changes(self) -> bool: ...
+    @property
+    def accumulates_changes(self) -> bool: ...
+    @property
+    def needs_exact_model(self) -> bool: ...
     def proximal_rate(self, server_round: int) -> float | None: ...
 
 
@@ -75,14 +79,13 @@ class Part(Declared):
     """What it does, in one line."""
     paper: ClassVar[str]
     needs: ClassVar[tuple[Need, ...]] = ()
+    """What it asks of an algorithm, at its own stage, and ``needs_elsewhere`` at a second one."""
+    needs_elsewhere: ClassVar[tuple[Need, ...]] = ()
 
     @classmethod
     def refusal(cls, rule: Rule, called: str, stage: str = "") -> str:
-        """Return why the part does not work with ``rule``, ``called`` so; "" if it does.
-
-        Its needs are those of its own stage.
-        """
-        for need in cls.needs if stage in ("", cls.stage) else ():
+        """Return why the part does not work with ``rule``, ``called`` so; "" if it does."""
+        for need in cls.needs if stage in ("", cls.stage) else cls.needs_elsewhere:
             if not need.holds(rule):
                 return f"{need.why.format(rule=called)}; use {need.instead}"
         return ""

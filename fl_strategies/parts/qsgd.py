@@ -7,7 +7,9 @@ b    bytes of a number of the model
 q    bits of a number, ceil(log2(2 levels + 1))
 
 C is unbiased, E C(p) = p, and can expand: so it has no error feedback
-(``fl_strategies.parts.compression``).
+(``fl_strategies.parts.compression``). What it leaves out is never sent. So rules whose clients add
+each change to their states, as the server adds C of it to its own, are refused: their sums would
+drift apart.
 
 Reference: Alistarh, Grubic, Li, Tomioka, Vojnovic, "QSGD: Communication-Efficient SGD via Gradient
 Quantization and Encoding", NeurIPS 2017, eq. 3.1.
@@ -21,7 +23,15 @@ from typing import Any
 import numpy as np
 
 from fl_strategies.core.hyperparameters import number
-from fl_strategies.parts.compression import Code, Compression, Numbers, check_size
+from fl_strategies.parts.compression import SAME_KIND, Code, Compression, Numbers, check_size
+from fl_strategies.parts.part import Need
+
+SENT_WHOLE = Need(
+    lambda rule: not rule.accumulates_changes,
+    "clients of {rule} add each change to what they keep, and what this codec leaves out is never"
+    " sent: client and server would drift apart",
+    "TopK or BFloat16, which send it later; or FedAvg",
+)
 
 
 class QSGD(Compression):
@@ -31,10 +41,11 @@ class QSGD(Compression):
     about = "sends a few bits a number, right in the mean"
     paper = "Alistarh et al., NeurIPS 2017"
     feedback = False
+    needs = (SAME_KIND, SENT_WHOLE)
     levels: int = number(default=127, about="Of (1).", low=1, high=2**15 - 1, integer=True)
 
     def encode(self, p: Numbers, rng: np.random.Generator) -> Code:
-        norm = np.linalg.norm(p).astype(p.dtype)
+        norm = np.linalg.norm(p.astype(np.float64)).astype(p.dtype)
         scaled = self.levels * (p / norm) if norm else p
         level = np.floor(scaled + rng.random(p.size)) + self.levels
         code = _packed(np.clip(level, 0, 2 * self.levels), self.bits)

@@ -16,7 +16,8 @@ which minimises g(theta) + (1/m) sum_i (rho/2) ||theta - (w_i + y_i/rho)||^2, an
 proximal gradient method. Where they converge without g they converge to the point of (1), whoever
 takes part (FedSGD: all clients; its sums are weighted by samples). Other rules have no such c, and
 are refused. By (3) many numbers of the model are exactly 0; with a server step, which moves from
-theta towards (2), they only tend to 0. Only trained arrays have a penalty.
+theta towards (2), they only tend to 0, and numbers can leave the box. Only trained arrays have a
+penalty.
 
 Reference: Wang, Marella, Anderson, "FedADMM: A Federated Primal-Dual Algorithm Allowing Partial
 Participation", arXiv 2203.15104; Parikh, Boyd, "Proximal Algorithms", 2014, Sections 4 to 7.

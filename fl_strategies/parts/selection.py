@@ -116,9 +116,10 @@ class Probabilities(Selection):
     about = "by given weights"
     p: Mapping[int, float] = option(
         default={},
-        type_name=f"mapping of clients to 0, or numbers >= {LEAST:g} and <= {1.0 / LEAST:g}",
+        type_name=f"mapping of clients (int) to 0, or numbers >= {LEAST:g} and <= {1.0 / LEAST:g}",
         accepts=lambda p: (
             isinstance(p, Mapping)
+            and all(isinstance(client, int) for client in p)
             and all(isinstance(w, int | float) for w in p.values())
             and all(w == 0.0 or LEAST <= w <= 1.0 / LEAST for w in p.values())
         ),

@@ -130,6 +130,8 @@ class Algorithm(Options):
     overrides one of :data:`GETS_UPLOADS` says it anew."""
     accumulates_changes: ClassVar[bool] = False
     """Whether uploads are changes that the server and the client both add to their states."""
+    needs_exact_model: ClassVar[bool] = False
+    """Whether clients compare the model with their uploads, so that it must not be rounded."""
     compresses: ClassVar[bool] = True
     """Whether all uploads of a client are models, or all are changes: compressed in one way."""
     moves_received: ClassVar[bool] = False

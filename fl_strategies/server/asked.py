@@ -108,7 +108,7 @@ class Asked:
     requests: Sequence[Request] = ()
     bytes_down: int = 0
     bytes_of: Mapping[int, int] = field(default_factory=dict)
-    """By client, the bytes of arrays that it is sent."""
+    """By client, the bytes of the numbers that it is sent; if there is a clock."""
     configs: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """By client, what it is told."""
     told: Mapping[str, Collection[int]] = field(default_factory=dict)

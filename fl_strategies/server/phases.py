@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fl_strategies.core.records import BadReply, Reply
+from fl_strategies.messages.wire import Content
 from fl_strategies.server.asked import Asked, Request
 from fl_strategies.server.model import Model
 from fl_strategies.server.reading import reply_of
@@ -65,19 +66,24 @@ class Phase:
             return self.arrived
         return self.since + self.took
 
+    @property
+    def answers(self) -> dict[int, Content | BadReply]:
+        """The first answer of each client."""
+        answers: dict[int, Content | BadReply] = {}
+        for message in self.replies:
+            with suppress(BadReply):
+                came = contents(message, sender(message, self.asked))
+                answers |= {c: came[c] for c in came if c in self.asked.clients} | answers
+        return answers
+
     def usable_replies(self) -> Iterator[Reply]:
         """Yield the replies that can be used, as far as each by itself can tell.
 
-        Of each client the first counts. Faults are logged when the replies are used.
+        Faults are logged when the replies are used.
         """
-        answered = set[int]()
-        for message in self.replies:
-            with suppress(BadReply):
-                for client, content in contents(message, sender(message, self.asked)).items():
-                    if client in self.asked.clients and client not in answered:
-                        answered.add(client)
-                        if (reply := reply_of(self.asked, client, content)) is not None:
-                            yield reply
+        for client, content in self.answers.items():
+            if (reply := reply_of(self.asked, client, content)) is not None:
+                yield reply
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,8 @@ class Sifted(Generic[T]):
     """The usable replies, by client, ascending; the faults of the others; their counts.
 
     ``unusable`` are the faults of clients that did answer; ``busy`` holds, by host, the seconds for
-    which it says that it worked, ``took`` by client those from request to reply by a virtual clock.
+    which it says that it worked, ``took`` by client those from request to reply by a virtual clock;
+    ``answers`` are each client's first, usable or not.
     """
 
     good: dict[int, T]
@@ -52,6 +53,7 @@ class Sifted(Generic[T]):
     unusable: dict[int, str]
     busy: dict[int, float] = field(default_factory=dict)
     took: Mapping[int, float] = field(default_factory=dict)
+    answers: Mapping[int, Content | BadReply] = field(default_factory=dict)
 
 
 @dataclass
@@ -151,7 +153,7 @@ def sift(
     }
     first = dict(reversed(reasons))
     unusable = {client: first[client] for client in sorted(came.first.keys() - good.keys())}
-    return Sifted(good, dict(reasons), counts, unusable, came.busy)
+    return Sifted(good, dict(reasons), counts, unusable, came.busy, answers=came.first)
 
 
 def _log_left_out(

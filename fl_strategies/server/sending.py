@@ -27,6 +27,7 @@ from fl_strategies.messages.folding import Terms
 from fl_strategies.messages.heeding import CHECKSUMS, STEP_LIMIT, asks_to_heed
 from fl_strategies.messages.hosting import pack_request, per_message
 from fl_strategies.messages.tables import in_common
+from fl_strategies.messages.wire import decode
 from fl_strategies.server.algorithm import Algorithm, State
 from fl_strategies.server.asked import Asked, Policy, Request
 from fl_strategies.server.composition import Caller, told_bound
@@ -77,9 +78,14 @@ class Sender:
         configs = self._configs(state, round, config, caller)
         if trains:
             self._add_catch_up(state, asked, configs)
-        bytes_of = {c: each + len(config.get(CATCH_UP, b"")) for c, config in configs.items()}
-        for client, limit in step_limits(self.algorithm, round, bytes_of, size, trains=trains):
-            configs[client][STEP_LIMIT] = limit
+        bytes_of = {}
+        if policy.clock is not None:
+            model_bytes = sum(decode(array).nbytes for array in arrays.values())
+            bytes_of = {c: model_bytes + len(t.get(CATCH_UP, b"")) for c, t in configs.items()}
+        limits = step_limits(self.algorithm, round, bytes_of, policy.wire.nbytes, trains=trains)
+        for client, limit in limits:
+            trainings = self.algorithm.most_steps(configs[client], 1.0, 1)
+            configs[client][STEP_LIMIT] = max(1, int(limit / trainings))
         requests, messages, down = [], [], 0
         terms = self._terms(round, configs, nodes, size) if trains else None
         keys = self.algorithm.arrayrecord_key, self.algorithm.configrecord_key

@@ -492,7 +492,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
     def phase_seconds(self, client: int, phase: Phase) -> float:
         """Return the virtual seconds that a phase lasts, which has its replies."""
         reply = next(phase.usable_replies(), None)
-        seconds, lost = ends_after(phase.asked, client, reply)
+        seconds, lost = ends_after(phase.asked, client, phase.answers.get(client))
         phase.usable = int(reply is not None and not lost)
         return seconds
 
@@ -541,7 +541,7 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
         size = max(pace.concurrency - phases.working(ended) - len(phases.placeless) + later, 0)
         asked = self.ask(config, grid, size, phases.asks)
         works = works_of(asked, self.opened_model, None, alone=virtual)
-        places = draw(asked.round.stream("places"), [*works]) if virtual else [*works]
+        places = draw(asked.round.stream("places"), sorted(works)) if virtual else [*works]
         phases.open |= {key: works[key] for key in places}
         phases.asks, phases.idle = phases.asks + 1, len(asked.clients) == size
         return asked

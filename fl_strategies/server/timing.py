@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 from fl_strategies.core.log import log_once
-from fl_strategies.core.records import Reply, Upload
-from fl_strategies.messages.wire import decoded
+from fl_strategies.core.records import BadReply, Reply, Upload
+from fl_strategies.messages.wire import MAX_SAMPLES, Content, decoded
 from fl_strategies.server.asked import Asked
 from fl_strategies.server.replies import Sifted
 from fl_strategies.solvers.local import default_training
@@ -29,8 +30,7 @@ def in_time(
     ends: dict[int, float] = {}
     dropped: set[int] = set()
     for client in asked.clients:
-        reply = good[client][0] if client in good else None
-        ends[client], leaves = ends_after(asked.of(client), client, reply)
+        ends[client], leaves = ends_after(asked.of(client), client, sifted.answers.get(client))
         dropped |= {client} if leaves else set()
     ends = clock.together(ends)
     counts = {"clients-dropped": len(dropped)} if clock.loses else {}
@@ -50,30 +50,40 @@ def in_time(
     return replace(sifted, good=good, counts=counts, unusable=unusable, took=ends), seconds
 
 
-def ends_after(asked: Asked, client: int, reply: Reply | None) -> tuple[float, bool]:
-    """Return the seconds from a client's request to its reply, and whether it leaves before.
+def ends_after(asked: Asked, client: int, answer: Content | BadReply | None) -> tuple[float, bool]:
+    """Return the seconds from a client's request to its answer, and whether it leaves before.
 
-    ``reply`` is None if there is none to be used.
+    An answer without content, as an error, takes no work, whether another is used or not.
     """
     clock = asked.policy.clock
     assert clock is not None
-    steps, up = (0.0, 0) if reply is None else work_of(asked, reply)
+    steps, up = work_of(asked, client, answer) if isinstance(answer, Content) else (0.0, 0)
     about = asked.round.seed, asked.round.number, client
     seconds = clock.seconds(*about, steps, asked.bytes_of.get(client, 0), up)
     share = clock.drops_out(*about)
     return (seconds, False) if share is None else (seconds * share, True)
 
 
-def work_of(asked: Asked, reply: Reply) -> tuple[float, int]:
-    """Return the local steps that a reply reports, at most those of its request, and its bytes."""
-    config, samples = asked.configs.get(reply.client, {}), int(reply.num_examples)
+def work_of(asked: Asked, client: int, content: Content) -> tuple[float, int]:
+    """Return the local steps that a client reports, at most those of its request, and its bytes.
+
+    A client whose host folds its upload would send a whole model.
+    """
+    policy, config = asked.policy, asked.configs.get(client, {})
+    numbers = next(iter(content.metric_records.values()), {})
+    samples, most = numbers.get(policy.expected.weighted_by), policy.expected.max_samples
+    if not isinstance(samples, int) or not 1 <= samples <= (most or MAX_SAMPLES):
+        samples = 1
     local = default_training().updated(config).most_steps(samples)
-    most, steps = asked.policy.most_steps(config, local, samples), reply.numbers.get("steps")
-    if not isinstance(steps, int | float) or steps < 0.0:
-        steps = most
-    elif steps > most:
+    allowed, steps = policy.most_steps(config, local, samples), numbers.get("steps")
+    if not isinstance(steps, int | float) or not steps >= 0.0:
+        steps = allowed
+    elif steps > allowed:
         log_once(TOO_MANY)
-        steps = most
-    records = getattr(reply.content, "array_records", None) or {}
-    arrays = [a for record in records.values() for a in decoded(record).values()]
-    return steps, sum(array.nbytes for array in arrays or reply.arrays.values())
+        steps = allowed
+    if content.fold is not None:
+        return steps, policy.wire.nbytes
+    with suppress(BadReply):
+        records = content.array_records.values()
+        return steps, sum(a.nbytes for record in records for a in decoded(record).values())
+    return steps, 0
