@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias
 
@@ -32,6 +32,8 @@ DEVICES = ("cpu", "cuda", "xpu", "mps")
 """The types of devices that a setting may name."""
 DTYPES = ("float32", "float64", "bfloat16")
 FLAG = ("true", "false")
+UNSET = ("", -1)
+"""Values of a key that is not set, as TOML has no word for it."""
 
 
 def key(default: Scalar, about: str, *, words: Sequence[str] = (), **bounds: float) -> Any:
@@ -220,7 +222,7 @@ class RunConfig:
             raise ValueError(f"{message}; known: {listed(sorted(known))}")
         values = {known[name].name: cls.typed(name, value) for name, value in config.items()}
         try:
-            return cls(**values).completed()
+            return cls(**values).completed(values if len(values) < len(known) else ())
         except ValueError as error:  # maybe the algorithm's, of its own names
             texts = " ".join(value for value in config.values() if isinstance(value, str))
             for name, its_field in known.items():
@@ -239,8 +241,12 @@ class RunConfig:
             check(name, value)  # type: ignore[arg-type]
         return kind(value)
 
-    def completed(self) -> RunConfig:
-        """Fill in the defaults of the data set and algorithm; return the checked config."""
+    def completed(self, given: Collection[str] = ()) -> RunConfig:
+        """Fill in the defaults of the data set and algorithm; return the checked config.
+
+        They take the place of no key that was ``given``, nor of one that is not at its default:
+        Flower gives an app all keys.
+        """
         from simulations.defaults import defaults
 
         if self.algorithm not in STRATEGIES:
@@ -248,7 +254,11 @@ class RunConfig:
             raise ValueError(f"unknown algorithm {hint}; known: {listed(sorted(STRATEGIES))}")
         usual = defaults(self.algorithm, self.dataset, self.solver)
         of_all = {f.name: f.default for f in fields(self)}
-        unset = {n: value for n, value in usual.items() if getattr(self, n) == of_all[n]}
+        unset = {
+            n: value
+            for n, value in usual.items()
+            if getattr(self, n) == of_all[n] and (n not in given or of_all[n] in UNSET)
+        }
         full = replace(self, **unset)
         params = parse_params(usual.get("params", "")) | parse_params(self.params, "params")
         states = self.state_dir if self.stateful else ""  # others have none to put there

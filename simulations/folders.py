@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -28,6 +28,8 @@ def clear(config: RunConfig, folder: Path) -> None:
         check_resumes(config, folder)
     if not config.resume:
         check_no_states(config)
+        if config.checkpoint_every:
+            Checkpoints(folder / CHECKPOINTS).begin()
     for name in ("summary.json", *EARLIER * (not continues)):  # of other settings perhaps
         (folder / name).unlink(missing_ok=True)
     write_atomically(folder / "config.json", json.dumps(asdict(config), indent=2).encode())
@@ -37,6 +39,18 @@ def resumes(config: RunConfig, folder: Path) -> bool:
     """Return whether the run continues from a checkpoint in its ``folder``."""
     kept = config.resume and config.checkpoint_every > 0
     return kept and bool(Checkpoints(folder / CHECKPOINTS).rounds())
+
+
+def continued(config: RunConfig) -> RunConfig:
+    """Return the settings, with ``resume`` if their run was interrupted after a checkpoint."""
+    again = replace(config, resume=bool(config.checkpoint_every))
+    folder = Path(config.output)
+    try:
+        stored = json.loads((folder / "config.json").read_text())
+        same = differences(stored, asdict(config)) == []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        same = False
+    return again if same and resumes(again, folder) else config
 
 
 def check_resumes(config: RunConfig, folder: Path) -> None:

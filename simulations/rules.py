@@ -107,6 +107,10 @@ def configs_for(
         raise ValueError(f"unknown algorithms {hint}; known: {listed(sorted(STRATEGIES))}")
     if len(parsed_rules) < len(rules):
         raise ValueError(f"each algorithm once, got {list(rules)}")
+    for rule, (_, parts) in parsed_rules.items():
+        if twice := [stage for stage in parts if common.get(stage.replace("_", "-"))]:
+            key = twice[0].replace("_", "-")
+            raise ValueError(f"{rule} names its {key}, and --{key} {shown(common[key])} another")
     known = {rule: hyperparameters_of(algorithm) for rule, (algorithm, _) in parsed_rules.items()}
     used = {name for _, parts in parsed_rules.values() for name in parts.values()}
     values = given_to(known, items=params, read=parse_params, option="param", parts=used)

@@ -310,6 +310,7 @@ def test_compare_takes_zeros_as_they_are(tmp_path: Path) -> None:
         "--algorithms fedavg --dataset no-such-set",
         "--algorithms fedavg --partition dirichlet --partition-params alpha=x",
         "--algorithms fedadmm --param eta=a:b",
+        "--algorithms fedavg+adam --server-step yogi",
     ],
 )
 def test_compare_refuses_bad_arguments_with_exit_code_2(

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from hosted import federation as hosted_by
+from hosted import shared
 from laws import REVIEWED, START, TABLE, Row, local, rounds_of, train
 from problems import make_client_app, quadratics, to_record
 
@@ -96,6 +98,17 @@ def test_a_folded_upload_takes_a_models_time_on_a_link() -> None:
         train(strategy, federation(), 2)
         seconds.append(rounds_of(strategy, "virtual-seconds"))
     assert seconds == [pytest.approx([5 * 8 / 125, 2 * 5 * 8 / 125])] * 2
+
+
+def test_in_a_simulation_a_folded_clients_upload_has_a_models_bytes() -> None:
+    """There hosts stand for as many nodes as clients; else what arrives is counted."""
+    up = {}
+    for shape in ("3 hosts that share", "2 hosts"):
+        strategy = FedAvg(local=local(), fold="on", quiet=True, node_wait=0.01, **shared(shape))
+        train(strategy, hosted_by(shape), 1)
+        up[shape] = rounds_of(strategy, "bytes-up")
+    assert up["3 hosts that share"] == [6 * 5 * 8]
+    assert up["2 hosts"][0] >= 2 * 5 * 8
 
 
 def test_weights_that_are_all_zero_are_folded_to_the_plain_mean() -> None:

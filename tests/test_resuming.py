@@ -18,6 +18,7 @@ from fl_strategies import BestModel, Checkpoints, EarlyStop, History, RoundInfo
 from fl_strategies.parts import Buffered, Clock, Deadline
 from simulations.config import RunConfig
 from simulations.experiment import run_in_process
+from simulations.lab.runs import run_one
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -179,6 +180,30 @@ def test_a_run_of_the_command_line_goes_on(tmp_path: Path) -> None:
     assert replace(summary, seconds=0) == replace(whole, seconds=0)
     for name in ("history.jsonl", "clients.jsonl"):
         assert lines_of(tmp_path / "parts" / name) == lines_of(tmp_path / "whole" / name)
+
+
+def test_a_run_of_a_comparison_that_was_interrupted_continues_by_the_same_command(
+    tmp_path: Path,
+) -> None:
+    def config(folder: str, **others: Any) -> RunConfig:
+        keys = {"algorithm": "fedavg", "clients": 5, "rounds": 6, "checkpoint-every": 2, "steps": 1}
+        return RunConfig.parse(keys | {"output": str(tmp_path / folder)} | others)
+
+    run_one(config("whole"))
+    history = tmp_path / "parts/history.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        run_in_process(config("parts"), [stop_at(5)])
+    lines = history.read_text()
+    with pytest.raises(ValueError, match="holds checkpoints of rounds .*: continue with resume"):
+        run_in_process(config("parts"))
+    assert history.read_text() == lines
+    run_one(config("parts"))
+    assert lines_of(history) == lines_of(tmp_path / "whole/history.jsonl")
+    summary = json.loads((tmp_path / "parts/summary.json").read_text())
+    rows = [json.loads(line) for line in history.read_text().splitlines()]
+    assert summary["seconds"] >= sum(row["seconds"] for row in rows)
+    run_one(config("parts", lr=0.01))  # is another run, which takes its place
+    assert lines_of(history) != lines_of(tmp_path / "whole/history.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -232,6 +232,20 @@ def test_every_default_is_a_setting_that_runs(
     assert run_in_process(config).finished
 
 
+def test_a_default_takes_the_place_of_no_value_that_is_given() -> None:
+    given = {
+        "algorithm": "fedbabu",
+        "fraction-evaluate": 1.0,
+        "fine-tune": "train",
+        "share": "body",
+    }
+    for epochs in (0, 2):
+        config = RunConfig.parse({**given, "fine-tune-epochs": epochs})
+        assert config.fine_tune_epochs == epochs
+    assert RunConfig.parse(given).fine_tune_epochs == 5
+    assert RunConfig.parse(RunConfig.parse(given).to_run_config()).fine_tune_epochs == 5
+
+
 def test_params_survive_the_way_to_the_apps_and_back() -> None:
     params = {"rho": {1: 0.01, 40: 0.1}, "eta": "fraction", "tracking": "global"}
     assert parse_params(format_params(params)) == params

@@ -13,7 +13,7 @@ from small_runs import compare
 from simulations.config import RunConfig
 from simulations.lab import runs, tuning
 from simulations.lab.tuners import TUNERS, Trial, Values, best_of, remark
-from simulations.lab.tuning import Search, Tuning, spaces, tunable, with_values
+from simulations.lab.tuning import Search, Tuning, named, spaces, tunable, with_values
 from simulations.rules import configs_for
 
 Score = Callable[[Values], float]
@@ -150,6 +150,11 @@ def test_an_algorithm_has_the_local_settings_that_it_uses(tmp_path: Path) -> Non
     assert found["fedsgd"] == {"lr": (0.1, 1)}
     assert found["fedpd-vr"] == {}
     assert [*found["fedadmm"]] == ["lr", "batch_size", "rho"]
+
+
+def test_each_trial_has_a_folder_of_its_own() -> None:
+    close = [named({"lr": 0.12345671}), named({"lr": 0.12345672}), named({"lr": 0.1, "mu": 1.0})]
+    assert close == ["lr0.12345671", "lr0.12345672", "lr0.1-mu1"]
 
 
 def test_values_take_the_place_of_those_of_the_run() -> None:

@@ -56,3 +56,18 @@ def test_a_folder_without_comparisons_is_refused(
     with pytest.raises(SystemExit):
         which.main([str(tmp_path)])
     assert f"no comparison in the folders of {tmp_path}" in capsys.readouterr().err
+
+
+def test_what_a_comparison_lacks_is_said(
+    comparisons: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    comparison(comparisons / "femnist", "scaffold,1,1,2e6,1.0,0.8")
+    with pytest.raises(SystemExit):
+        which.main([str(comparisons), "--output", str(comparisons / "new")])
+    out, err = capsys.readouterr()
+    assert "| scaffold | more than 2, 4 MB, 2 s | 1, 2 MB, 1 s | - |" in out
+    assert "the figure has shares of fedavg's, which ['femnist'] lack" in err
+    (comparisons / "femnist/table.json").write_text("[]")
+    with pytest.raises(SystemExit):
+        which.main([str(comparisons)])
+    assert f"{comparisons / 'femnist'} has no finished run" in capsys.readouterr().err

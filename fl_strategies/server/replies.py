@@ -87,11 +87,14 @@ class Arrived:
     def take(self, message: Message, request: Request) -> None:
         """Take in a reply to ``request``."""
         part = len(request.clients) / len(request.together or request.clients)
-        self.bytes_up += int(part * _bytes(message))
+        answers = contents(message, request)
+        folded = [c for c, one in answers.items() if getattr(one, "fold", None) is not None]
+        alone = request.alone * len(folded)
+        self.bytes_up += alone or int(part * _bytes(message))
         if request.hosted and message.has_content():
             seconds = part * busy_seconds(message.content)
             self.busy[request.node] = self.busy.get(request.node, 0.0) + seconds
-        for client, content in contents(message, request).items():
+        for client, content in answers.items():
             if client not in request.clients:
                 if client not in request.together:
                     self.faults.append((None, _not_asked(request.node, client)))

@@ -36,7 +36,7 @@ from typing import Any
 from fl_strategies import STRATEGIES
 from fl_strategies.core.files import FolderLock, write_atomically
 from fl_strategies.parts import PARTS
-from simulations.config import RunConfig
+from simulations.config import UNSET, RunConfig
 from simulations.experiment import prepare
 from simulations.figures import draw_curves
 from simulations.lab.command_line import Command, imported, numbers
@@ -132,6 +132,8 @@ class Comparison:
     def run(self, jobs: int = 1) -> list[dict[str, Any]]:
         """Do the unfinished runs, ``jobs`` at a time, write all files, and return the summaries."""
         with FolderLock(self.folder).held("comparison"):
+            for ending in ("md", "csv", "json"):  # of another comparison
+                (self.folder / f"tuning.{ending}").unlink(missing_ok=True)
             first = replace(next(iter(self.configs.values())), seed=self.seeds[0])
             draw_partition(first, self.folder / "partition.png")
             self.experiment.run(
@@ -324,7 +326,7 @@ def add_settings(parser: Command) -> None:
         if isinstance(default, bool):
             parser.add_argument(flag, action="store_true", default=None, help=about)
         else:
-            shown = "" if default in ("", -1) else f" ({default})"
+            shown = "" if default in UNSET else f" ({default})"
             parser.add_argument(flag, type=type(default), help=about + shown)
 
 

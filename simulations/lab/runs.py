@@ -32,6 +32,7 @@ from fl_strategies.core.log import mute_below
 from simulations.config import RunConfig
 from simulations.differences import differences
 from simulations.experiment import run_in_process
+from simulations.folders import CHECKPOINTS, continued
 from simulations.lab.superlink import flwr_run, gpu_share, print_progress
 from simulations.population import state_folder
 
@@ -67,7 +68,7 @@ def run_one(
     verbose: bool = False,
     quiet: bool = False,
 ) -> None:
-    """Run one on ``engine``.
+    """Run one on ``engine``: from its last checkpoint, if it was interrupted after one.
 
     ``workers`` are processes, 0: as many as ``ENGINES`` says. That the run diverges is a result.
     ``verbose`` leaves Flower's log as it is; ``quiet`` shows only rounds with lost clients.
@@ -75,8 +76,10 @@ def run_one(
     workers = workers or ENGINES[engine]
     if not verbose:
         mute_below(logging.WARNING)
+    config = continued(config)
     if not config.resume:
         _drop_states(config)
+        shutil.rmtree(Path(config.output) / CHECKPOINTS, ignore_errors=True)
     with diverging_allowed(config):
         if engine == "in-process":
             run_in_process(config, workers=workers, quiet=quiet)

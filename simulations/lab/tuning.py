@@ -184,7 +184,7 @@ class Tuning:
 
 def named(values: Values) -> str:
     """Return the name of a trial's folder."""
-    texts = (f"{n}{v:g}" if isinstance(v, float) else f"{n}{v}" for n, v in values.items())
+    texts = (f"{n}{v:.12g}" if isinstance(v, float) else f"{n}{v}" for n, v in values.items())
     return "-".join(texts).replace("/", "_")
 
 

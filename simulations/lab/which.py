@@ -51,7 +51,10 @@ Costs = Mapping[str, Cost]
 
 def costs(folder: Path) -> Costs:
     """Return the costs of a comparison."""
-    target = json.loads((folder / "table.json").read_text())[0]["target"]
+    table = json.loads((folder / "table.json").read_text())
+    if not table:
+        raise ValueError(f"{folder} has no finished run")
+    target = table[0]["target"]
     with (folder / "curves.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     ends: dict[str, list[Cost]] = {}
@@ -128,10 +131,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not folders:
             raise ValueError(f"no comparison in the folders of {args.folder}")
         comparisons = {folder.name: costs(folder) for folder in folders}
+        print(table(comparisons), end="")
         if args.output is not None:
+            if lacking := [name for name, found in comparisons.items() if FIRST not in found]:
+                raise ValueError(f"the figure has shares of {FIRST}'s, which {lacking} lack")
+            args.output.mkdir(parents=True, exist_ok=True)
             draw(comparisons, args.output / "rounds-and-bytes.png")
             (args.output / "rounds-and-bytes.png").unlink()  # the page shows the vectors
-        print(table(comparisons), end="")
 
 
 if __name__ == "__main__":
