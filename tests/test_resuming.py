@@ -194,7 +194,7 @@ def test_a_run_of_a_comparison_that_was_interrupted_continues_by_the_same_comman
     with pytest.raises(KeyboardInterrupt):
         run_in_process(config("parts"), [stop_at(5)])
     lines = history.read_text()
-    with pytest.raises(ValueError, match="holds checkpoints of rounds .*: continue with resume"):
+    with pytest.raises(ValueError, match=r"holds checkpoints of rounds .*: continue with resume"):
         run_in_process(config("parts"))
     assert history.read_text() == lines
     run_one(config("parts"))

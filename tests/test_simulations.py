@@ -233,12 +233,7 @@ def test_every_default_is_a_setting_that_runs(
 
 
 def test_a_default_takes_the_place_of_no_value_that_is_given() -> None:
-    given = {
-        "algorithm": "fedbabu",
-        "fraction-evaluate": 1.0,
-        "fine-tune": "train",
-        "share": "body",
-    }
+    given = {"algorithm": "fedbabu", "fraction-evaluate": 1.0, "local-test": 0.2}
     for epochs in (0, 2):
         config = RunConfig.parse({**given, "fine-tune-epochs": epochs})
         assert config.fine_tune_epochs == epochs
