@@ -68,7 +68,10 @@ def mixture(v: Vector, alpha: Number, w: Vector) -> Vector:
 
 
 def client_rule(state: State, theta: Vector, oracle: Oracle, *, adaptive: bool) -> Step:
-    """Return the client's next state, and its upload w, by (1)-(4)."""
+    """Return the client's next state, and its upload w, by (1)-(4).
+
+    The loss is the mean over the mini-batches of all its gradients.
+    """
     steps, rate = oracle.steps, oracle.rate
 
     def step(

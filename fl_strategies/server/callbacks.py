@@ -35,12 +35,13 @@ class RoundInfo:
     (``eval-accuracy`` ...), the server's tests (``test-accuracy`` ...), bytes, clients and seconds.
     A client's metric under a name that is not the client's is called ``client-...`` (``names``).
     Lists are not among them: the result has their means.
-    ``clients`` holds, by client id, the numbers of each used reply: ``samples``, ``data-share``
-    (of the round's samples) and ``weight-share`` (of the next global model) of clients that
-    trained, and what they measured. ``tested`` holds the names of the metrics that the server's
-    tests have reported in the run so far, also if they reported none in this round. ``seconds``
-    have passed since the last round ended, or ``start`` was called: training, evaluation, tests,
-    and in the first round what was done before it. The metric ``seconds`` is training alone.
+    ``clients`` holds, by client id, the numbers of each used reply: ``samples``, ``data-share`` (of
+    the round's samples) and ``weight-share`` (of the rule's weights, which are equal with a
+    combining part) of clients that trained, and what they measured. ``tested`` holds the names of
+    the metrics that the server's tests have reported in the run so far, also if they reported none
+    in this round. ``seconds`` have passed since the last round ended, or ``start`` was called:
+    training, evaluation, tests, and in the first round what was done before it. The metric
+    ``seconds`` is training alone.
     """
 
     server_round: int
