@@ -35,8 +35,8 @@ class Request:
     about: Metadata | None = None
     hosted: bool = False
     folds: bool = False
-    alone: int = 0
-    """The bytes of an upload, where a folding host stands for as many nodes as clients."""
+    folded_bytes: int = 0
+    """The bytes that a folded upload counts as, where hosts stand for as many nodes as clients."""
     together: Collection[int] = ()
     """The clients of the whole message, where those of ``clients`` are used alone."""
 

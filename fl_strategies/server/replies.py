@@ -88,9 +88,8 @@ class Arrived:
         """Take in a reply to ``request``."""
         part = len(request.clients) / len(request.together or request.clients)
         answers = contents(message, request)
-        folded = [c for c, one in answers.items() if getattr(one, "fold", None) is not None]
-        alone = request.alone * len(folded)
-        self.bytes_up += alone or int(part * _bytes(message))
+        folded = sum(getattr(answer, "fold", None) is not None for answer in answers.values())
+        self.bytes_up += request.folded_bytes * folded or int(part * _bytes(message))
         if request.hosted and message.has_content():
             seconds = part * busy_seconds(message.content)
             self.busy[request.node] = self.busy.get(request.node, 0.0) + seconds

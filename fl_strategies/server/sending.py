@@ -101,8 +101,9 @@ class Sender:
             message = Message(content, dst_node_id=node, message_type=message_type)
             messages.append(message)
             folds = hosted and terms is not None
-            alone = policy.wire.nbytes if folds and nodes[clients[0]] == ANY_HOST else 0
-            requests.append(Request(node, tuple(clients), message.metadata, hosted, folds, alone))
+            each_folded = policy.wire.nbytes if folds and nodes[clients[0]] == ANY_HOST else 0
+            of = node, tuple(clients), message.metadata, hosted, folds, each_folded
+            requests.append(Request(*of))
             catch_ups = [configs[client].get(CATCH_UP, b"") for client in clients]
             if nodes[clients[0]] == ANY_HOST:  # hosts stand for as many nodes as clients
                 down += each * len(clients) + sum(map(len, catch_ups))
