@@ -79,13 +79,12 @@ class Sender:
         if trains:
             self._add_catch_up(state, asked, configs)
         bytes_of = {}
-        if policy.clock is not None:
+        if trains and policy.clock is not None:
             model_bytes = sum(decode(array).nbytes for array in arrays.values())
             bytes_of = {c: model_bytes + len(t.get(CATCH_UP, b"")) for c, t in configs.items()}
-        limits = step_limits(self.algorithm, round, bytes_of, policy.wire.nbytes, trains=trains)
-        for client, limit in limits:
-            trainings = self.algorithm.most_steps(configs[client], 1.0, 1)
-            configs[client][STEP_LIMIT] = max(1, int(limit / trainings))
+            for client, limit in step_limits(self.algorithm, round, bytes_of, policy.wire.nbytes):
+                trainings = self.algorithm.most_steps(configs[client], 1.0, 1)
+                configs[client][STEP_LIMIT] = max(1, int(limit / trainings))
         requests, messages, down = [], [], 0
         terms = self._terms(round, configs, nodes, size) if trains else None
         keys = self.algorithm.arrayrecord_key, self.algorithm.configrecord_key

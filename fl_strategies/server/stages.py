@@ -307,11 +307,11 @@ def requested(algorithm: Algorithm, layout: Layout | None) -> dict[str, Any]:
 
 
 def step_limits(
-    algorithm: Algorithm, round: Round, down: Mapping[int, int], up: int, *, trains: bool
+    algorithm: Algorithm, round: Round, down: Mapping[int, int], up: int
 ) -> Iterator[tuple[int, int]]:
     """Yield the clients whose steps are limited to the deadline, and to how many."""
     clock, pace = algorithm.clock, algorithm.pace
-    if clock is None or not isinstance(pace, Deadline) or not trains:
+    if clock is None or not isinstance(pace, Deadline):
         return
     for client, size in down.items():
         if steps := pace.steps(clock, round.seed, round.number, client, size, up):
