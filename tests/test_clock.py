@@ -11,7 +11,7 @@ import pytest
 from flwr.app import Message
 from laws import START, TABLE, Row, local, one_of_each_mechanism, quiet, rounds_of, train
 from limits import STEPS
-from problems import grid, quadratics, used_states
+from problems import NODES, grid, quadratics, used_states
 
 from fl_strategies import FedADMM, FedAvg, FederatedStrategy, RoundInfo
 from fl_strategies.bcd.latency import exponential_quantile, mean_order_statistic
@@ -74,8 +74,9 @@ def test_a_round_takes_as_long_as_the_slowest_that_is_waited_for() -> None:
 )
 def test_a_reply_that_cannot_be_used_takes_its_time(pace: Any, until: list[float]) -> None:
     def diverged(request: Message, reply: Message) -> Message:
-        if request.metadata.dst_node_id == 2 and request.metadata.message_type == "train":
-            reply.content["metrics"]["train-loss"] = math.nan  # type: ignore[index]
+        about = request.metadata
+        if about.dst_node_id == NODES[1] and about.message_type == "train":
+            reply.content["metrics"].update({"train-loss": math.nan, "steps": math.nan})
         return reply
 
     seconds = []
@@ -83,6 +84,7 @@ def test_a_reply_that_cannot_be_used_takes_its_time(pace: Any, until: list[float
         strategy = quiet(FedAvg, clock=Clock(step={0: 0.5, 1: 2.0, 2: 1.0}), pace=pace)
         train(strategy, grid(quadratics(3), fault=fault), 2)
         seconds.append(rounds_of(strategy, SECONDS))
+        assert len(strategy.run.faults) == (fault is not None)
     usable, diverging = seconds
     assert diverging == (usable if pace is None else until)
 

@@ -94,8 +94,9 @@ def test_the_first_round_tells_every_clients_numbers_exactly(row: Row) -> None:
 def test_a_folded_upload_takes_a_models_time_on_a_link() -> None:
     seconds = []
     for fold in ("off", "on"):
-        strategy = FedAvg(local=local(), fold=fold, clock=Clock(upload=1e-3), quiet=True)
-        train(strategy, federation(), 2)
+        options: dict[str, Any] = {"clock": Clock(upload=1e-3), "node_wait": 0.01, "quiet": True}
+        strategy = FedAvg(local=local(), fold=fold, **options)
+        train(strategy, hosted_by("2 hosts"), 2)
         seconds.append(rounds_of(strategy, "virtual-seconds"))
     assert seconds == [pytest.approx([5 * 8 / 125, 2 * 5 * 8 / 125])] * 2
 
