@@ -291,6 +291,7 @@ def test_losses_that_nobody_reports_are_named(caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.parametrize("part", [lambda by: Probabilities(p=by), lambda by: Clock(step=by)])
 def test_clients_are_named_by_numbers(part: Any) -> None:
+    part({np.int64(0): 1.0})
     with pytest.raises((TypeError, ValueError), match=r"mapping of clients.*'0'"):
         part({"0": 1.0})
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from logging import WARNING
+from numbers import Integral
 
 from fl_strategies.core.hyperparameters import number, option
 from fl_strategies.core.log import log
@@ -49,7 +50,7 @@ def are_seconds(step: object) -> bool:
     """Return whether ``step`` is a number of seconds, or a mapping to one or more."""
     numbers = [*step.values()] if isinstance(step, Mapping) else [step]
     right = (isinstance(one, int | float) and 0.0 <= one <= LONGEST for one in numbers)
-    named = not isinstance(step, Mapping) or all(isinstance(client, int) for client in step)
+    named = not isinstance(step, Mapping) or all(isinstance(client, Integral) for client in step)
     return bool(numbers) and all(right) and named
 
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from logging import WARNING
+from numbers import Integral
 from typing import ClassVar
 
 import numpy as np
@@ -119,7 +120,7 @@ class Probabilities(Selection):
         type_name=f"mapping of clients (int) to 0, or numbers >= {LEAST:g} and <= {1.0 / LEAST:g}",
         accepts=lambda p: (
             isinstance(p, Mapping)
-            and all(isinstance(client, int) for client in p)
+            and all(isinstance(client, Integral) for client in p)
             and all(isinstance(w, int | float) for w in p.values())
             and all(w == 0.0 or LEAST <= w <= 1.0 / LEAST for w in p.values())
         ),
