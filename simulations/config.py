@@ -289,7 +289,12 @@ class RunConfig:
         if self.state_dir and not os.path.isabs(self.state_dir):
             raise ValueError(f"state-dir must be an absolute path, got {shown(self.state_dir)}")
         self._check_used()
-        LocalTraining().updated(self.local())
+        least = LocalTraining().updated(self.local()).most_steps(samples=1)
+        if least > self.max_steps:
+            raise ValueError(
+                "max-steps must be >= the local steps of a request, which are"
+                f" {least:,.0f} or more, got {self.max_steps:,}"
+            )
         self.strategy().check_population(self.clients)
 
     @property

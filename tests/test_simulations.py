@@ -193,6 +193,7 @@ def test_clients_may_evaluate_on_data_of_their_own(tmp_path: Path) -> None:
         ({"device": "cuda"}, r"device is 'cuda', which this process .* does not see"),
         ({"output": "/proc/results"}, r"the results folder /proc/results cannot be written"),
         ({"solver": "adagrad", "momentum": 0.9}, r"solver 'adagrad' has no momentum"),
+        ({"steps": 10**7}, r"max-steps must be >= the local .* 10,000,000 or more, got 1,000,000"),
     ],
 )
 def test_bad_input_is_refused_before_any_round(
