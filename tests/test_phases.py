@@ -176,6 +176,18 @@ def test_head_and_body_are_trained_apart_through_every_door(name: str, door: str
     assert all(p.requires_grad for p in KEPT.parameters())
 
 
+def test_what_is_not_trained_in_a_phase_has_no_gradient_in_it() -> None:
+    """An optimizer that holds all parameters would step by one that was there."""
+    whole = border()
+    for parameter in whole.trained:
+        parameter.grad = torch.ones_like(parameter)
+    body = whole.only("shared")
+    with body.fixing():
+        assert [(p.grad, p.requires_grad) for p in body.fixed] == [(None, False)] * len(whole.own)
+        assert all(p.grad is not None and p.requires_grad for p in body.trained)
+    assert all(p.requires_grad for p in whole.trained)
+
+
 @both
 def test_a_round_takes_no_more_steps_than_a_clock_counts(name: str) -> None:
     request = {"algorithm": name, "batch-size": 4, "epochs": 2, "head-epochs": 5}
