@@ -18,6 +18,8 @@ from simulations.population import state_folder
 
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in a run's folder."""
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+"""What reading a file of a run's folder raises if it is missing or damaged."""
 EARLIER = ("history.jsonl", "clients.jsonl", "model.safetensors", "curve.png", "curve.svg")
 """The files that a new run removes from its folder."""
 
@@ -43,26 +45,32 @@ def resumes(config: RunConfig, folder: Path) -> bool:
 
 def continued(config: RunConfig) -> RunConfig:
     """Return the settings, with ``resume`` if their run was interrupted after a checkpoint."""
-    again = replace(config, resume=bool(config.checkpoint_every))
-    folder = Path(config.output)
+    again, folder = replace(config, resume=bool(config.checkpoint_every)), Path(config.output)
     try:
-        stored = json.loads((folder / "config.json").read_text())
-        same = differences(stored, asdict(config)) == []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        same = not changes(config, folder)
+    except UNREADABLE:
         same = False
     return again if same and resumes(again, folder) else config
+
+
+def changes(config: RunConfig, folder: Path, **alike: int) -> list[str]:
+    """Return how the settings of the run in ``folder`` differ, those ``alike`` excepted.
+
+    Raises one of ``UNREADABLE`` if its ``config.json`` cannot be read.
+    """
+    stored = json.loads((folder / "config.json").read_text())
+    return differences(stored | alike, asdict(config))
 
 
 def check_resumes(config: RunConfig, folder: Path) -> None:
     """Raise ``ValueError`` unless the run in ``folder`` had these settings, rounds excepted."""
     try:
-        stored = json.loads((folder / "config.json").read_text())
-        changes = differences(stored | {"rounds": config.rounds}, asdict(config))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        found = changes(config, folder, rounds=config.rounds)
+    except UNREADABLE as error:
         path = folder / "config.json"
         raise ValueError(f"{path}, by which the run is resumed, is damaged: {error}") from None
-    if changes:
-        raise ValueError(f"{folder} cannot be resumed with other settings: {'; '.join(changes)}")
+    if found:
+        raise ValueError(f"{folder} cannot be resumed with other settings: {'; '.join(found)}")
 
 
 def check_no_states(config: RunConfig) -> None:

@@ -98,7 +98,6 @@ class Progress:
         self.started = self.saved = time.monotonic()
         self.arrays: ArrayRecord | None = None
         self.rows: list[dict[str, float]] = []
-        self.seconds_before = 0.0
         self.ends: list[float] = []
         self.given_up = ""
         self.server_device, self.client_devices = config.torch_device.type, dict[str, int]()
@@ -124,7 +123,7 @@ class Progress:
 
     def recall(self, rows: Rows) -> None:
         self.rows = [dict(row) for row in rows.values()]
-        self.seconds_before = sum(row.get("seconds", 0.0) for row in self.rows)
+        self.started -= sum(row.get("seconds", 0.0) for row in self.rows)
 
     def __call__(self, info: RoundInfo) -> None:
         self.arrays = info.arrays
@@ -171,7 +170,7 @@ class Progress:
             target=target,
             bytes_up=int(sum(row["bytes-up"] for row in self.rows)),
             bytes_down=int(sum(row["bytes-down"] for row in self.rows)),
-            seconds=round(self.seconds_before + time.monotonic() - self.started, 3),
+            seconds=round(time.monotonic() - self.started, 3),
             model_sha256=model_sha256(self.arrays) if self.arrays is not None else "",
             finished=finished,
             gradient_norm2=self.rows[-1].get("gradient-norm2") if self.rows else None,

@@ -234,9 +234,9 @@ def goes(row: Row) -> bool:
 @one_of_each_mechanism
 def test_any_algorithm_trains_with_codes_or_says_why_not(row: Row) -> None:
     """With a code so fine that the limit is the algorithm's own."""
-    booked = row.strategy(local=local()).accumulates_changes
+    adds_up = row.strategy(local=local()).accumulates_changes
     for fine in (QSGD(levels=2**15 - 1), BFloat16()):
-        if not goes(row) or (booked and not fine.feedback):
+        if not goes(row) or (adds_up and not fine.feedback):
             with pytest.raises(ValueError, match=r"does not go with .*(whole model|drift apart)"):
                 made(row, fine)
             continue

@@ -15,6 +15,7 @@ from problems import to_record, to_vector
 from resumed import FEDADMM, federation, interrupted, loss, outcome, run, stop_at, strategy
 
 from fl_strategies import BestModel, Checkpoints, EarlyStop, History, RoundInfo
+from fl_strategies.core.files import FolderLock
 from fl_strategies.parts import Buffered, Clock, Deadline
 from simulations.config import RunConfig
 from simulations.experiment import run_in_process
@@ -202,7 +203,11 @@ def test_a_run_of_a_comparison_that_was_interrupted_continues_by_the_same_comman
     summary = json.loads((tmp_path / "parts/summary.json").read_text())
     rows = [json.loads(line) for line in history.read_text().splitlines()]
     assert summary["seconds"] >= sum(row["seconds"] for row in rows)
-    run_one(config("parts", lr=0.01))  # is another run, which takes its place
+    other = config("parts", lr=0.01)
+    with FolderLock(tmp_path / "parts").held("one"), pytest.raises(ValueError, match="in use by"):
+        run_one(other)
+    assert [*(tmp_path / "parts/checkpoints").iterdir()]
+    run_one(other)  # which takes the place of the former
     assert lines_of(history) != lines_of(tmp_path / "whole/history.jsonl")
 
 

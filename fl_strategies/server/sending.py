@@ -100,11 +100,12 @@ class Sender:
             message = Message(content, dst_node_id=node, message_type=message_type)
             messages.append(message)
             folds = hosted and terms is not None
-            each_folded = policy.wire.nbytes if folds and nodes[clients[0]] == ANY_HOST else 0
-            of = node, tuple(clients), message.metadata, hosted, folds, each_folded
-            requests.append(Request(*of))
+            stand_in = nodes[clients[0]] == ANY_HOST  # hosts stand for as many nodes as clients
+            counts_as = policy.wire.nbytes if folds and stand_in else 0
+            about = node, tuple(clients), message.metadata
+            requests.append(Request(*about, hosted, folds, folded_bytes=counts_as))
             catch_ups = [configs[client].get(CATCH_UP, b"") for client in clients]
-            if nodes[clients[0]] == ANY_HOST:  # hosts stand for as many nodes as clients
+            if stand_in:
                 down += each * len(clients) + sum(map(len, catch_ups))
             else:
                 down += each + sum(map(len, {*catch_ups}))

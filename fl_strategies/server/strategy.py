@@ -51,7 +51,7 @@ from fl_strategies.server.model import Model, decoded
 from fl_strategies.server.nodes import Nodes
 from fl_strategies.server.options import Options
 from fl_strategies.server.phases import Phase, Phases, as_one_phase, works_of
-from fl_strategies.server.reading import Reader
+from fl_strategies.server.reading import Reader, reply_of
 from fl_strategies.server.round import next_model, shares
 from fl_strategies.server.run import Patience, Result, Run
 from fl_strategies.server.sending import Sender
@@ -491,8 +491,9 @@ class FederatedStrategy(Algorithm, FlowerFedAvg):  # type: ignore[misc]  # None 
 
     def phase_seconds(self, client: int, phase: Phase) -> float:
         """Return the virtual seconds that a phase lasts, which has its replies."""
-        reply = next(phase.usable_replies(), None)
-        seconds, lost = ends_after(phase.asked, client, phase.answers.get(client))
+        answer = phase.answers.get(client)
+        seconds, lost = ends_after(phase.asked, client, answer)
+        reply = None if answer is None else reply_of(phase.asked, client, answer)
         phase.usable = int(reply is not None and not lost)
         return seconds
 

@@ -53,7 +53,7 @@ def in_time(
 def ends_after(asked: Asked, client: int, answer: Content | BadReply | None) -> tuple[float, bool]:
     """Return the seconds from a client's request to its answer, and whether it leaves before.
 
-    An answer without content, as an error, takes no work, whether another is used or not.
+    Without content (an error, or no answer) the client did no work.
     """
     clock = asked.policy.clock
     assert clock is not None

@@ -132,8 +132,6 @@ class Comparison:
     def run(self, jobs: int = 1) -> list[dict[str, Any]]:
         """Do the unfinished runs, ``jobs`` at a time, write all files, and return the summaries."""
         with FolderLock(self.folder).held("comparison"):
-            for ending in ("md", "csv", "json"):  # of another comparison
-                (self.folder / f"tuning.{ending}").unlink(missing_ok=True)
             first = replace(next(iter(self.configs.values())), seed=self.seeds[0])
             draw_partition(first, self.folder / "partition.png")
             self.experiment.run(
@@ -168,8 +166,10 @@ class Comparison:
         return summaries
 
     def _report_trials(self) -> None:
-        """Write the table of all trials."""
+        """Write the table of all trials; without trials remove that of an earlier comparison."""
         if not self.experiment.tunings:
+            for ending in ("md", "csv", "json"):
+                (self.folder / f"tuning.{ending}").unlink(missing_ok=True)
             return
         spaces = [tuning.domain.values for tuning in self.experiment.tunings.values()]
         names = list(dict.fromkeys(name for space in spaces for name in space))

@@ -19,7 +19,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
-from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -30,9 +29,8 @@ from clients.any_algorithm import Registered, register, registered
 from fl_strategies.core.files import FolderLock
 from fl_strategies.core.log import mute_below
 from simulations.config import RunConfig
-from simulations.differences import differences
 from simulations.experiment import run_in_process
-from simulations.folders import CHECKPOINTS, continued
+from simulations.folders import CHECKPOINTS, UNREADABLE, changes, continued
 from simulations.lab.superlink import flwr_run, gpu_share, print_progress
 from simulations.population import state_folder
 
@@ -78,8 +76,7 @@ def run_one(
         mute_below(logging.WARNING)
     config = continued(config)
     if not config.resume:
-        _drop_states(config)
-        shutil.rmtree(Path(config.output) / CHECKPOINTS, ignore_errors=True)
+        _drop_former(config)
     with diverging_allowed(config):
         if engine == "in-process":
             run_in_process(config, workers=workers, quiet=quiet)
@@ -93,17 +90,18 @@ def run_one(
             )
 
 
-def _drop_states(config: RunConfig) -> None:
-    """Delete the states of the folder's former run, which is replaced; never another run's."""
-    states = state_folder(config)
-    if states is None:
-        return
-    lock = FolderLock(Path(config.output))
+def _drop_former(config: RunConfig) -> None:
+    """Delete checkpoints and states of the folder's former run, which is replaced; never another's.
+
+    Raises ``ValueError`` if it is running.
+    """
+    states, lock = state_folder(config), FolderLock(Path(config.output))
     former = lock.take()
     try:
+        shutil.rmtree(Path(config.output) / CHECKPOINTS, ignore_errors=True)
         if makes_states(config):
             shutil.rmtree(config.state_dir, ignore_errors=True)
-        elif (owner := DirectoryStore.owner(states)) and owner.run == former:
+        elif states and (owner := DirectoryStore.owner(states)) and owner.run == former:
             shutil.rmtree(states)
     finally:
         lock.release()
@@ -187,10 +185,9 @@ def _changes(config: RunConfig) -> list[str] | None:
     try:
         if not json.loads((folder / "summary.json").read_text())["finished"]:
             return None
-        stored = json.loads((folder / "config.json").read_text())
         (folder / "history.jsonl").stat()
-        return differences(stored, asdict(config))
-    except (OSError, ValueError, KeyError, TypeError):
+        return changes(config, folder)
+    except UNREADABLE:
         return None
 
 

@@ -51,10 +51,10 @@ Costs = Mapping[str, Cost]
 
 def costs(folder: Path) -> Costs:
     """Return the costs of a comparison."""
-    table = json.loads((folder / "table.json").read_text())
-    if not table:
+    finished = json.loads((folder / "table.json").read_text())
+    if not finished:
         raise ValueError(f"{folder} has no finished run")
-    target = table[0]["target"]
+    target = finished[0]["target"]
     with (folder / "curves.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     ends: dict[str, list[Cost]] = {}
